@@ -22,7 +22,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint parity compilers bench smoke-gpu soak clean
+.PHONY: help train test lint parity compilers bench smoke-gpu soak wheel clean
 
 help:
 	@echo "make train      train the tiny model on this machine (CONFIG=configs/... for another model)"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
 	@echo "make smoke-gpu  test and time this machine's GPUs, and write one JSON to post (CONTAINER=docker: in a container)"
 	@echo "make soak       run the slow tests, which take minutes each"
+	@echo "make wheel      build dist/zaya_jax-VERSION-py3-none-any.whl, with the configurations"
 	@echo "make clean      remove environments and caches, but keep runs/"
 	@echo
 	@echo "example: make train CONFIG=configs/recipe_tiny.yaml"
@@ -75,6 +76,11 @@ endif
 
 soak: $(VENV)/.stamp-test
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)
+
+# From nothing, since setuptools would also pack files that an earlier build has left.
+wheel: $(VENV)/.stamp-venv
+	rm -rf build dist
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf .venv .venv312 .venv-compilers .venv312-compilers build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache *.egg-info

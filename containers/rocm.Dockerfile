@@ -17,5 +17,5 @@ WORKDIR /zaya_jax
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY zaya_jax zaya_jax
 COPY pallas_kernels pallas_kernels
-RUN pip install --no-cache-dir '.[rocm]' -c constraints.txt
 COPY configs configs
+RUN pip install --no-cache-dir '.[rocm]' -c constraints.txt

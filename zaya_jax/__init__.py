@@ -51,7 +51,7 @@ _HOMES = {
     "save_pretrained": "zaya_jax.hf.exporter",
 }
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -32,6 +32,10 @@ def main(arguments: Sequence[str] | None = None, replace: Callable[[str, list[st
     Returns:
       The exit status without a command to run: 0 for the help, 2 for an unknown command.
     """
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for candidates
+        from zaya_jax.completion import complete
+
+        complete(COMMANDS)
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in {"-h", "--help"}:
         print(_help())
@@ -55,7 +59,7 @@ commands:
 {rows}
 
 `zaya COMMAND --help` describes a command. Each is a module: `zaya generate` is `python -m zaya_jax.generate`, and
-`zaya train` is `python -m zaya_jax.main`.
+`zaya train` is `python -m zaya_jax.main`. For Tab completion in bash, run: eval "$(register-python-argcomplete zaya)"
 
 examples:
   zaya train --config configs/tiny.yaml

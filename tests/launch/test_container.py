@@ -35,7 +35,9 @@ def test_the_container_copies_what_there_is_and_installs_an_extra_that_exists():
     assert extra in PROJECT["optional-dependencies"]
     assert constraints in copied
     before = DOCKERFILE[: DOCKERFILE.index("RUN pip install")]
-    assert all(f"COPY {name}" in before for name in ("zaya_jax", "pallas_kernels")), "they are built into the package"
+    assert all(f"COPY {name}" in before for name in ("zaya_jax", "pallas_kernels", "configs")), (
+        "they are built into the package"
+    )
 
 
 def test_the_container_stands_on_a_stated_rocm_7_with_python_3_12():

@@ -30,9 +30,9 @@ from zaya_jax.run.folder import (
 )
 
 SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "parallel": ParallelConfig}
-FREE = {"run_dir", "profile", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
-        "sample.temperature", "preset", "measurements", "train.batch.micro_batch", "train.remat", "train.spike.window",
-        "train.spike.threshold", "train.max_skipped_steps", "data.skip_rows",
+FREE = {"run_dir", "profile", "train.log_every", "train.sinks", "data.cache_dir", "data.workers", "sample.prompt",
+        "sample.tokens", "sample.temperature", "preset", "measurements", "train.batch.micro_batch", "train.remat",
+        "train.spike.window", "train.spike.threshold", "train.max_skipped_steps", "data.skip_rows",
         *(f"{name}.{field.name}" for name in SECTIONS for field in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
 
 
@@ -134,6 +134,23 @@ def test_changes_are_recorded_once_with_their_step(config, begun):
         }  # fmt: skip
         assert load_config(begun / CONFIG) == changed
         (begun / CONFIG).write_text(to_yaml(config))  # as where a process is killed in between
+
+
+def test_a_run_of_a_version_with_fewer_keys_goes_on(config, begun):
+    """Version 0.1.0 had neither these keys nor the new names; their defaults do what it did."""
+    tree = to_dict(config)
+    for section, *names in (("model", "convolutions", "query_key_mean", "value_shift", "router_layers",
+                             "depth_averaging"), ("train", "sinks"), ("optimizer", "balance")):  # fmt: skip
+        for name in names:
+            tree[section].pop(name)
+    for name in ("lora", "resume_from", "measurements", "profile"):
+        tree.pop(name)
+    tree["train"]["batch"]["micro"] = tree["train"]["batch"].pop("micro_batch")
+    (begun / CONFIG).write_text(yaml.safe_dump(tree))
+    with claimed(config):
+        record_changes(begun, config, 3)
+    assert not (begun / CHANGES).exists()
+    refused(change(config, {"model.value_shift": False}), begun, "model.value_shift was true and is now false")
 
 
 def test_rows_to_skip_are_recorded_and_their_key_may_be_missing(config, begun):

@@ -39,7 +39,7 @@ def clone(tmp_path: Path) -> Path:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+        shutil.copy(ROOT / name, tmp_path / name, follow_symlinks=False)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     return tmp_path
 

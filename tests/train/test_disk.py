@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.test_disk import in_own_file_system
 from tests.train_helpers import change, compile_once, small_run
 from zaya_jax.errors import RunStopped
-from zaya_jax.train import loop
+from zaya_jax.train import loop, sinks
 
 
 def fill(path):
@@ -28,7 +28,7 @@ def fill(path):
 def train_on(config, events):
     """What a run prints; `events` are called before the rows of their steps are written."""
 
-    class Sink(loop.JsonlSink):
+    class Sink(sinks.JsonlSink):
         def write(self, metrics, timings):
             events.get(metrics["step"], lambda: None)()
             super().write(metrics, timings)
@@ -36,7 +36,7 @@ def train_on(config, events):
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         compile_once(patch)
-        patch.setattr(loop, "JsonlSink", Sink)
+        patch.setattr(sinks, "JsonlSink", Sink)
         try:
             loop.run_training(config)
         except RunStopped as error:

@@ -13,7 +13,7 @@ from zaya_jax.errors import Preempted, last_words
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
-from zaya_jax.train import loop, resumption
+from zaya_jax.train import loop, resumption, sinks
 from zaya_jax.train.loop import run_training
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -30,13 +30,13 @@ class Interrupted(Exception):
 def interrupt(monkeypatch, step):
     """Let the next run end with an exception when it has `step`'s metrics, before they are written."""
 
-    class Sink(loop.JsonlSink):
+    class Sink(sinks.JsonlSink):
         def write(self, metrics, timings):
             if metrics["step"] == step:
                 raise Interrupted
             super().write(metrics, timings)
 
-    monkeypatch.setattr(loop, "JsonlSink", Sink)
+    monkeypatch.setattr(sinks, "JsonlSink", Sink)
 
 
 def train_until(config, step):
@@ -52,13 +52,13 @@ def train_until(config, step):
 def at_row(patch, step):
     """Send SIGTERM when the row of `step` is written, while the next step runs or is evaluated."""
 
-    class Sink(loop.JsonlSink):
+    class Sink(sinks.JsonlSink):
         def write(self, metrics, timings):
             super().write(metrics, timings)
             if metrics["step"] == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    patch.setattr(loop, "JsonlSink", Sink)
+    patch.setattr(sinks, "JsonlSink", Sink)
 
 
 def in_evaluation(patch, number):

@@ -29,6 +29,10 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit status is 0, 1 if a kernel did not run, or 2 for bad input."""
+    return run_verb(_parser(), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Benchmark zaya_jax against other libraries, or compare training recipes.",
@@ -137,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                           help=f"{steps_help}, at least 20 (default: {steps})")  # fmt: skip
         add_flags(verb, png=curves)
         verb.set_defaults(run=_trainings)
-    return run_verb(parser, arguments)
+    return parser
 
 
 def _step(parsed: argparse.Namespace) -> dict[str, Any]:

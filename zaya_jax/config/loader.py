@@ -16,6 +16,7 @@ from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.phases import PhaseConfig
 from zaya_jax.config.renamed import RENAMED
 from zaya_jax.config.schema import Config
+from zaya_jax.config.shipped import find
 from zaya_jax.config.stages import stages
 from zaya_jax.config.table import Table
 from zaya_jax.config.yaml_text import MAX_BYTES, dump_yaml, kind, parse_yaml
@@ -32,6 +33,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
       path: a YAML file. Its optional key `extends` is the path, relative to it, of a file whose values it overrides.
+        Either path may start with `configs/`: if no such file exists, the file that the package ships is read.
       overrides: `section.key=value` with a YAML value, applied last. Address list items by their `name` or index, as
         in `phases.midtrain.tokens=1_000_000`; the same works in a file.
 
@@ -42,7 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
       InputError: the file is missing or is not YAML; a key is unknown or repeated; a value has the wrong type or is
         invalid.
     """
-    tree = _read(Path(path), ())
+    tree = _read(find(path), ())
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.split(".")
@@ -69,7 +71,7 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 
 def load_as(cls: type[T], path: str | Path) -> T:
     """Read a YAML file as another frozen dataclass, without checking its values; raises like `load_config`."""
-    return _build(cls, _read(Path(path), ()), "")
+    return _build(cls, _read(find(path), ()), "")
 
 
 def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:
@@ -111,6 +113,7 @@ def to_yaml(config: Config) -> str:
 
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    """Read a file and those that it extends, in which `readers` are the files that extend it."""
     require_path("The configuration", str(path))
     if path.resolve() in readers:
         raise InputError(f"The configuration {path} extends itself.")
@@ -138,7 +141,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise InputError(f"extends in {path} is {shown(base)}, but must be the path of a configuration.")
-    return _merge(_read(path.parent / base, (*readers, path.resolve())), tree)
+    return _merge(_read(find(base, path.parent), (*readers, path.resolve())), tree)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from zaya_jax.config.weight_source import HF, parse_source
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.presets import PRESETS, PresetName
 
+SinkName = Literal["tensorboard", "wandb"]
 Verify = Literal["none", "hash", "readback"]
 MAX_PHASES = 1000
 
@@ -45,6 +46,7 @@ class TrainConfig:
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     max_skipped_steps: Positive[int] = 10  # in a row before the run stops
     log_every: Positive[int] = 10  # steps between console lines
+    sinks: tuple[SinkName, ...] = ()  # where metrics are written besides metrics.jsonl; each is an extra to install
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Config:
         for section in (self.model, self.data, self.checkpoint, self.sample):
             section.check()
         self.train.batch.check("train.batch")
+        require(len({*self.train.sinks}) == len(self.train.sinks), "train.sinks", list(self.train.sinks),
+                "a list that names each sink once")  # fmt: skip
         require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2147483648")
         require(self.run_dir != "", "run_dir", self.run_dir, "the path of a folder")
         require_path("run_dir", self.run_dir)

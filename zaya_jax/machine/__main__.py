@@ -27,6 +27,10 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status is 0, 1 if a part of the smoke test failed, or 2 for bad input."""
+    return run_verb(_parser(), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM, description="Describe, test and time this machine's devices.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                          help="mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)")  # fmt: skip
     add_flags(kernels)
     kernels.set_defaults(run=_kernels)
-    return run_verb(parser, arguments)
+    return parser
 
 
 def _describe(_: argparse.Namespace) -> dict[str, Any]:

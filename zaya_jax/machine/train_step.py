@@ -6,12 +6,12 @@ import resource
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from zaya_jax.config import Config, ParallelConfig, load_config
+from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, find_hardware
@@ -35,7 +35,7 @@ from zaya_jax.train.memory_errors import available_memory, gigabytes
 from zaya_jax.train.program import Programs
 
 Layout = Literal["data", "fsdp"]
-EIGHT_B = Path(__file__).parents[2] / "configs" / "bench_8b.yaml"
+EIGHT_B = shipped("bench_8b.yaml")
 # Fractions of a device's memory that the estimate may take. A smaller one is tried if the compiled step needs more
 # memory than the device has.
 FRACTIONS = (0.85, 0.6, 0.4)

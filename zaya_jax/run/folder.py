@@ -3,13 +3,13 @@
 import fcntl
 import json
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zaya_jax.config import Config, flatten_keys, to_dict, to_yaml, with_current_keys
+from zaya_jax.config import Config, flatten_keys, from_dict, to_dict, to_yaml, with_current_keys
 from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
@@ -30,7 +30,8 @@ _LOCK = ".lock"
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.", "data.skip_rows")
 # The other keys that may change affect at most the last bits of the results, as a change of devices does.
 _FREE = (*_RECORDED, "run_dir", "preset", "measurements", "parallel.", "train.batch.micro_batch", "train.remat",
-         "train.log_every", "checkpoint.", "sample.", "profile", "data.cache_dir", "data.workers")  # fmt: skip
+         "train.log_every", "train.sinks", "checkpoint.", "sample.", "profile", "data.cache_dir",
+         "data.workers")  # fmt: skip
 
 
 def run_folder(config: Config) -> Path:
@@ -88,13 +89,18 @@ def claim_run(folder: Path, config: Config) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.yaml` as nested dicts with this version's keys; InputError if it is damaged."""
+    """Read `config.yaml` as nested dicts with this version's keys; InputError if it is damaged.
+
+    Keys that an earlier version did not have get their defaults, which do what that version did.
+    """
     path = folder / CONFIG
     try:
         tree = with_current_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
         _recorded(tree)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so the run in this folder cannot be identified.") from error
+    with suppress(InputError):  # a value that this version refuses stays as it is
+        return to_dict(from_dict(tree))
     return tree
 
 
@@ -117,7 +123,7 @@ def record_changes(folder: Path, config: Config, step: int) -> None:
 
 def _recorded(tree: dict[str, Any]) -> dict[str, Any]:
     phases = {phase["name"]: phase for phase in tree["phases"]}
-    keys = {"data.skip_rows": []} | dict(flatten_keys({**tree, "phases": phases}))  # earlier versions did not write it
+    keys = dict(flatten_keys({**tree, "phases": phases}))
     return {key: value for key, value in keys.items() if key.startswith(_RECORDED)}
 
 
@@ -138,9 +144,7 @@ def _compare(folder: Path, config: Config) -> None:
                 raise InputError(f"{folder} contains {name} but no {CONFIG}, so its run cannot be identified; choose "
                                  "another run_dir.")  # fmt: skip
         return
-    # Earlier versions did not write this key.
-    old = {"resume_from": None} | dict(flatten_keys(read_config(folder)))
-    new = dict(flatten_keys(to_dict(config)))
+    old, new = (dict(flatten_keys(tree)) for tree in (read_config(folder), to_dict(config)))
     for key in [*new, *(key for key in old if key not in new)]:
         if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key)):
             was, becomes = (shown(values[key]) if key in values else "absent" for values in (old, new))

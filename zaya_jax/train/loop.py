@@ -12,7 +12,6 @@ import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, to_yaml
-from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, total_steps
 from zaya_jax.data.pipeline import TrainBatches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
@@ -29,8 +28,8 @@ from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, prim
 from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
-from zaya_jax.run.folder import METRICS, TIMINGS, claim_run, lock_run, run_folder
-from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink, read_rows
+from zaya_jax.run.folder import METRICS, claim_run, lock_run, run_folder
+from zaya_jax.run.metrics import DiskGuard, read_rows
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.run.status import track_status
 from zaya_jax.train.compiled import CompiledSteps
@@ -51,6 +50,7 @@ from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.progress_sink import ProgressSink
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
+from zaya_jax.train.sinks import open_sinks, require_sinks
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
 from zaya_jax.train.trainer import Trainer
@@ -151,7 +151,7 @@ def run_training(
         console.start(step)
         if step and store.latest() == step:
             console.say(f"Resuming after step {step} of {total_steps(config)}.")
-        sinks = primary_first(lambda: open_sinks(folder, step, first, disk))
+        sinks = primary_first(lambda: open_sinks(config, folder, step, first, disk))
         for sink in sinks:
             stack.callback(sink.close)
         profiler = StepProfiler(config.profile if is_primary() else None, folder, console.say)
@@ -182,6 +182,7 @@ def _open_sources(config: Config) -> Prepared:
 def _checked_programs(config: Config) -> Programs:
     """Make the programs of all phases; raise `InputError` if these devices cannot train the configuration."""
     config.check()
+    require_sinks(config)
     if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
         raise InputError("train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, or call "
                          "jax.config.update('jax_enable_x64', True) before anything else.")  # fmt: skip
@@ -223,26 +224,3 @@ def _claim(folder: Path, config: Config, prepared: Prepared, weights: Weights | 
     if is_primary():
         claim_run(folder, config)
         write_tokenizer(folder, config, prepared, weights)
-
-
-def open_sinks(folder: Path, step: int, first: int, disk: DiskGuard) -> list[MetricSink]:
-    """Open the metric files of a run.
-
-    Args:
-      folder: the run folder.
-      step: the step that the run continues after; later rows are dropped.
-      first: steps done before this run folder's first.
-      disk: reports files that cannot be written.
-
-    Returns:
-      The sinks; none in processes other than the primary.
-    """
-    if not is_primary():
-        return []
-    metrics = JsonlFile(folder / METRICS, step, first, disk, complete=True)
-    timings = JsonlFile(folder / TIMINGS, step, first, disk)
-    if metrics.dropped and step == first:
-        disk.say(
-            f"No checkpoint covers the {counted(metrics.dropped, 'step')} in {METRICS}: restarting from the first step."
-        )
-    return [JsonlSink(metrics, timings)]

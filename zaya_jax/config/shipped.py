@@ -1,0 +1,46 @@
+"""Configurations that the package ships: `configs/tiny.yaml` and its neighbors are found in every folder."""
+
+import difflib
+import os
+from pathlib import Path
+
+from zaya_jax.config.checks import require_path
+from zaya_jax.errors import InputError
+
+FOLDER = "configs"
+_SHIPPED = Path(__file__).parents[1] / FOLDER  # in the repository a link to the top-level folder, in a wheel the files
+
+
+def shipped(name: str) -> Path:
+    """Return the path of a shipped file, such as `tiny.yaml` or `evals/base.yaml`."""
+    return _SHIPPED / name
+
+
+def shipped_names() -> list[str]:
+    """Return the names under which `find` knows the shipped files, such as `configs/tiny.yaml`."""
+    return sorted(f"{FOLDER}/{file.relative_to(_SHIPPED)}" for file in _SHIPPED.glob("**/*.yaml"))
+
+
+def find(name: str | Path, folder: Path = Path()) -> Path:
+    """Find a configuration file by the path that a user wrote.
+
+    Args:
+      name: the path; one that starts with `configs/` and does not exist is that of a shipped file.
+      folder: what the path is relative to.
+
+    Returns:
+      The path of the file.
+
+    Raises:
+      InputError: there is no such file, and none of that name is shipped.
+    """
+    require_path("The configuration", str(name))
+    path, names = folder / name, shipped_names()
+    if os.path.exists(path):  # unlike Path.exists, never raises
+        return path
+    if str(Path(name)) in names:
+        return shipped(str(Path(name).relative_to(FOLDER)))
+    near = difflib.get_close_matches(str(name), names, 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise InputError(f"The configuration {path} cannot be read: No such file or directory.{hint} zaya_jax ships "
+                     f"{', '.join(names)}.")  # fmt: skip

@@ -1,0 +1,118 @@
+"""A sink that may fail: training continues, and the rows that it missed follow from the run's own files."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.run.folder import METRICS, TIMINGS
+from zaya_jax.run.metrics import MetricSink, read_rows
+
+_PATIENCE = 20  # times as long as an attempt to open a sink took, until the next one: it takes 5 % of the time at most
+
+
+class Mirror:
+    """Passes the rows of a run to a sink. If the sink fails, it is opened again at a later checkpoint."""
+
+    def __init__(
+        self, name: str, open_sink: Callable[[int], MetricSink], folder: Path, after: int, step: int,
+        say: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        """Open the sink.
+
+        Args:
+          name: of the sink, for messages.
+          open_sink: opens the sink after the given step; the sink drops what it has of later steps.
+          folder: the run folder, with all rows.
+          after: the last step whose row the sink has, and need not get again.
+          step: the step that the run continues after.
+          say: reports the first failure, and the end of failures.
+        """
+        self._name, self._open_sink, self._folder, self._say = name, open_sink, folder, say
+        self._sink: MetricSink | None = None
+        self._safe, self._newest, self._fails, self._retry_at = after, step, False, 0.0
+        with self._failures_reported():
+            self._open()
+
+    def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
+        """Write the row of a step, unless the sink has it, or has failed since the last checkpoint."""
+        self._newest = metrics["step"]
+        if self._sink is not None and self._newest > self._safe:
+            with self._failures_reported():
+                self._sink.write(metrics, timings)
+
+    def sync(self) -> str:
+        """Flush the sink, after opening it again if it has failed. No failure keeps a checkpoint from being saved."""
+        if self._sink is None and time.monotonic() < self._retry_at:
+            return ""
+        with self._failures_reported():
+            (self._sink or self._open()).sync()
+            self._safe = max(self._safe, self._newest)
+            if self._fails:
+                self._say(f"{self._name} works again; no row is missing.")
+            self._fails = False
+        return ""
+
+    def close(self) -> None:
+        """Write what is missing, and close the sink."""
+        self._retry_at = 0.0
+        self.sync()
+        if self._sink is not None:
+            with self._failures_reported():
+                self._sink.close()
+
+    def _open(self) -> MetricSink:
+        start = time.monotonic()
+        try:
+            sink = self._open_sink(self._safe)
+        finally:
+            self._retry_at = time.monotonic() + _PATIENCE * (time.monotonic() - start)
+        try:
+            for metrics, timings in self._missing():
+                sink.write(metrics, timings)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                sink.close()
+            raise
+        self._sink = sink
+        return sink
+
+    def _missing(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Read the rows that the sink does not have."""
+        if self._safe >= self._newest:
+            return []
+        timings = {row["step"]: row for row in read_rows(self._folder / TIMINGS)}
+        rows = [row for row in read_rows(self._folder / METRICS) if row["step"] > self._safe]
+        if not rows or rows[-1]["step"] < self._newest:  # on a full disk, the newest rows are in memory
+            raise OSError(f"{METRICS} has no row of step {self._newest} yet")
+        return [(row, timings.get(row["step"], {})) for row in rows]
+
+    @contextlib.contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            sink, self._sink = self._sink, None
+            if sink is not None:
+                with contextlib.suppress(Exception):
+                    sink.close()
+            if not self._fails:
+                reason = " ".join(str(error).split())[:300].removesuffix(".") or type(error).__name__
+                self._say(f"train.sinks: {self._name} failed: {reason}. Training continues; {METRICS} has all rows, "
+                          f"and a later checkpoint tries {self._name} again.")  # fmt: skip
+            self._fails = True
+
+
+def scalars(row: dict[str, Any], prefix: str = "") -> dict[str, int | float]:
+    """Return the numbers of a row by name: `name/key` for each key of a section, and the mean over layers of a list."""
+    numbers: dict[str, int | float] = {}
+    for key, value in row.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            numbers |= scalars(value, f"{name}/")
+        elif isinstance(value, list) and value and all(isinstance(item, float) for item in value):
+            numbers[name] = sum(value) / len(value)
+        elif isinstance(value, int | float) and key != "step":
+            numbers[name] = value
+    return numbers

@@ -1,0 +1,50 @@
+"""Metrics for Weights & Biases; `WANDB_MODE=offline` keeps them in the run folder for `wandb sync`."""
+
+import importlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.config import Config, to_dict
+from zaya_jax.run.files import write_atomically
+from zaya_jax.train.mirror import scalars
+
+wandb: Any = importlib.import_module("wandb")  # an extra, which is not installed where types are checked
+
+_INIT_SECONDS = 30  # training waits for the server this long at its start
+_FINISH_SECONDS = 60  # and for the upload of the last rows at its end
+
+
+class WandbSink:
+    """Logs a row per step to one W&B run, which a resumed training continues."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        """Start the W&B run, or continue the one whose id is in `folder`.
+
+        Args:
+          folder: `wandb/` of the run folder, in which W&B keeps its files, too.
+          config: configuration of the run.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / "run_id"
+        if not id_file.exists():
+            write_atomically(id_file, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+        settings = wandb.Settings(console="off", init_timeout=_INIT_SECONDS, finish_timeout=_FINISH_SECONDS,
+                                  finish_timeout_raises=False)  # fmt: skip
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "zaya_jax"), name=folder.parent.name, dir=folder.parent,
+            id=id_file.read_text(encoding="utf-8"), resume="allow", config=to_dict(config), settings=settings,
+        )  # fmt: skip
+
+    def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
+        """Log the scalars of a step; W&B ignores a step that it has, and keeps rows on disk until it is reached."""
+        self._run.log(scalars(metrics) | scalars(timings, "timings/"), step=metrics["step"])
+
+    def sync(self) -> str:
+        """Do nothing: another process writes the rows."""
+        return ""
+
+    def close(self) -> None:
+        """Upload the last rows."""
+        self._run.finish()
