@@ -1,0 +1,91 @@
+"""The parts that all plots of the page share, as plotly describes them: traces, axes, legend."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from zaya_jax.report.history import Line
+from zaya_jax.report.series import significant, thin
+from zaya_jax.run.plot import FAINT, smoothed
+
+# A colour means the same run, source or role in all plots. The first ones are told apart by colour-blind readers.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a")
+_PARTS = 50  # parts of a run that a smoothed line is a mean over
+_ROW = 24  # pixels of a row of the legend
+_HEIGHT = 340  # pixels of a plot without its legend
+
+
+class Plot(NamedTuple):
+    """A plot of the page.
+
+    Attributes:
+      title: what it shows.
+      figure: plotly's `data`, `layout` and, with a slider, `frames`.
+      note: a sentence below it.
+    """
+
+    title: str
+    figure: dict[str, Any]
+    note: str = ""
+
+
+def color(index: int) -> str:
+    """Return the colour of a run, source or role."""
+    return COLORS[index % len(COLORS)]
+
+
+def trace(line: Line, name: str, hue: str, /, **options: Any) -> dict[str, Any]:
+    """Make a line without smoothing; `options` are plotly's."""
+    xs, ys = thin(line.steps, line.values)
+    style = {"color": hue, "width": 2} | options.pop("line", {})
+    return {"type": "scatter", "mode": "lines", "x": xs, "y": list(map(significant, ys)), "name": name, "line": style,
+            **options}  # fmt: skip
+
+
+def noisy(line: Line, name: str, hue: str, /, **options: Any) -> list[dict[str, Any]]:
+    """Make a smoothed line over the faint raw one, which is left out if smoothing changes nothing."""
+    width = len(line.values) // _PARTS
+    smooth = Line()
+    smooth.steps = line.steps
+    smooth.values.extend(smoothed(line.values, width))
+    traces = [trace(smooth, name, hue, legendgroup=name, **options)]
+    if width > 1:
+        raw = trace(line, f"{name}, each step", hue, legendgroup=name, showlegend=False, opacity=FAINT)
+        traces.insert(0, raw | {"line": {"color": hue, "width": 1}})
+    return traces
+
+
+def make_figure(
+    traces: Sequence[dict[str, Any]], y: str, *, x: str = "step", integers: str = "x", logarithmic: bool = False,
+    boundaries: Iterable[float] = (), **layout: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Make a figure.
+
+    Args:
+      traces: lines and markers.
+      y: label of the y axis, with its unit.
+      x: label of the x axis.
+      integers: axes with values that are integers, such as 'xy'.
+      logarithmic: whether the y axis is.
+      boundaries: steps at which a phase starts, for vertical lines.
+      **layout: plotly's, in addition.
+    """
+    named = sum(bool(each.get("showlegend", True)) for each in traces)
+    rows = (named + 1) // 2  # with the longest names, on a narrow screen
+    axis = {"automargin": True, "gridcolor": "#e4e4e4", "zeroline": False, "linecolor": "#888", "ticks": "outside"}
+    numbers = {"type": "log", "dtick": "D2"} if logarithmic else {"rangemode": "normal"}
+    return {
+        "data": list(traces),
+        "layout": {
+            "height": _HEIGHT + _ROW * rows, "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}, "plot_bgcolor": "white",
+            "xaxis": {**axis, "title": {"text": x, "standoff": 6}, "tickformat": ",d"},
+            "yaxis": {**axis, **numbers, "title": {"text": y, "standoff": 8}, "exponentformat": "SI"},
+            "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+            "showlegend": True, "hovermode": "closest", "meta": {"integers": integers},
+            "shapes": [
+                {"type": "line", "x0": step - 0.5, "x1": step - 0.5, "yref": "paper", "y0": 0, "y1": 1,
+                 "line": {"color": "#888", "width": 1, "dash": "dot"}} for step in boundaries
+            ],
+            **layout,
+        },
+    }  # fmt: skip
