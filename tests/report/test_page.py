@@ -7,7 +7,8 @@ from pathlib import Path
 import plotly.graph_objects
 import pytest
 
-from tests.report.report_helpers import CHROMIUM, Page, corpus_run, look, phased_run, supervised
+from tests.report.browser_helpers import CHROMIUM, Page, look
+from tests.report.run_helpers import corpus_run, phased_run, supervised
 from zaya_jax.report.__main__ import main
 from zaya_jax.report.page import MARK
 from zaya_jax.run.metrics import read_rows
@@ -67,7 +68,7 @@ def test_a_browser_shows_every_plot_and_loads_nothing(width, both, tmp_path):
 
 def figures(path: Path) -> list[dict]:
     text = path.read_text(encoding="utf-8")
-    return json.loads(text.partition('id="figures">')[2].partition("</script>")[0])
+    return json.loads(text.partition('id="figures">')[2].partition("</script>")[0])["figures"]
 
 
 def test_plots_are_valid_and_show_the_rows(both, runs):
@@ -87,7 +88,7 @@ def test_plots_are_valid_and_show_the_rows(both, runs):
     assert {"gzip, run", "xz, run", "skipped step, phased", "fault, phased"} < by_name.keys()
     skipped = [row["step"] for row in rows[1] if "skip" in row]
     assert by_name["skipped step, phased"]["x"] == skipped != []
-    assert [shape["x0"] for shape in loss["layout"]["shapes"]] == [10.5]
+    assert [shape["x0"] for shape in loss["layout"]["shapes"]] == [10]
 
 
 def test_the_first_table_says_how_the_runs_went(both, runs):

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from zaya_jax.report.history import History, Line
-from zaya_jax.report.plot import Plot, color, make_figure, noisy, trace
+from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noisy, trace
 from zaya_jax.report.subject import Subject
 
 Get = Callable[[Subject], Line]
@@ -15,23 +15,20 @@ _MARKS = 300  # skipped steps and faults that are marked
 def loss(subjects: Sequence[Subject]) -> Plot:
     """Plot training and held-out loss, with compressors, skipped steps and faults."""
     traces, marks = list[dict[str, Any]](), list[dict[str, Any]]()
-    for index, subject in enumerate(subjects):
-        hue, label = color(index), _label(subject, subjects)
-        traces += noisy(subject.metrics.line("loss"), f"training{label}", hue)
+    for subject in subjects:
+        index, hue, label = subject.index, color(subject.index), _label(subject, subjects)
+        traces += noisy(subject.metrics.line("loss"), f"training{label}", hue, index)
         if (held := subject.metrics.line("heldout_loss")).steps:
-            traces.append(trace(held, f"held-out{label}", hue, mode="lines+markers", line={"dash": "dash"},
-                                marker={"size": 7, "symbol": "diamond"}))  # fmt: skip
+            traces.append(evaluated(held, f"held-out{label}", hue, index))
         faults = [fault["step"] for node in subject.nodes.values() for fault in node["faults"]
                   if isinstance(fault["step"], int) and fault["step"] >= 0]  # fmt: skip
         skips = [skip.step for skip in subject.metrics.skips]
         for steps, name, symbol in ((skips, "skipped step", "x"), (faults, "fault", "triangle-down")):
             if steps:
-                marks.append(_mark(steps[:_MARKS], f"{name}{label}", hue, symbol))
-    span = [
-        min(subject.metrics.steps[0] for subject in subjects),
-        max(subject.metrics.steps[-1] for subject in subjects),
-    ]
-    traces += [_level(span, level, name, dash) for name, level, dash in _compressors(subjects)] + marks
+                marks.append(_mark(steps[:_MARKS], f"{name}{label}", hue, symbol, index))
+    longest = max(subjects, key=lambda subject: subject.metrics.steps[-1])
+    traces += [level(longest.metrics.line("step"), nats, name, dash, longest.index)
+               for name, nats, dash in _compressors(subjects)] + marks  # fmt: skip
     figure = make_figure(traces, "loss (nats/token)", boundaries=_boundaries(subjects), yaxis2={
         "overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})  # fmt: skip
     return Plot("Loss", figure, _phases(subjects))
@@ -123,7 +120,7 @@ def compare(
       The plot; without a run that has the values, a sentence that says so.
     """
     traces, missing = list[dict[str, Any]](), list[str]()
-    for index, subject in enumerate(subjects):
+    for subject in subjects:
         history, found = subject.timings if timings else subject.metrics, False
         for metric, dash in zip(metrics, ("solid", "dot"), strict=False):
             line = metric(subject) if callable(metric) else history.line(*_key(metric))
@@ -133,7 +130,7 @@ def compare(
             name = ", ".join(filter(None, (part, subject.name if len(subjects) > 1 else ""))) or y
             style: dict[str, Any] = {"dash": dash} | ({"shape": "hv"} if step else {})
             options = {"line": style, "showlegend": len(subjects) > 1 or len(metrics) > 1}
-            traces += (noisy if smooth else _plain)(line, name, color(index), **options)
+            traces += (noisy if smooth else _plain)(line, name, color(subject.index), subject.index, **options)
             found = True
         if not found:
             missing.append(subject.name)
@@ -144,8 +141,8 @@ def compare(
     return Plot(title, figure, " ".join(filter(None, (note, absent))))
 
 
-def _plain(line: Line, name: str, hue: str, /, **options: Any) -> list[dict[str, Any]]:
-    return [trace(line, name, hue, **options)]
+def _plain(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[dict[str, Any]]:
+    return [trace(line, name, hue, run, **options)]
 
 
 def _key(metric: str | tuple[str, str]) -> tuple[str, ...]:
@@ -156,14 +153,10 @@ def _label(subject: Subject, subjects: Sequence[Subject]) -> str:
     return f", {subject.name}" if len(subjects) > 1 else ""
 
 
-def _mark(steps: Sequence[int], name: str, hue: str, symbol: str) -> dict[str, Any]:
+def _mark(steps: Sequence[int], name: str, hue: str, symbol: str, run: int) -> dict[str, Any]:
     return {"type": "scatter", "mode": "markers", "x": list(steps), "y": [0.97] * len(steps), "yaxis": "y2",
-            "name": name, "marker": {"symbol": symbol, "size": 10, "color": hue}, "hoverinfo": "x+name"}  # fmt: skip
-
-
-def _level(span: Sequence[int], level: float, name: str, dash: str) -> dict[str, Any]:
-    return {"type": "scatter", "mode": "lines", "x": list(span), "y": [level, level], "name": name,
-            "line": {"color": "#222", "width": 1.5, "dash": dash}}  # fmt: skip
+            "name": name, "meta": {"run": run}, "marker": {"symbol": symbol, "size": 10, "color": hue},
+            "hoverinfo": "x+name"}  # fmt: skip
 
 
 def _compressors(subjects: Sequence[Subject]) -> list[tuple[str, float, str]]:
@@ -180,8 +173,8 @@ def _compressors(subjects: Sequence[Subject]) -> list[tuple[str, float, str]]:
             for (name, level), names in levels.items()]  # fmt: skip
 
 
-def _boundaries(subjects: Sequence[Subject]) -> list[int]:
-    return sorted({step for subject in subjects for step in subject.boundaries})
+def _boundaries(subjects: Sequence[Subject]) -> list[tuple[int, int]]:
+    return [boundary for subject in subjects for boundary in subject.boundaries]
 
 
 def _phases(subjects: Sequence[Subject]) -> str:

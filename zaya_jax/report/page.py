@@ -32,7 +32,8 @@ def render(subjects: Sequence[Subject], config: str | None = None) -> str:
     """
     sections = make_sections(subjects, config)
     plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
-    figures = json.dumps([plot.figure for plot in plots], allow_nan=False, separators=(",", ":"), default=list)
+    data = {"figures": [plot.figure for plot in plots], "axes": [subject.axes for subject in subjects]}
+    figures = json.dumps(data, allow_nan=False, separators=(",", ":"), default=list)
     scripts = [get_plotlyjs(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     environment = jinja2.Environment(
         autoescape=True, loader=jinja2.FileSystemLoader(_FOLDER), trim_blocks=True, lstrip_blocks=True,

@@ -33,30 +33,50 @@ def color(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
-def trace(line: Line, name: str, hue: str, /, **options: Any) -> dict[str, Any]:
-    """Make a line without smoothing; `options` are plotly's."""
+def trace(line: Line, name: str, hue: str, run: int, /, **options: Any) -> dict[str, Any]:
+    """Make a line without smoothing.
+
+    Args:
+      line: values by step.
+      name: for the legend.
+      hue: colour.
+      run: index of the run, with which the page finds the tokens and the time of a step.
+      **options: plotly's.
+    """
     xs, ys = thin(line.steps, line.values)
     style = {"color": hue, "width": 2} | options.pop("line", {})
     return {"type": "scatter", "mode": "lines", "x": xs, "y": list(map(significant, ys)), "name": name, "line": style,
-            **options}  # fmt: skip
+            "meta": {"run": run}, **options}  # fmt: skip
 
 
-def noisy(line: Line, name: str, hue: str, /, **options: Any) -> list[dict[str, Any]]:
+def noisy(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[dict[str, Any]]:
     """Make a smoothed line over the faint raw one, which is left out if smoothing changes nothing."""
     width = len(line.values) // _PARTS
     smooth = Line()
     smooth.steps = line.steps
     smooth.values.extend(smoothed(line.values, width))
-    traces = [trace(smooth, name, hue, legendgroup=name, **options)]
+    traces = [trace(smooth, name, hue, run, legendgroup=name, **options)]
     if width > 1:
-        raw = trace(line, f"{name}, each step", hue, legendgroup=name, showlegend=False, opacity=FAINT)
+        raw = trace(line, f"{name}, each step", hue, run, legendgroup=name, showlegend=False, opacity=FAINT)
         traces.insert(0, raw | {"line": {"color": hue, "width": 1}})
     return traces
 
 
+def evaluated(line: Line, name: str, hue: str, run: int) -> dict[str, Any]:
+    """Make a line of the values of a few steps, each with a marker."""
+    return trace(line, name, hue, run, mode="lines+markers", line={"dash": "dash"},
+                 marker={"size": 7, "symbol": "diamond"})  # fmt: skip
+
+
+def level(line: Line, value: float, name: str, dash: str, run: int) -> dict[str, Any]:
+    """Make a horizontal line that is as long as `line`."""
+    return {"type": "scatter", "mode": "lines", "x": [line.steps[0], line.steps[-1]], "y": [significant(value)] * 2,
+            "name": name, "line": {"color": "#222", "width": 1.5, "dash": dash}, "meta": {"run": run}}  # fmt: skip
+
+
 def make_figure(
     traces: Sequence[dict[str, Any]], y: str, *, x: str = "step", integers: str = "x", logarithmic: bool = False,
-    boundaries: Iterable[float] = (), **layout: Any,
+    boundaries: Iterable[tuple[int, int]] = (), **layout: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Make a figure.
 
@@ -66,7 +86,7 @@ def make_figure(
       x: label of the x axis.
       integers: axes with values that are integers, such as 'xy'.
       logarithmic: whether the y axis is.
-      boundaries: steps at which a phase starts, for vertical lines.
+      boundaries: index of a run and step after which a phase starts, for vertical lines.
       **layout: plotly's, in addition.
     """
     named = sum(bool(each.get("showlegend", True)) for each in traces)
@@ -81,10 +101,10 @@ def make_figure(
             "xaxis": {**axis, "title": {"text": x, "standoff": 6}, "tickformat": ",d"},
             "yaxis": {**axis, **numbers, "title": {"text": y, "standoff": 8}, "exponentformat": "SI"},
             "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
-            "showlegend": True, "hovermode": "closest", "meta": {"integers": integers},
+            "showlegend": True, "hovermode": "closest", "meta": {"integers": integers, "steps": x == "step"},
             "shapes": [
-                {"type": "line", "x0": step - 0.5, "x1": step - 0.5, "yref": "paper", "y0": 0, "y1": 1,
-                 "line": {"color": "#888", "width": 1, "dash": "dot"}} for step in boundaries
+                {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "name": str(run),
+                 "line": {"color": "#888", "width": 1, "dash": "dot"}} for run, step in boundaries
             ],
             **layout,
         },

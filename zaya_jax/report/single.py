@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from zaya_jax.report.history import Line
-from zaya_jax.report.plot import Plot, color, make_figure, noisy, trace
+from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noisy
 from zaya_jax.report.series import significant
 from zaya_jax.report.subject import Subject
 
@@ -23,10 +23,9 @@ def loss_by_source(subject: Subject) -> Plot | str | None:
     traces = list[dict[str, Any]]()
     for index, source in enumerate(dict.fromkeys([*sources, *held])):
         if (line := subject.metrics.line("loss_by_source", source)).steps:
-            traces += noisy(line, f"{source}, training", color(index))
+            traces += noisy(line, f"{source}, training", color(index), subject.index)
         if (line := subject.metrics.line("heldout_loss_by_source", source)).steps:
-            traces.append(trace(line, f"{source}, held-out", color(index), mode="lines+markers", line={"dash": "dash"},
-                                marker={"size": 7, "symbol": "diamond"}))  # fmt: skip
+            traces.append(evaluated(line, f"{source}, held-out", color(index), subject.index))
     return Plot("Loss by source", make_figure(traces, "loss (nats/token)", boundaries=subject.boundaries))
 
 
@@ -40,16 +39,13 @@ def bits_per_byte(subject: Subject) -> Plot | str:
             bits = Line()
             bits.steps = line.steps
             bits.values.extend(nats / math.log(2) * text["tokens"] / text["bytes"] for nats in line.values)
-            traces.append(trace(bits, source, color(index), mode="lines+markers",
-                                marker={"size": 7, "symbol": "diamond"}))  # fmt: skip
+            traces.append(evaluated(bits, source, color(index), subject.index))
     if not traces:
         return ("Held-out bits per byte are not shown: the bytes of the held-out text are known at the end of a run, "
                 "and after python -m zaya_jax.evaluate.")  # fmt: skip
-    span = [subject.metrics.steps[0], subject.metrics.steps[-1]]
     dashes = {"gzip": "dot", "xz": "dashdot", "xz_given_train": "dash"}
-    traces += [{"type": "scatter", "mode": "lines", "x": span, "y": [subject.baselines[name]] * 2,
-                "name": name.replace("_given_train", " after the training text"),
-                "line": {"color": "#222", "width": 1.5, "dash": dash}}
+    traces += [level(subject.metrics.line("step"), subject.baselines[name],
+                     name.replace("_given_train", " after the training text"), dash, subject.index)
                for name, dash in dashes.items() if name in subject.baselines]  # fmt: skip
     return Plot("Held-out bits per byte", make_figure(traces, "held-out loss (bits/byte)",
                 boundaries=subject.boundaries))  # fmt: skip
@@ -63,7 +59,9 @@ def norms(subject: Subject, metric: str) -> Plot | str:
         index = _ROLES.index(role) if role in _ROLES else len(_ROLES)
         line = subject.metrics.line(metric, role)
         if any(value > 0 for value in line.values):  # the axis is logarithmic
-            traces += noisy(line, role, color(index), **({"line": {"dash": "dash"}} if index >= 8 else {}))
+            traces += noisy(
+                line, role, color(index), subject.index, **({"line": {"dash": "dash"}} if index >= 8 else {})
+            )
     if not traces:
         return f"{title} is not shown: no row has it."
     return Plot(title, make_figure(traces, title.lower(), logarithmic=True, boundaries=subject.boundaries))
@@ -77,7 +75,7 @@ def entropy_by_layer(subject: Subject) -> Plot | str:
         return "Entropy by layer is not shown: no row has load_entropy."
     z = [[significant(row[layer]) if layer < len(row) else None for row in kept.items] for layer in range(layers)]
     heat = {"type": "heatmap", "x": kept.steps, "y": list(range(layers)), "z": z, "zmin": 0, "zmax": 1,
-            "colorscale": "Viridis", "colorbar": _bar("entropy over<br>its maximum"),
+            "colorscale": "Viridis", "meta": {"run": subject.index}, "colorbar": _bar("entropy over<br>its maximum"),
             "hovertemplate": "step %{x}, layer %{y}: %{z}<extra></extra>"}  # fmt: skip
     figure = make_figure([heat], "layer", integers="xy", boundaries=subject.boundaries, showlegend=False)
     return Plot(
@@ -91,12 +89,13 @@ def expert_load(subject: Subject) -> Plot | str:
     if not kept.items:
         return "The load of the experts is not shown: no row has expert_counts."
     experts, layers = len(kept.items[-1][0]), len(kept.items[-1])
-    frames = [{"name": str(step), "data": [{"z": [[_log2(load) for load in layer] for layer in loads]}]}
-              for step, loads in zip(kept.steps, kept.items, strict=True)]  # fmt: skip
+    maps = [[[_log2(load) for load in layer] for layer in loads] for loads in kept.items]
+    frames = [{"name": str(step), "data": [{"type": "heatmap", "z": z}]}
+              for step, z in zip(kept.steps, maps, strict=True)]  # fmt: skip
     powers = range(-int(_LOG_RANGE), int(_LOG_RANGE) + 1)
     ticks = [f"1/{2**-power}" if power < 0 else str(2**power) for power in powers]
     ticks[0], ticks[-1] = f"≤ {ticks[0]}", f"≥ {ticks[-1]}"
-    heat = {"type": "heatmap", "x": list(range(experts)), "y": list(range(layers)), "z": frames[-1]["data"][0]["z"],
+    heat = {"type": "heatmap", "x": list(range(experts)), "y": list(range(layers)), "z": maps[-1],
             "zmin": -_LOG_RANGE, "zmax": _LOG_RANGE, "colorscale": "RdBu", "reversescale": False,
             "colorbar": _bar("load over<br>uniform") | {"tickvals": list(powers), "ticktext": ticks},
             "hovertemplate": "layer %{y}, expert %{x}: 2^%{z:.2f} × uniform<extra></extra>", "xgap": 1,

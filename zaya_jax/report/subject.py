@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from zaya_jax.config import flatten_keys, from_dict
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.report.history import History
+from zaya_jax.report.series import POINTS, significant
 from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.files import read_object
 from zaya_jax.run.folder import CONFIG, METRICS, SUMMARY, TIMINGS, read_config
@@ -33,6 +35,7 @@ class Subject:
     """A run that the page is about.
 
     Attributes:
+      index: among the runs of the page.
       name: of the run, different from those of the others.
       path: of its folder.
       config: its configuration, as nested dicts.
@@ -47,6 +50,7 @@ class Subject:
       problems: sentences about files that are damaged.
     """
 
+    index: int
     name: str
     path: Path
     config: dict[str, Any]
@@ -75,9 +79,9 @@ class Subject:
         return found
 
     @property
-    def boundaries(self) -> list[int]:
-        """The first step of each phase after the first."""
-        return [step for step, _ in self.metrics.phases[1:]]
+    def boundaries(self) -> list[tuple[int, int]]:
+        """The index of the run, with the last step of each phase before the last."""
+        return [(self.index, step - 1) for step, _ in self.metrics.phases[1:]]
 
     @property
     def total_steps(self) -> int | None:
@@ -86,6 +90,18 @@ class Subject:
             return total_steps(from_dict(self.config))
         except InputError:
             return None
+
+    @property
+    def axes(self) -> dict[str, list[float | None]]:
+        """Some of the steps, with the tokens seen and the hours spent in steps up to each; {} if they are not known."""
+        seen, seconds = self.metrics.line("tokens_seen"), self.timings.line("seconds")
+        if len(seen.steps) != len(seconds.steps) or not seen.steps:
+            return {}
+        hours = accumulate(value / 3600 if math.isfinite(value) else 0.0 for value in seconds.values)
+        rows = list(zip(seen.steps, seen.values, hours, strict=True))
+        rows = [*rows[:: -(-len(rows) // POINTS)], rows[-1]]
+        return {name: list(map(significant, values))
+                for name, values in zip(("step", "tokens", "hours"), zip(*rows, strict=True), strict=True)}  # fmt: skip
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -125,10 +141,10 @@ def read_subjects(paths: Sequence[str]) -> list[Subject]:
     """
     folders = [open_run(path) for path in paths]
     names = _names([run.folder for run in folders])
-    return [_read(run, name) for run, name in zip(folders, names, strict=True)]
+    return [_read(run, index, name) for index, (run, name) in enumerate(zip(folders, names, strict=True))]
 
 
-def _read(run: Run, name: str) -> Subject:
+def _read(run: Run, index: int, name: str) -> Subject:
     folder, problems = run.folder, list[str]()
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} has no {CONFIG}, so its run cannot be identified. Name the folder of a run.")
@@ -155,7 +171,7 @@ def _read(run: Run, name: str) -> Subject:
         nodes = {}
     evaluations.sort(key=lambda named: named[1].get("step") or 0)
     return Subject(
-        name, folder, read_config(folder), metrics, timings, run.status, _object(folder / SUMMARY, problems),
+        index, name, folder, read_config(folder), metrics, timings, run.status, _object(folder / SUMMARY, problems),
         run.checkpoints, [path.name for path in run.quarantined], nodes, evaluations, changes, problems,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from zaya_jax.report.subject import Subject
 from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity
 
 _MOST = 200  # rows of a table
+_PARAMS = "params."  # how the names of parameters start in a checkpoint
 
 
 def overview(subjects: Sequence[Subject]) -> Table:
@@ -114,6 +115,12 @@ def _checkpoints(subject: Subject) -> str:
     return ", ".join(parts + ([f"{len(subject.quarantined)} quarantined"] if subject.quarantined else []))
 
 
+def _parameters(subject: Subject) -> str:
+    manifest = next((checkpoint.manifest for checkpoint in reversed(subject.checkpoints) if checkpoint.manifest), None)
+    shapes = [leaf["shape"] for name, leaf in (manifest.leaves if manifest else {}).items() if name.startswith(_PARAMS)]
+    return f"{sum(map(math.prod, shapes)):,}{' in adapters' if subject.config.get('lora') else ''}" if shapes else NONE
+
+
 def _devices(subject: Subject) -> str:
     about = next((checkpoint.manifest.metadata.get("environment", {}) for checkpoint in reversed(subject.checkpoints)
                   if checkpoint.manifest), {})  # fmt: skip
@@ -127,7 +134,8 @@ _OVERVIEW: Mapping[str, Callable[[Subject], str]] = {
     "state": _state, "held-out loss (nats/token)": _heldout, "held-out bits/byte": _bits,
     "compressors, bits/byte": _compressors, "training loss (nats/token)": _training_loss, "steps": _steps,
     "tokens, with padding": _tokens, "time in steps": _time, "tokens/s": _speed, "MFU": _mfu, "goodput": _goodput,
-    "faults": _faults, "skipped steps": _skipped, "checkpoints": _checkpoints, "devices": _devices,
+    "faults": _faults, "skipped steps": _skipped, "checkpoints": _checkpoints, "parameters": _parameters,
+    "devices": _devices,
 }  # fmt: skip
 
 
@@ -145,7 +153,7 @@ def checkpoints(subject: Subject) -> Table:
         if row["problem"]:
             return f"damaged: {row['problem']}"
         flags = {"verified": row["is_verified"], "pinned": row["is_pinned"], "superseded": row["is_superseded"]}
-        return ", ".join(name for name, holds in flags.items() if holds) or "not verified yet"
+        return ", ".join(name for name, holds in flags.items() if holds) or NONE
 
     kept = [checkpoint._asdict() for checkpoint in subject.checkpoints[-_MOST:]]
     remarks = [f"Quarantined: {', '.join(subject.quarantined)}."] if subject.quarantined else []
