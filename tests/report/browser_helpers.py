@@ -43,21 +43,21 @@ class Page(HTMLParser):
         return next(row[1:] for row in self.rows if row and row[0] == label)
 
 
-# Added to a copy of the page, whose policy then allows it, too.
+# Added to a copy of the page, whose policy then allows it, too. The copy is a frame, since windows have a least width.
 PROBE = """
 const refused = [];
 document.addEventListener("securitypolicyviolation", (event) => refused.push(event.blockedURI));
 addEventListener("load", () => setTimeout(() => probe().catch((error) => {
-  document.body.dataset.probe = JSON.stringify({ error: String(error) });
+  parent.postMessage(JSON.stringify({ error: String(error) }), "*");
 }), 500));
 async function probe() {
   const plots = [...document.querySelectorAll(".plot")];
   const shown = (node) => { const box = node.getBoundingClientRect(); return box.width > 0 && box.height > 0; };
-  const marks = "path.js-line, path.point, .bars path, .hm image, .heatmaplayer image";
+  const marks = "path.js-line, path.point, .bars path, .heatmaplayer image";
   const drawn = (node) => node.tagName === "image" || node.getAttribute("d");
   const seen = plots.map((plot) => ({
     title: plot.getAttribute("aria-label"),
-    marks: [...plot.querySelectorAll(marks)].filter(drawn).length,
+    marks: [...plot.querySelector(".cartesianlayer").querySelectorAll(marks)].filter(drawn).length,
     width: plot.getBoundingClientRect().width,
     drawn: plot.querySelector(".main-svg").getBoundingClientRect().width,
     area: plot._fullLayout._size.h,
@@ -82,13 +82,18 @@ async function probe() {
     await wait(200);
     units.push(ends());
   }
-  document.body.dataset.probe = JSON.stringify({
+  parent.postMessage(JSON.stringify({
     plots: seen, refused, moved, units, loaded: performance.getEntriesByType("resource").map((entry) => entry.name),
     width: document.documentElement.scrollWidth, window: innerWidth,
     letters: [...document.querySelectorAll("body *")].map((node) => parseFloat(getComputedStyle(node).fontSize)),
-  });
+  }), "*");
 }
 """
+
+
+FRAME = """<!doctype html><body style="margin: 0"><script>
+onmessage = (event) => { document.body.dataset.probe = event.data; };
+</script><iframe src="copy.html" width="{width}" height="900" style="border: 0"></iframe></body>"""
 
 
 def look(page: Path, width: int, folder: Path) -> dict[str, Any]:
@@ -98,10 +103,11 @@ def look(page: Path, width: int, folder: Path) -> dict[str, Any]:
     assert count == 1
     copy = folder / "copy.html"
     copy.write_text(text.replace("<body>", f"<body><script>{PROBE}</script>"), encoding="utf-8")
+    (folder / "frame.html").write_text(FRAME.replace("{width}", str(width)), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
              "--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder / 'user'}",
-             f"--window-size={width},900", "--virtual-time-budget=20000"]  # fmt: skip
-    done = subprocess.run([CHROMIUM, *flags, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=120,
-                          stdin=subprocess.DEVNULL, check=True)  # fmt: skip
+             f"--window-size={max(width, 600)},900", "--virtual-time-budget=20000"]  # fmt: skip
+    command = [CHROMIUM, *flags, "--dump-dom", (folder / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=True)
     body = next(attributes for tag, attributes in Page(done.stdout).tags if tag == "body")
     return json.loads(body["data-probe"])

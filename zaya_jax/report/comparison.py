@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from zaya_jax.report.history import History, Line
-from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noisy, trace
+from zaya_jax.report.plot import Plot, Scale, color, evaluated, level, make_figure, noisy, trace
 from zaya_jax.report.subject import Subject
 
 Get = Callable[[Subject], Line]
@@ -31,7 +31,7 @@ def loss(subjects: Sequence[Subject]) -> Plot:
                for name, nats, dash in _compressors(subjects)] + marks  # fmt: skip
     figure = make_figure(traces, "loss (nats/token)", boundaries=_boundaries(subjects), yaxis2={
         "overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})  # fmt: skip
-    return Plot("Loss", figure, _phases(subjects))
+    return Plot("Training and held-out loss", figure, _phases(subjects))
 
 
 def learning_rate(subjects: Sequence[Subject]) -> Plot | str:
@@ -48,7 +48,7 @@ def batch(subjects: Sequence[Subject]) -> Plot | str:
 
 def grad_norm(subjects: Sequence[Subject]) -> Plot | str:
     """Plot the norm of the gradient."""
-    return compare(subjects, "Gradient norm", "gradient norm before clipping", ["grad_norm"], logarithmic=True)
+    return compare(subjects, "Gradient norm", "gradient norm before clipping", ["grad_norm"], scale="log")
 
 
 def tokens_per_second(subjects: Sequence[Subject]) -> Plot | str:
@@ -82,7 +82,7 @@ def entropy(subjects: Sequence[Subject]) -> Plot | str:
 
 def largest_load(subjects: Sequence[Subject]) -> Plot | str:
     """Plot the load of the busiest expert."""
-    return compare(subjects, "Largest expert load", "load of the busiest expert over the mean",
+    return compare(subjects, "Largest expert load", "largest load / mean load",
                    [("max_load", "mean"), ("max_load", "highest")])  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def bias_range(subjects: Sequence[Subject]) -> Plot | str:
 
 def compare(
     subjects: Sequence[Subject], title: str, y: str, metrics: Sequence[str | tuple[str, str] | Get], *,
-    timings: bool = False, smooth: bool = True, step: bool = False, integers: str = "x", logarithmic: bool = False,
+    timings: bool = False, smooth: bool = True, step: bool = False, integers: str = "x", scale: Scale = "zero",
     note: str = "",
 ) -> Plot | str:  # fmt: skip
     """Plot metrics of all runs that have them.
@@ -113,7 +113,7 @@ def compare(
       smooth: whether to draw a smoothed line over the raw one.
       step: whether values jump instead of changing gradually.
       integers: axes with values that are integers.
-      logarithmic: whether the y axis is.
+      scale: of the y axis.
       note: a sentence below the plot.
 
     Returns:
@@ -137,7 +137,7 @@ def compare(
     if not traces:
         return f"{title} is not shown: no row has it."
     absent = f"Not in {', '.join(missing)}, whose rows lack it." if missing else ""
-    figure = make_figure(traces, y, integers=integers, logarithmic=logarithmic, boundaries=_boundaries(subjects))
+    figure = make_figure(traces, y, integers=integers, scale=scale, boundaries=_boundaries(subjects))
     return Plot(title, figure, " ".join(filter(None, (note, absent))))
 
 

@@ -3,7 +3,8 @@
 // reader zooms in.
 const { figures, axes } = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll(".plot")];
-const options = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+const buttons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
+const options = { responsive: true, displaylogo: false, modeBarButtons: buttons };
 const titles = { step: "step", tokens: "tokens seen, with padding", hours: "time in steps (h)" };
 
 function keepIntegerTicks(plot) {

@@ -1,17 +1,21 @@
 """The parts that all plots of the page share, as plotly describes them: traces, axes, legend."""
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from zaya_jax.report.history import Line
 from zaya_jax.report.series import significant, thin
 from zaya_jax.run.plot import FAINT, smoothed
 
 # A colour means the same run, source or role in all plots. The first ones are told apart by colour-blind readers.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a", "#8c6d31", "#b3261e",
+          "#c4c4c4")  # fmt: skip
 _PARTS = 50  # parts of a run that a smoothed line is a mean over
 _ROW = 24  # pixels of a row of the legend
-_HEIGHT = 340  # pixels of a plot without its legend
+_HEIGHT = 350  # pixels of a plot without its legend
+
+Scale = Literal["data", "zero", "log"]
 
 
 class Plot(NamedTuple):
@@ -75,7 +79,7 @@ def level(line: Line, value: float, name: str, dash: str, run: int) -> dict[str,
 
 
 def make_figure(
-    traces: Sequence[dict[str, Any]], y: str, *, x: str = "step", integers: str = "x", logarithmic: bool = False,
+    traces: Sequence[dict[str, Any]], y: str, *, x: str = "step", integers: str = "x", scale: Scale = "data",
     boundaries: Iterable[tuple[int, int]] = (), **layout: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Make a figure.
@@ -85,22 +89,25 @@ def make_figure(
       y: label of the y axis, with its unit.
       x: label of the x axis.
       integers: axes with values that are integers, such as 'xy'.
-      logarithmic: whether the y axis is.
+      scale: of the y axis: as far as the data, from zero, or logarithmic.
       boundaries: index of a run and step after which a phase starts, for vertical lines.
       **layout: plotly's, in addition.
     """
     named = sum(bool(each.get("showlegend", True)) for each in traces)
     rows = (named + 1) // 2  # with the longest names, on a narrow screen
     axis = {"automargin": True, "gridcolor": "#e4e4e4", "zeroline": False, "linecolor": "#888", "ticks": "outside"}
-    numbers = {"type": "log", "dtick": "D2"} if logarithmic else {"rangemode": "normal"}
+    form = {letter: {"tickformat": ",d"} for letter in integers}
+    values = {"rangemode": "tozero"} if scale == "zero" else _log_ticks(traces) if scale == "log" else {}
     return {
         "data": list(traces),
         "layout": {
-            "height": _HEIGHT + _ROW * rows, "margin": {"l": 8, "r": 12, "t": 12, "b": 8},
+            "height": _HEIGHT + _ROW * rows, "margin": {"l": 8, "r": 12, "t": 34, "b": 8},
             "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}, "plot_bgcolor": "white",
-            "xaxis": {**axis, "title": {"text": x, "standoff": 6}, "tickformat": ",d"},
-            "yaxis": {**axis, **numbers, "title": {"text": y, "standoff": 8}, "exponentformat": "SI"},
-            "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+            "xaxis": {**axis, **form.get("x", {}), "title": {"text": x, "standoff": 6}},
+            "yaxis": {**axis, **values, **form.get("y", {}), "title": {"text": y, "standoff": 8},
+                      "exponentformat": "SI"},
+            "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0,
+                       "traceorder": "normal"},
             "showlegend": True, "hovermode": "closest", "meta": {"integers": integers, "steps": x == "step"},
             "shapes": [
                 {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "name": str(run),
@@ -109,3 +116,12 @@ def make_figure(
             **layout,
         },
     }  # fmt: skip
+
+
+def _log_ticks(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a logarithmic axis with ticks at 1, 2 and 5 times powers of ten, or over a wide range at powers of ten."""
+    known = [value for each in traces for value in each["y"] if value is not None and value > 0] or [1.0]
+    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    ticks = [float(f"{digit}e{power}") for power in range(low, high + 1)
+             for digit in ((1, 2, 5) if high - low <= 2 else (1,))]  # fmt: skip
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}

@@ -72,7 +72,7 @@ def _each(subjects: Sequence[Subject], *makers: Callable[[Subject], Any]) -> lis
 
     def make(maker: Callable[[Subject], Any], subject: Subject) -> Iterator[Block]:
         for block in _flat(maker(subject)):
-            if len(subjects) == 1 or block == "" or (not isinstance(block, str) and subject.name in block.title):
+            if len(subjects) == 1:
                 yield block
             elif isinstance(block, str):
                 yield f"{subject.name}: {block}"

@@ -28,7 +28,7 @@ def from_parents(subject: Subject) -> list[Table]:
         source = subject.config.get(key)
         if not isinstance(source, str):
             continue
-        title = f"{subject.name}: differences from {key}={source}"
+        title = f"Differences from {key}={source}"
         parent = _run_folder(source)
         try:
             found = None if parent is None else flatten_settings(read_config(parent))
@@ -54,7 +54,7 @@ def changes(subject: Subject) -> Table:
     """List the settings that changed when a run resumed."""
     rows = [[f"{change['step']:,}", key, shown(old), shown(new)] for change in subject.changes
             for key, (old, new) in change["changes"].items()]  # fmt: skip
-    return Table(f"{subject.name}: settings that changed on resuming", ["after step", "key", "old", "new"], rows)
+    return Table("Settings that changed on resuming", ["after step", "key", "old", "new"], rows)
 
 
 def differences(title: str, settings: Mapping[str, Mapping[str, Any]]) -> Table:

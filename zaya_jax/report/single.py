@@ -8,9 +8,13 @@ from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noi
 from zaya_jax.report.series import significant
 from zaya_jax.report.subject import Subject
 
-_LOG_RANGE = 3.0  # of the expert load, in powers of two
+_LOG_RANGE = 2.0  # of the expert load, in powers of two
 _HEADS = {"loss_by_source": "Loss by source", "grad_norm_by_role": "Gradient norm by role",
           "update_norm_by_role": "Update norm by role"}  # fmt: skip
+_BUCKETS = {"productive": "#009e73", "wasted_progress": "#b3261e", "infrastructure_recovery": "#d55e00",
+            "data_loading": "#e69f00", "other": "#c4c4c4", "evaluation": "#0072b2", "checkpoint_save": "#56b4e9",
+            "checkpoint_restore": "#7f3c8d", "program_startup": "#cc79a7", "training_preparation": "#8c6d31",
+            "device_initialization": "#7a7a7a"}  # fmt: skip
 _ROLES = ("attention", "router", "expert", "embedding", "convolution", "norm", "scale", "temperature", "bias")
 
 
@@ -59,12 +63,10 @@ def norms(subject: Subject, metric: str) -> Plot | str:
         index = _ROLES.index(role) if role in _ROLES else len(_ROLES)
         line = subject.metrics.line(metric, role)
         if any(value > 0 for value in line.values):  # the axis is logarithmic
-            traces += noisy(
-                line, role, color(index), subject.index, **({"line": {"dash": "dash"}} if index >= 8 else {})
-            )
+            traces += noisy(line, role, color(index), subject.index)
     if not traces:
         return f"{title} is not shown: no row has it."
-    return Plot(title, make_figure(traces, title.lower(), logarithmic=True, boundaries=subject.boundaries))
+    return Plot(title, make_figure(traces, title.lower(), scale="log", boundaries=subject.boundaries))
 
 
 def entropy_by_layer(subject: Subject) -> Plot | str:
@@ -103,8 +105,9 @@ def expert_load(subject: Subject) -> Plot | str:
     steps = [{"label": frame["name"], "method": "animate",
               "args": [[frame["name"]], {"mode": "immediate", "frame": {"duration": 0, "redraw": True},
                                          "transition": {"duration": 0}}]} for frame in frames]  # fmt: skip
-    slider = {"active": len(steps) - 1, "steps": steps, "currentvalue": {"prefix": "step "}, "pad": {"t": 48, "b": 4},
-              "ticklen": 0, "minorticklen": 0, "font": {"color": "#fff"}}  # fmt: skip
+    shown = {"prefix": "step ", "font": {"color": "#222", "size": 13}}
+    slider = {"active": len(steps) - 1, "steps": steps, "currentvalue": shown, "pad": {"t": 48, "b": 4}, "ticklen": 0,
+              "minorticklen": 0, "font": {"color": "#fff"}}  # fmt: skip
     figure = make_figure([heat], "layer", x="expert", integers="xy", showlegend=False, sliders=[slider])
     figure["frames"] = frames
     return Plot("Expert load", figure, "Red: the expert gets more tokens than with a uniform load; blue: fewer. Move "
@@ -121,9 +124,8 @@ def goodput(subject: Subject) -> Plot | str:
     for index, bucket in enumerate(buckets):
         seconds = [node["goodput"]["buckets"].get(bucket, 0.0) for node in subject.nodes.values()]
         if any(seconds):
-            pattern = {"pattern": {"shape": "/", "fgcolor": "white"}} if index >= 8 else {}
             traces.append({"type": "bar", "orientation": "h", "y": names, "x": list(map(significant, seconds)),
-                           "name": bucket.replace("_", " "), "marker": {"color": color(index + 2), **pattern},
+                           "name": bucket.replace("_", " "), "marker": {"color": _BUCKETS.get(bucket, color(index))},
                            "hovertemplate": "%{x:,.1f} s<extra>" + bucket.replace("_", " ") + "</extra>"})  # fmt: skip
     figure = make_figure(traces, "", x="time (s)", integers="", barmode="stack")
     figure["layout"]["height"] += 32 * len(names) - 220

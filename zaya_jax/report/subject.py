@@ -92,16 +92,15 @@ class Subject:
             return None
 
     @property
-    def axes(self) -> dict[str, list[float | None]]:
+    def axes(self) -> dict[str, list[Any]]:
         """Some of the steps, with the tokens seen and the hours spent in steps up to each; {} if they are not known."""
         seen, seconds = self.metrics.line("tokens_seen"), self.timings.line("seconds")
-        if len(seen.steps) != len(seconds.steps) or not seen.steps:
+        if not seen.steps or seen.steps != seconds.steps or not all(map(math.isfinite, seen.values)):
             return {}
         hours = accumulate(value / 3600 if math.isfinite(value) else 0.0 for value in seconds.values)
         rows = list(zip(seen.steps, seen.values, hours, strict=True))
-        rows = [*rows[:: -(-len(rows) // POINTS)], rows[-1]]
-        return {name: list(map(significant, values))
-                for name, values in zip(("step", "tokens", "hours"), zip(*rows, strict=True), strict=True)}  # fmt: skip
+        steps, tokens, times = zip(*rows[:: -(-len(rows) // POINTS)], rows[-1], strict=True)
+        return {"step": list(steps), "tokens": list(tokens), "hours": list(map(significant, times))}
 
     @property
     def settings(self) -> dict[str, Any]:
