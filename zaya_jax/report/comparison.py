@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from zaya_jax.report.history import History, Line
+from zaya_jax.report.history import Line, scaled
 from zaya_jax.report.plot import Plot, Scale, color, evaluated, level, make_figure, noisy, trace
 from zaya_jax.report.subject import Subject
 
@@ -196,16 +196,9 @@ def _batch(subject: Subject) -> Line:
     return line
 
 
-def _scaled(history: History, name: str, factor: float) -> Line:
-    line, scaled = history.line(name), Line()
-    scaled.steps = line.steps
-    scaled.values.extend(value * factor for value in line.values)
-    return scaled
-
-
 def _data_wait(subject: Subject) -> Line:
-    return _scaled(subject.timings, "data_wait", 1000)
+    return scaled(subject.timings.line("data_wait"), 1000)
 
 
 def _mfu(subject: Subject) -> Line:
-    return _scaled(subject.timings, "mfu", 100)
+    return scaled(subject.timings.line("mfu"), 100)

@@ -42,6 +42,14 @@ class Line:
         self.values.append(value)
 
 
+def scaled(line: Line, factor: float) -> Line:
+    """Return a line with all values multiplied by `factor`."""
+    result = Line()
+    result.steps = line.steps
+    result.values.extend(value * factor for value in line.values)
+    return result
+
+
 class History:
     """What a file of rows says over the steps.
 

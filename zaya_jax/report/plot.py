@@ -12,7 +12,7 @@ from zaya_jax.run.plot import FAINT, smoothed
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a", "#8c6d31", "#b3261e",
           "#c4c4c4")  # fmt: skip
 _PARTS = 50  # parts of a run that a smoothed line is a mean over
-_ROW = 24  # pixels of a row of the legend
+_ROW, _LEGEND = 20, 240  # pixels of a name in the legend, and of the highest legend
 _HEIGHT = 350  # pixels of a plot without its legend
 
 Scale = Literal["data", "zero", "log"]
@@ -94,20 +94,19 @@ def make_figure(
       **layout: plotly's, in addition.
     """
     named = sum(bool(each.get("showlegend", True)) for each in traces)
-    rows = (named + 1) // 2  # with the longest names, on a narrow screen
     axis = {"automargin": True, "gridcolor": "#e4e4e4", "zeroline": False, "linecolor": "#888", "ticks": "outside"}
     form = {letter: {"tickformat": ",d"} for letter in integers}
     values = {"rangemode": "tozero"} if scale == "zero" else _log_ticks(traces) if scale == "log" else {}
     return {
         "data": list(traces),
         "layout": {
-            "height": _HEIGHT + _ROW * rows, "margin": {"l": 8, "r": 12, "t": 34, "b": 8},
+            "height": _HEIGHT + min(_ROW * named, _LEGEND), "margin": {"l": 8, "r": 12, "t": 34, "b": 8},
             "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}, "plot_bgcolor": "white",
             "xaxis": {**axis, **form.get("x", {}), "title": {"text": x, "standoff": 6}},
             "yaxis": {**axis, **values, **form.get("y", {}), "title": {"text": y, "standoff": 8},
                       "exponentformat": "SI"},
             "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0,
-                       "traceorder": "normal"},
+                       "traceorder": "normal", "maxheight": 0.7},
             "showlegend": True, "hovermode": "closest", "meta": {"integers": integers, "steps": x == "step"},
             "shapes": [
                 {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "name": str(run),

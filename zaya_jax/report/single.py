@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from zaya_jax.report.history import Line
 from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noisy
 from zaya_jax.report.series import significant
 from zaya_jax.report.subject import Subject
@@ -35,15 +34,8 @@ def loss_by_source(subject: Subject) -> Plot | str | None:
 
 def bits_per_byte(subject: Subject) -> Plot | str:
     """Plot the held-out loss of each source in bits per byte, with compressors."""
-    texts, traces = subject.heldout, list[dict[str, Any]]()
-    for index, (source, text) in enumerate(texts.items()):
-        line = subject.metrics.line("heldout_loss_by_source", source)
-        line = subject.metrics.line("heldout_loss") if not line.steps and len(texts) == 1 else line
-        if line.steps and text["bytes"]:
-            bits = Line()
-            bits.steps = line.steps
-            bits.values.extend(nats / math.log(2) * text["tokens"] / text["bytes"] for nats in line.values)
-            traces.append(evaluated(bits, source, color(index), subject.index))
+    traces = [evaluated(line, source, color(index), subject.index)
+              for index, (source, line) in enumerate(subject.heldout_bits.items())]  # fmt: skip
     if not traces:
         return ("Held-out bits per byte are not shown: the bytes of the held-out text are known at the end of a run, "
                 "and after python -m zaya_jax.evaluate.")  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zaya_jax.config import flatten_keys, from_dict
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError
-from zaya_jax.report.history import History
+from zaya_jax.report.history import History, Line, scaled
 from zaya_jax.report.series import POINTS, significant
 from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.files import read_object
@@ -111,8 +111,8 @@ class Subject:
     def baselines(self) -> dict[str, float]:
         """Bits per byte of compressors on the held-out text, by name; {} before the end, and without a text corpus."""
         baselines = self.summary.get("baselines")
-        return {name: bits for name, bits in baselines.items() if isinstance(bits, float)} if isinstance(
-            baselines, dict) else {}  # fmt: skip
+        items = baselines.items() if isinstance(baselines, dict) else ()
+        return {name: bits for name, bits in items if isinstance(bits, float)}
 
     def nats_per_token(self, bits_per_byte: float) -> float | None:
         """Convert bits per byte of the held-out text; None if its bytes per token are not known."""
@@ -122,9 +122,21 @@ class Subject:
 
     @property
     def heldout(self) -> dict[str, dict[str, Any]]:
-        """The held-out loss of each source, with the `tokens` and `bytes` that it covers, as measured last."""
+        """The `tokens` and `bytes` of the held-out text of each source; {} if they are not known yet."""
         records = [record.get("heldout") for _, record in self.evaluations] + [self.summary.get("heldout_by_source")]
         return next((record for record in reversed(records) if _is_heldout(record)), {})
+
+    @property
+    def heldout_bits(self) -> dict[str, Line]:
+        """The held-out loss of each source in bits per byte, by step."""
+        lines = dict[str, Line]()
+        for source, text in self.heldout.items():
+            line = self.metrics.line("heldout_loss_by_source", source)
+            if not line.steps and len(self.heldout) == 1:
+                line = self.metrics.line("heldout_loss")
+            if line.steps and text["bytes"]:
+                lines[source] = scaled(line, text["tokens"] / text["bytes"] / math.log(2))
+        return lines
 
 
 def flatten_settings(tree: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +180,7 @@ def _read(run: Run, index: int, name: str) -> Subject:
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
         problems.append(f"{folder / AEGIS}: what its supervisors wrote is damaged, and not shown.")
         nodes = {}
-    evaluations.sort(key=lambda named: named[1].get("step") or 0)
+    evaluations.sort(key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
     return Subject(
         index, name, folder, read_config(folder), metrics, timings, run.status, _object(folder / SUMMARY, problems),
         run.checkpoints, [path.name for path in run.quarantined], nodes, evaluations, changes, problems,

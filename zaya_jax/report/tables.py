@@ -47,9 +47,9 @@ def _heldout(subject: Subject) -> str:
 
 
 def _bits(subject: Subject) -> str:
-    texts = [f"{text['bits_per_byte']:.4f}{f' ({name})' if len(subject.heldout) > 1 else ''}"
-             for name, text in subject.heldout.items() if isinstance(text.get("bits_per_byte"), float)]  # fmt: skip
-    return ", ".join(texts) or NONE
+    lines = subject.heldout_bits
+    return ", ".join(f"{line.values[-1]:.4f}{f' ({name})' if len(lines) > 1 else ''}"
+                     for name, line in lines.items()) or NONE  # fmt: skip
 
 
 def _compressors(subject: Subject) -> str:
