@@ -179,8 +179,11 @@ def _boundaries(subjects: Sequence[Subject]) -> list[tuple[int, int]]:
 
 def _phases(subjects: Sequence[Subject]) -> str:
     """Return a sentence about the dotted lines."""
-    names = dict.fromkeys(", ".join(f"{name} from step {step}" for step, name in subject.metrics.phases)
-                          for subject in subjects if subject.boundaries)  # fmt: skip
+    names = []
+    for subject in subjects:
+        if subject.boundaries:
+            phases = ", ".join(f"{name} from step {step:,}" for step, name in subject.metrics.phases)
+            names.append(f"{phases} ({subject.name})" if len(subjects) > 1 else phases)
     return f"Dotted vertical lines separate the phases: {'; '.join(names)}." if names else ""
 
 

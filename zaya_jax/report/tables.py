@@ -87,7 +87,7 @@ def _mean(subject: Subject, name: str) -> float | None:
 
 def _skipped(subject: Subject) -> str:
     reasons = Counter(skip.reason for skip in subject.metrics.skips)
-    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    listed = ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())
     return f"{subject.metrics.skipped:,}" + (f" ({listed})" if listed else "")
 
 
