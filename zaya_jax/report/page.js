@@ -33,7 +33,8 @@ function moveTo(unit) {
     if (!layout.meta.steps) return;
     const move = (run, step) => (unit === "step" ? step : place(run, unit, step));
     Plotly.update(plot, { x: data.map((trace) => trace.x.map((step) => move(trace.meta.run, step))) }, {
-      "xaxis.title.text": titles[unit], "xaxis.tickformat": unit === "step" ? ",d" : "", "xaxis.autorange": true,
+      "xaxis.title.text": titles[unit], "xaxis.tickformat": unit === "step" ? ",d" : "", "xaxis.dtick": null,
+      "xaxis.autorange": true,
       shapes: layout.shapes.map((line) => ({ ...line, x0: move(line.name, line.x0), x1: move(line.name, line.x1) })),
     });
   });
@@ -44,7 +45,10 @@ plots.forEach((plot, index) => {
   Plotly.newPlot(plot, { ...structuredClone(figures[index]), config: options }).then(
     () => {
       keepIntegerTicks(plot);
-      plot.on("plotly_relayout", () => keepIntegerTicks(plot));
+      // New ticks can change a range a little, so they must not ask for other ticks.
+      plot.on("plotly_relayout", (changes) => {
+        if (!Object.keys(changes).every((key) => key.endsWith(".dtick"))) keepIntegerTicks(plot);
+      });
     },
     (error) => plot.append(`This plot could not be drawn: ${error}`),
   );
