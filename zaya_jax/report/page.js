@@ -45,9 +45,9 @@ plots.forEach((plot, index) => {
   Plotly.newPlot(plot, { ...structuredClone(figures[index]), config: options }).then(
     () => {
       keepIntegerTicks(plot);
-      // New ticks can change a range a little, so they must not ask for other ticks.
+      // Only a new range asks for other ticks: those can change the margins and so the range again, without an end.
       plot.on("plotly_relayout", (changes) => {
-        if (!Object.keys(changes).every((key) => key.endsWith(".dtick"))) keepIntegerTicks(plot);
+        if (Object.keys(changes).some((key) => key.includes("range"))) keepIntegerTicks(plot);
       });
     },
     (error) => plot.append(`This plot could not be drawn: ${error}`),

@@ -13,6 +13,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f
           "#c4c4c4")  # fmt: skip
 _PARTS = 50  # parts of a run that a smoothed line is a mean over
 _ROW, _LEGEND = 20, 240  # pixels of a name in the legend, and of the highest legend
+_MARKERS = 60  # that can be told apart
 _HEIGHT = 350  # pixels of a plot without its legend
 
 Scale = Literal["data", "zero", "log"]
@@ -67,8 +68,9 @@ def noisy(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[
 
 
 def evaluated(line: Line, name: str, hue: str, run: int) -> dict[str, Any]:
-    """Make a line of the values of a few steps, each with a marker."""
-    return trace(line, name, hue, run, mode="lines+markers", line={"dash": "dash"},
+    """Make a line of the values of a few steps, with a marker for each unless they are many."""
+    mode = "lines+markers" if len(line.steps) <= _MARKERS else "lines"
+    return trace(line, name, hue, run, mode=mode, line={"dash": "dash"},
                  marker={"size": 7, "symbol": "diamond"})  # fmt: skip
 
 

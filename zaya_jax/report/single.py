@@ -8,6 +8,7 @@ from zaya_jax.report.series import significant
 from zaya_jax.report.subject import Subject
 
 _LOG_RANGE = 2.0  # of the expert load, in powers of two
+_LAYER = 8  # pixels that each layer adds to the height of a heat map
 _HEADS = {"loss_by_source": "Loss by source", "grad_norm_by_role": "Gradient norm by role",
           "update_norm_by_role": "Update norm by role"}  # fmt: skip
 _BUCKETS = {"productive": "#009e73", "wasted_progress": "#b3261e", "infrastructure_recovery": "#d55e00",
@@ -72,6 +73,7 @@ def entropy_by_layer(subject: Subject) -> Plot | str:
             "colorscale": "Viridis", "meta": {"run": subject.index}, "colorbar": _bar("entropy over<br>its maximum"),
             "hovertemplate": "step %{x}, layer %{y}: %{z}<extra></extra>"}  # fmt: skip
     figure = make_figure([heat], "layer", integers="xy", boundaries=subject.boundaries, showlegend=False)
+    figure["layout"]["height"] += _LAYER * layers
     return Plot(
         "Entropy of the expert load by layer", figure, "A layer that stays dark sends its tokens to few experts."
     )
@@ -102,6 +104,7 @@ def expert_load(subject: Subject) -> Plot | str:
               "minorticklen": 0, "font": {"color": "#fff"}}  # fmt: skip
     figure = make_figure([heat], "layer", x="expert", integers="xy", showlegend=False, sliders=[slider])
     figure["frames"] = frames
+    figure["layout"]["height"] += _LAYER * layers
     return Plot("Expert load", figure, "Red: the expert gets more tokens than with a uniform load; blue: fewer. Move "
                 "the slider to another step.")  # fmt: skip
 
