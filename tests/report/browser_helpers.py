@@ -44,15 +44,14 @@ class Page(HTMLParser):
 
 
 # Added to a copy of the page, whose policy then allows it, too. The copy is a frame, since windows have a least width.
+# It looks before the frame has loaded for good, so that the browser, which then prints its page, needs no time limit.
 PROBE = """
 const refused = [];
 document.addEventListener("securitypolicyviolation", (event) => refused.push(event.blockedURI));
-addEventListener("load", () => setTimeout(() => probe().catch((error) => {
-  parent.postMessage(JSON.stringify({ error: String(error) }), "*");
-}), 500));
-async function probe() {
+addEventListener("load", () => {
   const plots = [...document.querySelectorAll(".plot")];
   const shown = (node) => { const box = node.getBoundingClientRect(); return box.width > 0 && box.height > 0; };
+  const size = (node) => parseFloat(getComputedStyle(node).fontSize);
   const marks = "path.js-line, path.point, .bars path, .heatmaplayer image";
   const drawn = (node) => node.tagName === "image" || node.getAttribute("d");
   const seen = plots.map((plot) => ({
@@ -63,37 +62,27 @@ async function probe() {
     area: plot._fullLayout._size.h,
     labels: [...plot.querySelectorAll(".xtitle, .ytitle")].filter(shown).length,
     xticks: [...plot.querySelectorAll(".xtick text")].map((node) => node.textContent),
-    letters: [...plot.querySelectorAll("text")].map((node) => parseFloat(getComputedStyle(node).fontSize)),
+    letters: [...plot.querySelectorAll("text")].map(size),
+    positions: plot.layout.sliders?.[0].steps.map((step) => plot._transitionData._frameHash[step.args[0][0]].data[0].z),
   }));
-  const wait = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
-  const moved = [];
-  for (const plot of plots.filter((plot) => plot.layout.sliders)) {
-    const before = JSON.stringify(plot.data[0].z);
-    Plotly.animate(plot, ...plot.layout.sliders[0].steps[0].args);
-    await wait(500);
-    moved.push(JSON.stringify(plot.data[0].z) !== before);
-  }
   const ends = () => [plots[0].data[0].x.at(-1), plots[0].layout.xaxis.title.text];
   const units = [ends()];
   for (const unit of ["tokens", "hours", "step"]) {
     const select = document.getElementById("unit");
     select.value = unit;
     select.dispatchEvent(new Event("change"));
-    await wait(200);
     units.push(ends());
   }
-  parent.postMessage(JSON.stringify({
-    plots: seen, refused, moved, units, loaded: performance.getEntriesByType("resource").map((entry) => entry.name),
+  parent.document.body.dataset.probe = JSON.stringify({
+    plots: seen, refused, units, loaded: performance.getEntriesByType("resource").map((entry) => entry.name),
     width: document.documentElement.scrollWidth, window: innerWidth,
-    letters: [...document.querySelectorAll("body *")].map((node) => parseFloat(getComputedStyle(node).fontSize)),
-  }), "*");
-}
+    letters: [...document.querySelectorAll("body *")].map(size),
+  });
+});
 """
 
-
-FRAME = """<!doctype html><body style="margin: 0"><script>
-onmessage = (event) => { document.body.dataset.probe = event.data; };
-</script><iframe src="copy.html" width="{width}" height="900" style="border: 0"></iframe></body>"""
+FRAME = """<!doctype html><body style="margin: 0">
+<iframe src="copy.html" width="{width}" height="900" style="border: 0"></iframe></body>"""
 
 
 def look(page: Path, width: int, folder: Path) -> dict[str, Any]:
@@ -105,8 +94,9 @@ def look(page: Path, width: int, folder: Path) -> dict[str, Any]:
     copy.write_text(text.replace("<body>", f"<body><script>{PROBE}</script>"), encoding="utf-8")
     (folder / "frame.html").write_text(FRAME.replace("{width}", str(width)), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-             "--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder / 'user'}",
-             f"--window-size={max(width, 600)},900", "--virtual-time-budget=20000"]  # fmt: skip
+             "--disable-background-networking", "--disable-component-update",
+             "--allow-file-access-from-files", f"--user-data-dir={folder / 'user'}",
+             f"--window-size={max(width, 600)},900"]  # fmt: skip
     command = [CHROMIUM, *flags, "--dump-dom", (folder / "frame.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=True)
     body = next(attributes for tag, attributes in Page(done.stdout).tags if tag == "body")
