@@ -18,6 +18,7 @@ from zaya_jax.evaluate.__main__ import _parser as evaluate_parser
 from zaya_jax.generate.__main__ import _parser as generate_parser
 from zaya_jax.main import main
 from zaya_jax.parallel.mesh import axis_sizes
+from zaya_jax.report.__main__ import _parser as report_parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -48,7 +49,7 @@ def commands(start: str) -> list[list[str]]:
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
     kinds = ("make ", "python -m zaya_jax.main ", "python -m zaya_jax.data ", "python -m zaya_jax.checkpoint ",
-             "python -m zaya_jax.generate ", "python -m zaya_jax.evaluate ",
+             "python -m zaya_jax.generate ", "python -m zaya_jax.evaluate ", "python -m zaya_jax.report ",
              "source .venv/bin/activate", "mkdir -p data", "rm -rf runs/", "echo ")  # fmt: skip
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
 
@@ -150,6 +151,8 @@ def test_generate_commands_are_accepted():
 def test_evaluate_commands_are_accepted():
     for arguments in commands("python -m zaya_jax.evaluate"):
         evaluate_parser().parse_args(arguments)
+    for arguments in commands("python -m zaya_jax.report"):
+        report_parser().parse_args(arguments)
 
 
 def test_make_targets_exist():

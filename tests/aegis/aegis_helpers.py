@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from tests.train_helpers import ROOT
-from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.run.supervision import EVENTS, read_events
 
 LIGHT = ROOT / "tests" / "aegis" / "light_trainer.py"
 QUICK = {"data": 1.0, "dispatch": 1.0, "device_wait": 1.0, "start": 20.0}  # seconds

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from tests.aegis.aegis_helpers import supervise_light
 from tests.aegis.test_rules import with_amd
 from tests.train_helpers import ROOT
-from zaya_jax.aegis.events import EVENTS, EventLog, read_events
+from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import FaultClass, Severity
 from zaya_jax.run.progress_record import Phase
+from zaya_jax.run.supervision import EVENTS, read_events
 
 SCHEMA = json.loads((ROOT / "zaya_jax" / "aegis" / "event.schema.json").read_text())
 

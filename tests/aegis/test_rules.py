@@ -9,7 +9,7 @@ import pytest
 
 from tests.aegis.aegis_helpers import left_running, supervise_light
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.run.goodput import measure_goodput
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """

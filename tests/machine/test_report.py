@@ -13,8 +13,8 @@ from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.describe import describe_machine
 from zaya_jax.machine.preflight.run import Check
 from zaya_jax.machine.report.results import VERBS
-from zaya_jax.machine.report.table import number
 from zaya_jax.machine.result import describe_run
+from zaya_jax.run.table import number
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = Path("/usr/bin/chromium")

@@ -13,8 +13,8 @@ import pytest
 from tests.train_helpers import ROOT
 
 # Blocks of ```sh, and the pages on clusters, GPUs and kernels, want what a laptop does not have.
-PAGES = ("README.md", "docs/training.md", "docs/data.md", "docs/checkpoints.md", "docs/interop.md", "docs/finetune.md",
-         "docs/generate.md", "docs/evaluate.md", "docs/inspect.md", "docs/parallel.md")  # fmt: skip
+PAGES = ("README.md", "docs/report.md", "docs/training.md", "docs/data.md", "docs/checkpoints.md", "docs/interop.md",
+         "docs/finetune.md", "docs/generate.md", "docs/evaluate.md", "docs/inspect.md", "docs/parallel.md")  # fmt: skip
 # Tested elsewhere (`make test` runs the tests), or hours long.
 LEFT_OUT = re.compile(r"^(make test|python -m zaya_jax\.bench (ablations|balance|optimizer)\b).*$", re.MULTILINE)
 # `make` would create another virtual environment; `checkpoint diff` exits with 1 if checkpoints differ, which is right.

@@ -17,7 +17,7 @@ from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import serve
 from zaya_jax.aegis.policy import load_policy
-from zaya_jax.aegis.report import AEGIS, format_report, format_status, report_json
+from zaya_jax.aegis.report import format_report, format_status, report_json
 from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import total_steps
@@ -25,6 +25,7 @@ from zaya_jax.errors import ExitCode, InputError, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.files import locked
 from zaya_jax.run.options import training_parser
+from zaya_jax.run.supervision import AEGIS
 
 _EXAMPLES = """examples:
   python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml

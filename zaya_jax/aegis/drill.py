@@ -19,12 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
-from zaya_jax.aegis.goodput import Goodput, measure_goodput
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.aegis.processes import die_with_parent
-from zaya_jax.aegis.report import node_folders
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
@@ -34,9 +31,11 @@ from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import METRICS
+from zaya_jax.run.goodput import Goodput, measure_goodput
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.options import training_parser
 from zaya_jax.run.progress_record import Phase
+from zaya_jax.run.supervision import EVENTS, node_folders, read_events
 
 CRASHES = ("sigkill", "sigsegv", "sigabrt", "exit1", "exit137", "exception")
 HANGS = ("wait", "global-lock", "sigstop")

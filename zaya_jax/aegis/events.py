@@ -14,10 +14,7 @@ from typing import Any, Literal
 
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import Severity, printable
-
-VERSION = 1
-EVENTS = "events.jsonl"
-_LONGEST_LINE = 64 * 1024  # bytes that a reader accepts
+from zaya_jax.run.supervision import EVENTS, VERSION, read_events
 
 # start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
 # recover: the first step after a restart. inject: a fault that a drill made.
@@ -88,24 +85,6 @@ class EventLog:
             os.write(self._file, line)
             if sync:
                 os.fsync(self._file)
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of one node; lines that are torn or no events are left out."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return []
-    events = []
-    for line in content.splitlines():
-        try:
-            event = json.loads(line[:_LONGEST_LINE])
-            if isinstance(event["id"], int) and isinstance(event["attempt"], int) and event["v"] == VERSION:
-                float(event["unix"])
-                events.append(event)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return events
 
 
 def _plain(value: Any) -> Any:

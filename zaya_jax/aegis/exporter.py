@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from zaya_jax.aegis.events import EVENTS, read_events
-from zaya_jax.aegis.goodput import measure_goodput
 from zaya_jax.aegis.observation import FaultClass
-from zaya_jax.aegis.report import AEGIS
-from zaya_jax.aegis.state import STATE, is_running, running_attempt
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.files import read_object, require_regular
 from zaya_jax.run.folder import METRICS, TIMINGS
+from zaya_jax.run.goodput import measure_goodput
 from zaya_jax.run.manifest import saved_at
 from zaya_jax.run.progress_record import Phase
+from zaya_jax.run.supervision import AEGIS, EVENTS, STATE, is_running, read_events, running_attempt
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric

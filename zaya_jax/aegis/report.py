@@ -4,22 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis.events import EVENTS, read_events
-from zaya_jax.aegis.goodput import measure_goodput
-from zaya_jax.aegis.state import STATE, VERDICT, is_running, running_attempt
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_object
-
-AEGIS = "aegis"  # folder in a run folder, with one folder per node
-
-
-def node_folders(run_dir: Path) -> list[Path]:
-    """Return the folder of each node that supervised the run; `InputError` if there is none."""
-    folders = sorted(path.parent for path in (run_dir / AEGIS).glob(f"*/{EVENTS}"))
-    if not folders:
-        raise InputError(f"{run_dir} was not run under aegis: it contains no {AEGIS}/NODE/{EVENTS}.")
-    return folders
+from zaya_jax.run.supervision import AEGIS, EVENTS, describe_nodes
 
 
 def describe_run(run_dir: Path) -> dict[str, Any]:
@@ -28,44 +15,10 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
     Raises:
       InputError: the run was not supervised.
     """
-    return {folder.name: _describe_node(folder) for folder in node_folders(run_dir)}
-
-
-def _describe_node(folder: Path) -> dict[str, Any]:
-    events = read_events(folder / EVENTS)
-    state, verdict = (_read(folder / name) for name in (STATE, VERDICT))
-    running = is_running(state)
-    goodput = measure_goodput(events, **running_attempt(state))
-    return {
-        "running": running,
-        "state": state,
-        "verdict": {} if running else verdict,
-        "faults": _faults(events),
-        "goodput": {"fraction": goodput.fraction, "seconds": goodput.seconds, "attempts": goodput.attempts,
-                    "steps": goodput.steps, "wasted_steps": goodput.wasted_steps,
-                    "buckets": dict(goodput.buckets)},
-    }  # fmt: skip
-
-
-def _faults(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each fault with what followed from it, by the links of the events."""
-    faults = []
-    for event in events:
-        if event["kind"] != "detect" or event["severity"] == "info":
-            continue
-        follow_ups = [each for each in events if each.get("cause") == event["id"]]
-        end = next((each for each in follow_ups if each["kind"] == "end"), event)
-        recover = next((each for each in follow_ups if each["kind"] == "recover"), {})
-        decision = next((each for each in follow_ups if each["kind"] == "decide"), {})
-        faults.append({
-            "time": event["time"], "attempt": event["attempt"], "fault": end.get("fault", event.get("fault")),
-            "code": end["code"], "rank": end.get("rank", event.get("rank")), "step": event.get("step"),
-            "text": end.get("text") or event["text"], "action": decision.get("action"), "rule": decision.get("code"),
-            "detect_seconds": event.get("seconds", {}).get("detect"),
-            "recover_seconds": recover.get("seconds", {}).get("recover"),
-            "files": [file for each in follow_ups for file in each.get("files", ())],
-        })  # fmt: skip
-    return faults
+    nodes = describe_nodes(run_dir)
+    if not nodes:
+        raise InputError(f"{run_dir} was not run under aegis: it contains no {AEGIS}/NODE/{EVENTS}.")
+    return nodes
 
 
 def format_report(run_dir: Path) -> str:
@@ -126,10 +79,3 @@ def format_status(run_dir: Path) -> str:
 def report_json(run_dir: Path) -> str:
     """Format the report of a run as JSON."""
     return json.dumps(describe_run(run_dir), indent=1)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)
-    except InputError:  # missing, or being replaced
-        return {}

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,7 @@ from zaya_jax.aegis.observation import printable
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress_record import Phase
-
-STATE = "state.json"
-VERDICT = "verdict.json"
-_STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
+from zaya_jax.run.supervision import STATE, VERDICT
 
 
 def describe_ranks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
@@ -44,22 +41,6 @@ def write_state(folder: Path, **state: Any) -> None:
         part.replace(path)
     except OSError:
         return
-
-
-def is_running(state: Mapping[str, Any]) -> bool:
-    """Return whether the supervisor that wrote `state` still runs."""
-    return state.get("state") == "running" and time.time() - float(state.get("unix", 0)) < _STALE
-
-
-def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `measure_goodput` for the attempt that runs by `state`; none if no attempt runs."""
-    if not is_running(state):
-        return {}
-    process, running = next(iter(state.get("ranks", ())), {}), None
-    if "times" in process:
-        running = {"attempt": state["attempt"], "times": process["times"], "first_step": process["first_step"],
-                   "last_step": process["step"]}  # fmt: skip
-    return {"now": float(state["unix"]), "running": running}
 
 
 def write_verdict(folder: Path, code: SupervisorExit, why: str, attempts: int, step: int) -> None:

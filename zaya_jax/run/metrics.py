@@ -177,15 +177,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row, _ in _parse(path.read_bytes())] if path.exists() else []
 
 
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of a file of rows; None if it is truncated (by a kill) or damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
 def _parse(content: bytes) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each row up to the first truncated or damaged one, and the offset in `content` where its line ends."""
     end = 0
     for line in content.splitlines(keepends=True):
         end += len(line)
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if not line.endswith(b"\n") or not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        row = parse_row(line)
+        if row is None:
             return
         yield row, end

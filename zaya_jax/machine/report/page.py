@@ -10,8 +10,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.report.plots import Plot, draw_plots
 from zaya_jax.machine.report.results import Note, Result, describe_hardware, differences, notes
 from zaya_jax.machine.report.smoke import smoke_tables
-from zaya_jax.machine.report.table import Table
 from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.run.table import Table
 
 _TABLES = TABLES | {"smoke": smoke_tables}
 

@@ -3,8 +3,8 @@
 import statistics
 from typing import Any
 
-from zaya_jax.machine.report.table import Table, make_pairs, make_table, number, quantity, share
 from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.run.table import Table, make_pairs, make_table, number, quantity, share
 
 _END = {"failed": "FAIL", "skipped": "SKIP"}
 

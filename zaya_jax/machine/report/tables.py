@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.machine.report.table import NONE, Row, Table, make_pairs, make_table, number, percent, quantity, share
+from zaya_jax.run.table import NONE, Row, Table, make_pairs, make_table, number, percent, quantity, share
 
 _MICRO, _MILLI, _GIGA, _TERA, _MEBI = 1e-6, 1e-3, 1e9, 1e12, 2.0**20
 Result = dict[str, Any]

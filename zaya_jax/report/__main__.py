@@ -1,0 +1,93 @@
+"""`python -m zaya_jax.report`: write a page that shows how runs went."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.run.files import write_atomically
+
+NAME = "report.html"  # of the page in a run folder
+_MOST = 8  # runs of a page, as there are colours
+_EXAMPLES = """examples:
+  python -m zaya_jax.report runs/tiny
+  python -m zaya_jax.report runs/tiny runs/bf16 --output compare.html
+  python -m zaya_jax.report runs/tiny --config configs/tiny.yaml
+
+A run that still trains can be reported, too. Each command replaces the page that an earlier one wrote."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        print(write_report(options.runs, options.output, options.config))
+    except (InputError, KeyboardInterrupt) as error:
+        sentence, status = last_words(error)
+        print(sentence, file=sys.stderr)
+        return status
+    return ExitCode.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zaya_jax.report", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write one HTML page about one or several runs: losses, speed, routing, faults, settings.",
+    )  # fmt: skip
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("--output", metavar="FILE", help=f"HTML file to write (default: RUN/{NAME}; required with "
+                        "several runs)")  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="also show in which settings the runs differ from this "
+                        "configuration file")  # fmt: skip
+    return parser
+
+
+def write_report(runs: Sequence[str], output: str | None = None, config: str | None = None) -> str:
+    """Write the page about runs.
+
+    Args:
+      runs: run folders.
+      output: HTML file; None for `report.html` in the folder of the only run.
+      config: configuration file that the runs are compared with; None for none.
+
+    Returns:
+      A sentence that names the page and its size.
+
+    Raises:
+      InputError: a run or file cannot be used; nothing is written.
+    """
+    if len(runs) > _MOST:
+        raise InputError(f"{len(runs)} runs are named, but one page shows at most {_MOST}.")
+    if output is None and len(runs) > 1:
+        raise InputError("--output is missing: with several runs, name the HTML file to write.")
+    path = Path(runs[0]).expanduser() / NAME if output is None else Path(output).expanduser()
+    from zaya_jax.report.page import MARK, render
+    from zaya_jax.report.subject import read_subjects
+
+    subjects = read_subjects(runs)
+    _check_output(path, MARK)
+    page = render(subjects, config)
+    try:
+        write_atomically(path, page)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from error
+    return f"Wrote {path} ({len(page.encode()) / 1e6:.1f} MB). Open it in a browser."
+
+
+def _check_output(path: Path, mark: str) -> None:
+    if path.suffix != ".html":
+        raise InputError(f"--output is '{path}', but must end in .html.")
+    if not path.parent.is_dir():
+        raise InputError(f"--output is '{path}', but must be a file in an existing folder.")
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise InputError(f"--output is '{path}', which exists and is not a file. Name another file.")
+    with path.open("rb") as file:
+        if file.read(len(mark)) != mark.encode():
+            raise InputError(f"--output is '{path}', which exists and is not a run report. Name another file.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Plots with a line for each run."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from zaya_jax.report.history import Line, scaled
+from zaya_jax.report.plot import Plot, Scale, color, evaluated, level, make_figure, noisy, trace
+from zaya_jax.report.subject import Subject
+
+Get = Callable[[Subject], Line]
+_MARKS = 300  # skipped steps and faults that are marked
+
+
+def loss(subjects: Sequence[Subject]) -> Plot:
+    """Plot training and held-out loss, with compressors, skipped steps and faults."""
+    traces, marks = list[dict[str, Any]](), list[dict[str, Any]]()
+    for subject in subjects:
+        index, hue, label = subject.index, color(subject.index), _label(subject, subjects)
+        traces += noisy(subject.metrics.line("loss"), f"training{label}", hue, index)
+        if (held := subject.metrics.line("heldout_loss")).steps:
+            traces.append(evaluated(held, f"held-out{label}", hue, index))
+        faults = [fault["step"] for node in subject.nodes.values() for fault in node["faults"]
+                  if isinstance(fault["step"], int) and fault["step"] >= 0]  # fmt: skip
+        skips = [skip.step for skip in subject.metrics.skips]
+        for steps, name, symbol in ((skips, "skipped step", "x"), (faults, "fault", "triangle-down")):
+            if steps:
+                marks.append(_mark(steps[:_MARKS], f"{name}{label}", hue, symbol, index))
+    longest = max(subjects, key=lambda subject: subject.metrics.steps[-1])
+    traces += [level(longest.metrics.line("step"), nats, name, dash, longest.index)
+               for name, nats, dash in _compressors(subjects)] + marks  # fmt: skip
+    figure = make_figure(traces, "loss (nats/token)", boundaries=_boundaries(subjects), yaxis2={
+        "overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})  # fmt: skip
+    return Plot("Training and held-out loss", figure, _phases(subjects))
+
+
+def learning_rate(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the learning rate of the matrices."""
+    return compare(subjects, "Learning rate", "learning rate of the matrices", ["learning_rate"], smooth=False,
+                   note=_phases(subjects))  # fmt: skip
+
+
+def batch(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the tokens of each step."""
+    return compare(subjects, "Batch", "tokens per step, with padding", [_batch], smooth=False, step=True,
+                   integers="xy", note=_phases(subjects))  # fmt: skip
+
+
+def grad_norm(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the norm of the gradient."""
+    return compare(subjects, "Gradient norm", "gradient norm before clipping", ["grad_norm"], scale="log")
+
+
+def tokens_per_second(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the throughput."""
+    return compare(subjects, "Throughput", "tokens/s", ["tokens_per_second"], timings=True,
+                   note="Tokens in the loss over the time of the step, without evaluation, saving and "
+                   "compilation.")  # fmt: skip
+
+
+def data_wait(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the wait for data."""
+    return compare(subjects, "Data wait", "wait for the batch (ms per step)", [_data_wait], timings=True,
+                   note="The wait happens while the previous step runs; only a wait longer than a step costs "
+                   "time.")  # fmt: skip
+
+
+def utilization(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the model FLOPs utilization, or the FLOP/s if no device has a known peak."""
+    if any(subject.timings.line("mfu").steps for subject in subjects):
+        return compare(subjects, "MFU", "model FLOPs utilization (%)", [_mfu], timings=True)
+    return compare(subjects, "Model FLOP/s", "model FLOP/s", ["flops_per_second"], timings=True,
+                   note="MFU is not shown: the peak FLOP/s of these devices is not known.")  # fmt: skip
+
+
+def entropy(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the entropy of the expert load."""
+    return compare(subjects, "Entropy of the expert load", "entropy over its maximum",
+                   [("load_entropy", "mean"), ("load_entropy", "lowest")],
+                   note="1: all experts of a layer get as many tokens. 0: one expert gets them all.")  # fmt: skip
+
+
+def largest_load(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the load of the busiest expert."""
+    return compare(subjects, "Largest expert load", "largest load / mean load",
+                   [("max_load", "mean"), ("max_load", "highest")])  # fmt: skip
+
+
+def skip_rate(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot how many tokens skip the experts."""
+    return compare(subjects, "Tokens that skip the experts", "share of the tokens",
+                   [("skip_rate", "mean"), ("skip_rate", "highest")])  # fmt: skip
+
+
+def bias_range(subjects: Sequence[Subject]) -> Plot | str:
+    """Plot the range of the balancing biases."""
+    return compare(subjects, "Balancing biases", "largest minus smallest bias", [("bias_range", "highest")])
+
+
+def compare(
+    subjects: Sequence[Subject], title: str, y: str, metrics: Sequence[str | tuple[str, str] | Get], *,
+    timings: bool = False, smooth: bool = True, step: bool = False, integers: str = "x", scale: Scale = "zero",
+    note: str = "",
+) -> Plot | str:  # fmt: skip
+    """Plot metrics of all runs that have them.
+
+    Args:
+      subjects: the runs.
+      title: of the plot.
+      y: label of the y axis, with its unit.
+      metrics: names, with their part if there is one, or functions of the run; the second one is dotted.
+      timings: whether they are in `timings.jsonl`.
+      smooth: whether to draw a smoothed line over the raw one.
+      step: whether values jump instead of changing gradually.
+      integers: axes with values that are integers.
+      scale: of the y axis.
+      note: a sentence below the plot.
+
+    Returns:
+      The plot; without a run that has the values, a sentence that says so.
+    """
+    traces, missing = list[dict[str, Any]](), list[str]()
+    for subject in subjects:
+        history, found = subject.timings if timings else subject.metrics, False
+        for metric, dash in zip(metrics, ("solid", "dot"), strict=False):
+            line = metric(subject) if callable(metric) else history.line(*_key(metric))
+            if not line.steps:
+                continue
+            part = f"{metric[1]} of the layers" if isinstance(metric, tuple) else ""
+            name = ", ".join(filter(None, (part, subject.name if len(subjects) > 1 else ""))) or y
+            style: dict[str, Any] = {"dash": dash} | ({"shape": "hv"} if step else {})
+            options = {"line": style, "showlegend": len(subjects) > 1 or len(metrics) > 1}
+            traces += (noisy if smooth else _plain)(line, name, color(subject.index), subject.index, **options)
+            found = True
+        if not found:
+            missing.append(subject.name)
+    if not traces:
+        return f"{title} is not shown: no row has it."
+    absent = f"Not in {', '.join(missing)}, whose rows lack it." if missing else ""
+    figure = make_figure(traces, y, integers=integers, scale=scale, boundaries=_boundaries(subjects))
+    return Plot(title, figure, " ".join(filter(None, (note, absent))))
+
+
+def _plain(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[dict[str, Any]]:
+    return [trace(line, name, hue, run, **options)]
+
+
+def _key(metric: str | tuple[str, str]) -> tuple[str, ...]:
+    return (metric,) if isinstance(metric, str) else metric
+
+
+def _label(subject: Subject, subjects: Sequence[Subject]) -> str:
+    return f", {subject.name}" if len(subjects) > 1 else ""
+
+
+def _mark(steps: Sequence[int], name: str, hue: str, symbol: str, run: int) -> dict[str, Any]:
+    return {"type": "scatter", "mode": "markers", "x": list(steps), "y": [0.97] * len(steps), "yaxis": "y2",
+            "name": name, "meta": {"run": run}, "marker": {"symbol": symbol, "size": 10, "color": hue},
+            "hoverinfo": "x+name"}  # fmt: skip
+
+
+def _compressors(subjects: Sequence[Subject]) -> list[tuple[str, float, str]]:
+    """Return label, nats per held-out token and dash of gzip and xz, once for runs in which they agree."""
+    levels: dict[tuple[str, float], list[str]] = {}
+    for subject in subjects:
+        for name in ("gzip", "xz"):
+            bits = subject.baselines.get(name)
+            nats = None if bits is None else subject.nats_per_token(bits)
+            if nats is not None:
+                levels.setdefault((name, round(nats, 4)), []).append(subject.name)
+    shared = len(set(map(tuple, levels.values()))) == 1
+    return [(name if shared else f"{name}, {', '.join(names)}", level, {"gzip": "dot", "xz": "dashdot"}[name])
+            for (name, level), names in levels.items()]  # fmt: skip
+
+
+def _boundaries(subjects: Sequence[Subject]) -> list[tuple[int, int]]:
+    return [boundary for subject in subjects for boundary in subject.boundaries]
+
+
+def _phases(subjects: Sequence[Subject]) -> str:
+    """Return a sentence about the dotted lines."""
+    names = []
+    for subject in subjects:
+        if subject.boundaries:
+            phases = ", ".join(f"{name} from step {step:,}" for step, name in subject.metrics.phases)
+            names.append(f"{phases} ({subject.name})" if len(subjects) > 1 else phases)
+    return f"Dotted vertical lines separate the phases: {'; '.join(names)}." if names else ""
+
+
+def _batch(subject: Subject) -> Line:
+    """Return the tokens of each step: the differences of the tokens seen; those of step 1 are the tokens seen."""
+    seen, line = subject.metrics.line("tokens_seen"), Line()
+    for (step, before), (following, after) in pairwise(zip(seen.steps, seen.values, strict=True)):
+        if not line.steps:
+            line.add(step, before if step == 1 else (after - before) / (following - step))
+        line.add(following, (after - before) / (following - step))
+    if len(seen.steps) == 1 and seen.steps[0] == 1:
+        line.add(1, seen.values[0])
+    return line
+
+
+def _data_wait(subject: Subject) -> Line:
+    return scaled(subject.timings.line("data_wait"), 1000)
+
+
+def _mfu(subject: Subject) -> Line:
+    return scaled(subject.timings.line("mfu"), 100)

@@ -1,0 +1,156 @@
+"""The rows of a run, read once and reduced while they are read: a row of a large model has thousands of numbers."""
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from zaya_jax.report.series import Thinned
+from zaya_jax.run.files import require_regular
+from zaya_jax.run.metrics import parse_row
+
+MAPS = 400  # columns of a heat map over the steps
+FRAMES = 40  # positions of a slider
+_MOST_STEPS = 2**31  # which no run can have
+_MOST_SKIPS = 1000  # skipped steps that are listed
+# Values of each layer, and how one line shows them.
+_LAYERS = {"load_entropy": (("mean", fmean), ("lowest", min)), "max_load": (("mean", fmean), ("highest", max)),
+           "skip_rate": (("mean", fmean), ("highest", max)), "bias_range": (("highest", max),)}  # fmt: skip
+
+
+class Skip(NamedTuple):
+    """A skipped step."""
+
+    step: int
+    reason: str
+    rows: str  # of the data that it read
+
+
+class Line:
+    """Values by step; NaN stands for a value that was not finite."""
+
+    def __init__(self) -> None:
+        """Start without values."""
+        self.steps, self.values = array("q"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value of a step."""
+        self.steps.append(step)
+        self.values.append(value)
+
+
+def scaled(line: Line, factor: float) -> Line:
+    """Return a line with all values multiplied by `factor`."""
+    result = Line()
+    result.steps = line.steps
+    result.values.extend(value * factor for value in line.values)
+    return result
+
+
+class History:
+    """What a file of rows says over the steps.
+
+    Attributes:
+      steps: number of the step of each row.
+      lines: by name of the metric; of those with values per layer, source or role, by '(metric, part)'.
+      phases: first step and name of each phase.
+      skips: skipped steps, the first ones if there are many.
+      skipped: number of skipped steps.
+      entropy: load entropy of each layer.
+      loads: load of each expert of each layer over that of a uniform load.
+      problem: a sentence about a damaged row, after which nothing is read; empty if there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the rows of a file; none if it does not exist."""
+        self.steps = array("q")
+        self.lines: dict[str | tuple[str, str], Line] = defaultdict(Line)
+        self.phases: list[tuple[int, str]] = []
+        self.skips: list[Skip] = []
+        self.skipped = 0
+        self.entropy, self.loads = Thinned[list[float]](MAPS), Thinned[list[list[float]]](FRAMES)
+        self.problem = ""
+        require_regular(path)
+        if path.exists():
+            with path.open("rb") as file:
+                self._read(path, file)
+        self.entropy.close()
+        self.loads.close()
+        self.lines = dict(self.lines)
+
+    def line(self, name: str, part: str | None = None) -> Line:
+        """Return the values of a metric, or of a part of it; an empty line if there are none."""
+        line = self.lines.get(name if part is None else (name, part), Line())
+        return line if any(map(math.isfinite, line.values)) else Line()
+
+    def parts(self, name: str) -> list[str]:
+        """List the parts of a metric that have values."""
+        return [key[1] for key in self.lines if key[0] == name and not isinstance(key, str) and self.line(*key).steps]
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a metric; None if it has none."""
+        return next((value for value in reversed(self.line(name).values) if math.isfinite(value)), None)
+
+    def _read(self, path: Path, lines: Iterable[bytes]) -> None:
+        for number, line in enumerate(lines, 1):
+            row = parse_row(line)
+            row = None if row is not None and not 0 <= row["step"] < _MOST_STEPS else row
+            if row is None or (self.steps and row["step"] <= self.steps[-1]):
+                if line.endswith(b"\n"):
+                    why = "is damaged" if row is None else f"has step {row['step']} after step {self.steps[-1]}"
+                    self.problem = f"Line {number} of {path} {why}; the rows from there on are not shown."
+                return  # without its end, the line is being written, or was when its writer was killed
+            self._add(row)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        step = row["step"]
+        self.steps.append(step)
+        if isinstance(phase := row.get("phase"), str) and (not self.phases or self.phases[-1][1] != phase):
+            self.phases.append((step, phase))
+        if "skip" in row:
+            self.skipped += 1
+            if len(self.skips) < _MOST_SKIPS:
+                rows = row.get("rows")
+                known = isinstance(rows, list) and len(rows) == 2
+                self.skips.append(Skip(step, str(row["skip"]), f"{rows[0]} to {rows[1]}" if known else "–"))
+        for name, value in row.items():
+            if name in _LAYERS:
+                self._add_layers(step, name, _numbers(value))
+            elif isinstance(value, dict):
+                for part, inner in value.items():
+                    self.lines[name, part].add(step, _number(inner))
+            elif value is None or isinstance(value, int | float):
+                self.lines[name].add(step, _number(value))
+        counts = [_numbers(layer) for layer in _list(row.get("expert_counts"))]
+        if counts and all(len(layer) > 1 and len(layer) == len(counts[0]) for layer in counts):
+            self.loads.add(step, [_over_uniform(layer[:-1]) for layer in counts])
+
+    def _add_layers(self, step: int, name: str, values: list[float]) -> None:
+        known = [value for value in values if math.isfinite(value)]
+        for part, reduce in _LAYERS[name] if known else ():
+            self.lines[name, part].add(step, reduce(known))
+        if known and name == "load_entropy":
+            self.entropy.add(step, values)
+
+
+def _over_uniform(counts: list[float]) -> list[float]:
+    total = sum(counts)
+    return [count * len(counts) / total if total else math.nan for count in counts]
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _numbers(values: Any) -> list[float]:
+    return [_number(value) for value in _list(values)]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,52 @@
+"""Render the page: one HTML file that loads nothing and runs no other script than its own."""
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+from plotly.offline import get_plotlyjs
+
+from zaya_jax.report.plot import Plot
+from zaya_jax.report.sections import Text, make_sections
+from zaya_jax.report.subject import Subject
+from zaya_jax.report.tables import overview
+from zaya_jax.run.table import Table
+
+MARK = "<!doctype html><!-- run report of zaya_jax -->"  # how a page starts, so that only pages are replaced
+_FOLDER = Path(__file__).parent
+
+
+def render(subjects: Sequence[Subject], config: str | None = None) -> str:
+    """Return the page.
+
+    Args:
+      subjects: the runs, at least one.
+      config: a configuration file that they are compared with.
+
+    Raises:
+      InputError: the configuration file is invalid.
+    """
+    sections = make_sections(subjects, config)
+    plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
+    data = {"figures": [plot.figure for plot in plots], "axes": [subject.axes for subject in subjects]}
+    figures = json.dumps(data, allow_nan=False, separators=(",", ":"), default=list)
+    scripts = [get_plotlyjs(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
+    environment = jinja2.Environment(
+        autoescape=True, loader=jinja2.FileSystemLoader(_FOLDER), trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    for name, kind in (("plot", Plot), ("table", Table), ("text", Text)):
+        environment.tests[name] = lambda block, kind=kind: isinstance(block, kind)
+    return environment.get_template("page.html.j2").render(
+        mark=MARK, subjects=subjects, overview=overview(subjects), sections=sections, scripts=scripts,
+        hashes=[_hash(script) for script in scripts], made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        figures=figures.replace("<", "\\u003c"),
+    )  # fmt: skip
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

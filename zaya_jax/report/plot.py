@@ -1,0 +1,128 @@
+"""The parts that all plots of the page share, as plotly describes them: traces, axes, legend."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from zaya_jax.report.history import Line
+from zaya_jax.report.series import significant, thin
+from zaya_jax.run.plot import FAINT, smoothed
+
+# A colour means the same run, source or role in all plots. The first ones are told apart by colour-blind readers.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a", "#8c6d31", "#b3261e",
+          "#c4c4c4")  # fmt: skip
+_PARTS = 50  # parts of a run that a smoothed line is a mean over
+_ROW, _LEGEND = 20, 240  # pixels of a name in the legend, and of the highest legend
+_MARKERS = 60  # that can be told apart
+_HEIGHT = 350  # pixels of a plot without its legend
+
+Scale = Literal["data", "zero", "log"]
+
+
+class Plot(NamedTuple):
+    """A plot of the page.
+
+    Attributes:
+      title: what it shows.
+      figure: plotly's `data`, `layout` and, with a slider, `frames`.
+      note: a sentence below it.
+    """
+
+    title: str
+    figure: dict[str, Any]
+    note: str = ""
+
+
+def color(index: int) -> str:
+    """Return the colour of a run, source or role."""
+    return COLORS[index % len(COLORS)]
+
+
+def trace(line: Line, name: str, hue: str, run: int, /, **options: Any) -> dict[str, Any]:
+    """Make a line without smoothing.
+
+    Args:
+      line: values by step.
+      name: for the legend.
+      hue: colour.
+      run: index of the run, with which the page finds the tokens and the time of a step.
+      **options: plotly's.
+    """
+    xs, ys = thin(line.steps, line.values)
+    style = {"color": hue, "width": 2} | options.pop("line", {})
+    return {"type": "scatter", "mode": "lines", "x": xs, "y": list(map(significant, ys)), "name": name, "line": style,
+            "meta": {"run": run}, **options}  # fmt: skip
+
+
+def noisy(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[dict[str, Any]]:
+    """Make a smoothed line over the faint raw one, which is left out if smoothing changes nothing."""
+    width = len(line.values) // _PARTS
+    smooth = Line()
+    smooth.steps = line.steps
+    smooth.values.extend(smoothed(line.values, width))
+    traces = [trace(smooth, name, hue, run, legendgroup=name, **options)]
+    if width > 1:
+        raw = trace(line, f"{name}, each step", hue, run, legendgroup=name, showlegend=False, opacity=FAINT)
+        traces.insert(0, raw | {"line": {"color": hue, "width": 1}})
+    return traces
+
+
+def evaluated(line: Line, name: str, hue: str, run: int) -> dict[str, Any]:
+    """Make a line of the values of a few steps, with a marker for each unless they are many."""
+    mode = "lines+markers" if len(line.steps) <= _MARKERS else "lines"
+    return trace(line, name, hue, run, mode=mode, line={"dash": "dash"},
+                 marker={"size": 7, "symbol": "diamond"})  # fmt: skip
+
+
+def level(line: Line, value: float, name: str, dash: str, run: int) -> dict[str, Any]:
+    """Make a horizontal line that is as long as `line`."""
+    return {"type": "scatter", "mode": "lines", "x": [line.steps[0], line.steps[-1]], "y": [significant(value)] * 2,
+            "name": name, "line": {"color": "#222", "width": 1.5, "dash": dash}, "meta": {"run": run}}  # fmt: skip
+
+
+def make_figure(
+    traces: Sequence[dict[str, Any]], y: str, *, x: str = "step", integers: str = "x", scale: Scale = "data",
+    boundaries: Iterable[tuple[int, int]] = (), **layout: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Make a figure.
+
+    Args:
+      traces: lines and markers.
+      y: label of the y axis, with its unit.
+      x: label of the x axis.
+      integers: axes with values that are integers, such as 'xy'.
+      scale: of the y axis: as far as the data, from zero, or logarithmic.
+      boundaries: index of a run and step after which a phase starts, for vertical lines.
+      **layout: plotly's, in addition.
+    """
+    named = sum(bool(each.get("showlegend", True)) for each in traces)
+    axis = {"automargin": True, "gridcolor": "#e4e4e4", "zeroline": False, "linecolor": "#888", "ticks": "outside"}
+    form = {letter: {"tickformat": ",d"} for letter in integers}
+    values = {"rangemode": "tozero"} if scale == "zero" else _log_ticks(traces) if scale == "log" else {}
+    return {
+        "data": list(traces),
+        "layout": {
+            "height": _HEIGHT + min(_ROW * named, _LEGEND), "margin": {"l": 8, "r": 12, "t": 34, "b": 8},
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}, "plot_bgcolor": "white",
+            "xaxis": {**axis, **form.get("x", {}), "title": {"text": x, "standoff": 6}},
+            "yaxis": {**axis, **values, **form.get("y", {}), "title": {"text": y, "standoff": 8},
+                      "exponentformat": "SI"},
+            "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0,
+                       "traceorder": "normal", "maxheight": 0.7},
+            "showlegend": True, "hovermode": "closest", "meta": {"integers": integers, "steps": x == "step"},
+            "shapes": [
+                {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "name": str(run),
+                 "line": {"color": "#888", "width": 1, "dash": "dot"}} for run, step in boundaries
+            ],
+            **layout,
+        },
+    }  # fmt: skip
+
+
+def _log_ticks(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a logarithmic axis with ticks at 1, 2 and 5 times powers of ten, or over a wide range at powers of ten."""
+    known = [value for each in traces for value in each["y"] if value is not None and value > 0] or [1.0]
+    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    ticks = [float(f"{digit}e{power}") for power in range(low, high + 1)
+             for digit in ((1, 2, 5) if high - low <= 2 else (1,))]  # fmt: skip
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}

@@ -1,0 +1,79 @@
+"""Tables of settings: what differs between runs, and from the run or file that a run started from."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.config import load_config, to_dict
+from zaya_jax.config.checks import shown
+from zaya_jax.config.weight_source import HF
+from zaya_jax.errors import InputError
+from zaya_jax.report.subject import Subject, flatten_settings
+from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.folder import CONFIG, read_config
+from zaya_jax.run.table import NONE, Table
+
+_LINEAGE = ("resume_from", "init_from")
+
+
+def between_runs(subjects: Sequence[Subject]) -> Table:
+    """List the settings in which runs differ."""
+    return differences("Settings that differ between the runs", {each.name: each.settings for each in subjects})
+
+
+def from_parents(subject: Subject) -> list[Table]:
+    """List the settings in which a run differs from those whose weights it started from."""
+    tables = []
+    for key in _LINEAGE:
+        source = subject.config.get(key)
+        if not isinstance(source, str):
+            continue
+        title = f"Differences from {key}={source}"
+        parent = _run_folder(source)
+        try:
+            found = None if parent is None else flatten_settings(read_config(parent))
+        except InputError as error:
+            tables.append(Table(title, [], [], (str(error),)))
+            continue
+        if found is None:
+            why = "A transformers folder has no settings of training." if source.startswith(HF) else (
+                f"{source} has no {CONFIG} where the report looked for it.")  # fmt: skip
+            tables.append(Table(title, [], [], (why,)))
+        else:
+            tables.append(differences(title, {source: found, subject.name: subject.settings}))
+    return tables
+
+
+def from_file(subjects: Sequence[Subject], path: str) -> Table:
+    """List the settings in which runs differ from a configuration file; InputError if it is invalid."""
+    settings = flatten_settings(to_dict(load_config(path)))
+    return differences(f"Differences from {path}", {path: settings} | {each.name: each.settings for each in subjects})
+
+
+def changes(subject: Subject) -> Table:
+    """List the settings that changed when a run resumed."""
+    rows = [[f"{change['step']:,}", key, shown(old), shown(new)] for change in subject.changes
+            for key, (old, new) in change["changes"].items()]  # fmt: skip
+    return Table("Settings that changed on resuming", ["after step", "key", "old", "new"], rows)
+
+
+def differences(title: str, settings: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Make a table of the keys whose values differ."""
+    keys = dict.fromkeys(key for each in settings.values() for key in each)
+    rows = []
+    for key in keys:
+        values = [shown(each[key]) if key in each else NONE for each in settings.values()]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    remarks = () if rows else ("They are the same.",)
+    return Table(title, ["key", *settings], rows, remarks)
+
+
+def _run_folder(source: str) -> Path | None:
+    """Return the run folder in RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP; None if it is not there."""
+    for text in (source, source.rpartition("@")[0]):
+        folder = Path(text).expanduser()
+        folder = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+        if text and (folder / CONFIG).exists():
+            return folder
+    return None

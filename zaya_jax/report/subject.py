@@ -1,0 +1,220 @@
+"""What the page knows of a run: all files of its folder that say how it went."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.config import flatten_keys, from_dict
+from zaya_jax.config.stages import total_steps
+from zaya_jax.errors import InputError
+from zaya_jax.report.history import History, Line, scaled
+from zaya_jax.report.series import POINTS, significant
+from zaya_jax.run.checkpoints import Checkpoint
+from zaya_jax.run.files import read_object
+from zaya_jax.run.folder import CONFIG, METRICS, SUMMARY, TIMINGS, read_config
+from zaya_jax.run.metrics import parse_row
+from zaya_jax.run.run import Run, open_run
+from zaya_jax.run.status import KILLED, STOPPED, Status
+from zaya_jax.run.supervision import AEGIS, describe_nodes
+
+_EVALUATIONS = "evaluations"  # folder in a run folder
+
+
+class Warn(NamedTuple):
+    """A sentence that the reader should see first; `kind` is 'failed' or 'warning'."""
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A run that the page is about.
+
+    Attributes:
+      index: among the runs of the page.
+      name: of the run, different from those of the others.
+      path: of its folder.
+      config: its configuration, as nested dicts.
+      metrics, timings: the rows of both files.
+      status: of the process that trained it last; None if it is unknown.
+      summary: what the run wrote at its end; {} before that.
+      checkpoints: by step, with damaged ones.
+      quarantined: names of quarantined checkpoints.
+      nodes: what supervisors wrote, by node; {} without them.
+      evaluations: records of evaluations, by file.
+      changes: settings that changed when the run resumed.
+      problems: sentences about files that are damaged.
+    """
+
+    index: int
+    name: str
+    path: Path
+    config: dict[str, Any]
+    metrics: History
+    timings: History
+    status: Status | None
+    summary: dict[str, Any]
+    checkpoints: list[Checkpoint]
+    quarantined: list[str]
+    nodes: dict[str, dict[str, Any]]
+    evaluations: list[tuple[str, dict[str, Any]]]
+    changes: list[dict[str, Any]]
+    problems: list[str]
+
+    @property
+    def warnings(self) -> list[Warn]:
+        """What the reader should see first."""
+        found = [Warn("failed", problem) for problem in self.problems]
+        if self.status is not None and self.status.state in (STOPPED, KILLED):
+            text = self.status.message or f"The process that trained it was {self.status.state} ({self.status.time})."
+            found.append(Warn("failed", text))
+        damaged = [str(each.step) for each in self.checkpoints if each.problem]
+        if damaged or self.quarantined:
+            found.append(Warn("warning", f"Damaged or quarantined checkpoints: "
+                                         f"{', '.join([*damaged, *self.quarantined])}."))  # fmt: skip
+        return found
+
+    @property
+    def boundaries(self) -> list[tuple[int, int]]:
+        """The index of the run, with the last step of each phase before the last."""
+        return [(self.index, step - 1) for step, _ in self.metrics.phases[1:]]
+
+    @property
+    def total_steps(self) -> int | None:
+        """The number of steps that the configuration asks for; None if this version cannot read it."""
+        try:
+            return total_steps(from_dict(self.config))
+        except InputError:
+            return None
+
+    @property
+    def axes(self) -> dict[str, list[Any]]:
+        """Some of the steps, with the tokens seen and the hours spent in steps up to each; {} if they are not known."""
+        seen, seconds = self.metrics.line("tokens_seen"), self.timings.line("seconds")
+        if not seen.steps or seen.steps != seconds.steps or not all(map(math.isfinite, seen.values)):
+            return {}
+        hours = accumulate(value / 3600 if math.isfinite(value) else 0.0 for value in seconds.values)
+        rows = list(zip(seen.steps, seen.values, hours, strict=True))
+        steps, tokens, times = zip(*rows[:: -(-len(rows) // POINTS)], rows[-1], strict=True)
+        return {"step": list(steps), "tokens": list(tokens), "hours": list(map(significant, times))}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration by dotted keys, with phases by name."""
+        return flatten_settings(self.config)
+
+    @property
+    def baselines(self) -> dict[str, float]:
+        """Bits per byte of compressors on the held-out text, by name; {} before the end, and without a text corpus."""
+        baselines = self.summary.get("baselines")
+        items = baselines.items() if isinstance(baselines, dict) else ()
+        return {name: bits for name, bits in items if isinstance(bits, float)}
+
+    def nats_per_token(self, bits_per_byte: float) -> float | None:
+        """Convert bits per byte of the held-out text; None if its bytes per token are not known."""
+        texts = self.heldout.values()
+        tokens, size = (sum(text[key] for text in texts) for key in ("tokens", "bytes"))
+        return bits_per_byte * math.log(2) * size / tokens if tokens else None
+
+    @property
+    def heldout(self) -> dict[str, dict[str, Any]]:
+        """The `tokens` and `bytes` of the held-out text of each source; {} if they are not known yet."""
+        records = [record.get("heldout") for _, record in self.evaluations] + [self.summary.get("heldout_by_source")]
+        return next((record for record in reversed(records) if _is_heldout(record)), {})
+
+    @property
+    def heldout_bits(self) -> dict[str, Line]:
+        """The held-out loss of each source in bits per byte, by step."""
+        lines = dict[str, Line]()
+        for source, text in self.heldout.items():
+            line = self.metrics.line("heldout_loss_by_source", source)
+            if not line.steps and len(self.heldout) == 1:
+                line = self.metrics.line("heldout_loss")
+            if line.steps and text["bytes"]:
+                lines[source] = scaled(line, text["tokens"] / text["bytes"] / math.log(2))
+        return lines
+
+
+def flatten_settings(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a configuration with dots, such as 'phases.train.tokens'."""
+    return dict(flatten_keys({**tree, "phases": {phase["name"]: phase for phase in tree["phases"]}}))
+
+
+def read_subjects(paths: Sequence[str]) -> list[Subject]:
+    """Read runs.
+
+    Raises:
+      InputError: a path is not a run folder, its configuration is damaged, or it has no steps yet.
+    """
+    folders = [open_run(path) for path in paths]
+    names = _names([run.folder for run in folders])
+    return [_read(run, index, name) for index, (run, name) in enumerate(zip(folders, names, strict=True))]
+
+
+def _read(run: Run, index: int, name: str) -> Subject:
+    folder, problems = run.folder, list[str]()
+    if not (folder / CONFIG).exists():
+        raise InputError(f"{folder} has no {CONFIG}, so its run cannot be identified. Name the folder of a run.")
+    metrics, timings = History(folder / METRICS), History(folder / TIMINGS)
+    problems += filter(None, (metrics.problem, timings.problem))
+    if not metrics.steps:
+        raise InputError(f"{folder} has no steps yet: {METRICS} is missing, empty or damaged. Train the run, or wait "
+                         "for its first step.")  # fmt: skip
+    changes = list[dict[str, Any]]()
+    try:
+        changes = run.changes
+    except InputError as error:
+        problems.append(str(error))
+    evaluations = list[tuple[str, dict[str, Any]]]()
+    for path in sorted((folder / _EVALUATIONS).glob("*.json*")):
+        records = _records(path)
+        evaluations += [(path.name, record) for record in records]
+        if not records:
+            problems.append(f"{path} is damaged; its evaluation is not shown.")
+    try:
+        nodes = describe_nodes(folder)
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
+        problems.append(f"{folder / AEGIS}: what its supervisors wrote is damaged, and not shown.")
+        nodes = {}
+    evaluations.sort(key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
+    return Subject(
+        index, name, folder, read_config(folder), metrics, timings, run.status, _object(folder / SUMMARY, problems),
+        run.checkpoints, [path.name for path in run.quarantined], nodes, evaluations, changes, problems,
+    )  # fmt: skip
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Read the record, or the records by step, of a file of evaluations."""
+    if path.suffix == ".jsonl":
+        rows = (parse_row(line) for line in path.read_bytes().splitlines(keepends=True))
+        return [row for row in rows if row is not None]
+    record = _object(path, [])
+    return [record] if record else []
+
+
+def _object(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        return read_object(path) if path.exists() else {}
+    except InputError as error:
+        problems.append(str(error))
+        return {}
+
+
+def _is_heldout(record: Any) -> bool:
+    return isinstance(record, dict) and len(record) > 0 and all(
+        isinstance(text, dict) and all(isinstance(text.get(key), int) for key in ("tokens", "bytes"))
+        for text in record.values()
+    )  # fmt: skip
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Name each run by its folder, with as many of the folders above as tell it from the others."""
+    parts = [folder.resolve().parts for folder in folders]
+    if len(set(parts)) < len(parts):
+        raise InputError("A run is named twice. Name each run once.")
+    depth = next(depth for depth in range(1, 1000) if len({each[-depth:] for each in parts}) == len(parts))
+    return ["/".join(each[-depth:]) for each in parts]

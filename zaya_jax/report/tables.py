@@ -1,0 +1,235 @@
+"""Tables of the page."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zaya_jax.config.checks import counted
+from zaya_jax.report.subject import Subject
+from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity
+
+_MOST = 200  # rows of a table
+_PARAMS = "params."  # how the names of parameters start in a checkpoint
+
+
+def overview(subjects: Sequence[Subject]) -> Table:
+    """Say how the runs went, in one table."""
+    rows = [[label, *(cell(subject) for subject in subjects)] for label, cell in _OVERVIEW.items()]
+    return Table("", ["", *(subject.name for subject in subjects)], [row for row in rows if set(row[1:]) != {NONE}])
+
+
+def _state(subject: Subject) -> str:
+    status = subject.status
+    if status is None:
+        return NONE
+    return f"{status.state}, {status.time}" if status.state != "running" else f"running since {status.time}"
+
+
+def _steps(subject: Subject) -> str:
+    last, planned = subject.metrics.steps[-1], subject.total_steps
+    return f"{last:,}" if planned is None else f"{last:,} of {planned:,}"
+
+
+def _tokens(subject: Subject) -> str:
+    seen = subject.metrics.last("tokens_seen")
+    return NONE if seen is None else f"{seen:,.0f}"
+
+
+def _heldout(subject: Subject) -> str:
+    line = subject.metrics.line("heldout_loss")
+    known = [(value, step) for step, value in zip(line.steps, line.values, strict=True) if math.isfinite(value)]
+    if not known:
+        return NONE
+    (last, step), (best, at) = known[-1], min(known)
+    lowest = "" if best == last else f"; lowest {best:.4f}, after step {at:,}"
+    return f"{last:.4f} after step {step:,}{lowest}"
+
+
+def _bits(subject: Subject) -> str:
+    lines = subject.heldout_bits
+    return ", ".join(f"{line.values[-1]:.4f}{f' ({name})' if len(lines) > 1 else ''}"
+                     for name, line in lines.items()) or NONE  # fmt: skip
+
+
+def _compressors(subject: Subject) -> str:
+    return ", ".join(f"{name.replace('_given_train', ' after the training text')} {bits:.4f}"
+                     for name, bits in sorted(subject.baselines.items())) or NONE  # fmt: skip
+
+
+def _training_loss(subject: Subject) -> str:
+    values = [value for value in subject.metrics.line("loss").values if math.isfinite(value)]
+    recent = values[-max(len(values) // 50, 1) :]
+    return f"{sum(recent) / len(recent):.4f} (mean of {counted(len(recent), 'step')})" if recent else NONE
+
+
+def _time(subject: Subject) -> str:
+    seconds = sum(value for value in subject.timings.line("seconds").values if math.isfinite(value))
+    return duration(seconds) if seconds else NONE
+
+
+def _speed(subject: Subject) -> str:
+    return NONE if (speed := _mean(subject, "tokens_per_second")) is None else f"{speed:,.0f}"
+
+
+def _mfu(subject: Subject) -> str:
+    return percent(_mean(subject, "mfu"))
+
+
+def _mean(subject: Subject, name: str) -> float | None:
+    """Return the mean over the time of the steps."""
+    seconds, line = subject.timings.line("seconds"), subject.timings.line(name)
+    pairs = [(weight, value) for weight, value in zip(seconds.values, line.values, strict=False)
+             if math.isfinite(weight) and math.isfinite(value)]  # fmt: skip
+    total = sum(weight for weight, _ in pairs)
+    return sum(weight * value for weight, value in pairs) / total if total else None
+
+
+def _skipped(subject: Subject) -> str:
+    reasons = Counter(skip.reason for skip in subject.metrics.skips)
+    listed = ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())
+    return f"{subject.metrics.skipped:,}" + (f" ({listed})" if listed else "")
+
+
+def _goodput(subject: Subject) -> str:
+    total = sum(node["goodput"]["seconds"] for node in subject.nodes.values())
+    productive = sum(node["goodput"]["fraction"] * node["goodput"]["seconds"] for node in subject.nodes.values())
+    if not subject.nodes:
+        return "not supervised"
+    nodes = f" on {len(subject.nodes)} nodes" if len(subject.nodes) > 1 else ""
+    return f"{percent(productive / total if total else 0.0)} of {duration(total)}{nodes}"
+
+
+def _faults(subject: Subject) -> str:
+    if not subject.nodes:
+        return NONE
+    attempts = max(node["goodput"]["attempts"] for node in subject.nodes.values())
+    return f"{sum(len(node['faults']) for node in subject.nodes.values())}, in {counted(attempts, 'attempt')}"
+
+
+def _checkpoints(subject: Subject) -> str:
+    usable = [checkpoint.step for checkpoint in subject.checkpoints if checkpoint.is_usable]
+    damaged = sum(bool(checkpoint.problem) for checkpoint in subject.checkpoints)
+    parts = [f"{len(usable)}, newest of step {usable[-1]:,}" if usable else "0"]
+    parts += [f"{damaged} damaged"] if damaged else []
+    return ", ".join(parts + ([f"{len(subject.quarantined)} quarantined"] if subject.quarantined else []))
+
+
+def _parameters(subject: Subject) -> str:
+    manifest = next((checkpoint.manifest for checkpoint in reversed(subject.checkpoints) if checkpoint.manifest), None)
+    shapes = [leaf["shape"] for name, leaf in (manifest.leaves if manifest else {}).items() if name.startswith(_PARAMS)]
+    return f"{sum(map(math.prod, shapes)):,}{' in adapters' if subject.config.get('lora') else ''}" if shapes else NONE
+
+
+def _devices(subject: Subject) -> str:
+    about = next((checkpoint.manifest.metadata.get("environment", {}) for checkpoint in reversed(subject.checkpoints)
+                  if checkpoint.manifest), {})  # fmt: skip
+    if "device" not in about:
+        return NONE
+    cpu = f" ({about['cpu']}, {about.get('cpus')} CPUs)" if about.get("platform") == "cpu" else ""
+    return f"{about.get('devices')} × {about['device']}{cpu}, jax {about.get('jax')}"
+
+
+_OVERVIEW: Mapping[str, Callable[[Subject], str]] = {
+    "state": _state, "held-out loss (nats/token)": _heldout, "held-out bits/byte": _bits,
+    "compressors, bits/byte": _compressors, "training loss (nats/token)": _training_loss, "steps": _steps,
+    "tokens, with padding": _tokens, "time in steps": _time, "tokens/s": _speed, "MFU": _mfu, "goodput": _goodput,
+    "faults": _faults, "skipped steps": _skipped, "checkpoints": _checkpoints, "parameters": _parameters,
+    "devices": _devices,
+}  # fmt: skip
+
+
+def skipped_steps(subject: Subject) -> Table:
+    """List the skipped steps."""
+    rows = [[f"{skip.step:,}", skip.reason, skip.rows] for skip in subject.metrics.skips[:_MOST]]
+    more = (f"The first {_MOST} of {subject.metrics.skipped:,}.",) if subject.metrics.skipped > len(rows) else ()
+    return Table("Skipped steps", ["step", "reason", "rows of the data"], rows, more)
+
+
+def checkpoints(subject: Subject) -> Table:
+    """List the checkpoints."""
+
+    def notes(row: Row) -> str:
+        if row["problem"]:
+            return f"damaged: {row['problem']}"
+        flags = {"verified": row["is_verified"], "pinned": row["is_pinned"], "superseded": row["is_superseded"]}
+        return ", ".join(name for name, holds in flags.items() if holds) or NONE
+
+    kept = [checkpoint._asdict() for checkpoint in subject.checkpoints[-_MOST:]]
+    remarks = [f"Quarantined: {', '.join(subject.quarantined)}."] if subject.quarantined else []
+    if len(subject.checkpoints) > _MOST:
+        remarks.append(f"The last {_MOST} of {len(subject.checkpoints):,}.")
+    return make_table("Checkpoints", kept, {
+        "step": "step", "phase": "phase", "tokens": "tokens",
+        "held-out (nats/token)": lambda row: NONE if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}",
+        "size (MB)": quantity("size", unit=1e6), "notes": notes,
+    }, *remarks)  # fmt: skip
+
+
+def faults(subject: Subject) -> list[Table]:
+    """List the faults that supervisors saw, and how each supervisor ended."""
+    rows = [{"node": name, **fault} for name, node in subject.nodes.items() for fault in node["faults"]]
+    ends = [{"node": name, **node["verdict"]} for name, node in subject.nodes.items() if node["verdict"]]
+    return [
+        make_table("Faults", rows[:_MOST], {
+            "time": "time", "node": "node", "class": _text("fault"), "fault": _text("code"), "process": _text("rank"),
+            "after step": _text("step"), "action": _text("action"),
+            "detected after (s)": quantity("detect_seconds", unit=1.0),
+            "next step after (s)": quantity("recover_seconds", unit=1.0), "evidence": _text("text"),
+        }, *([f"The first {_MOST} of {len(rows):,}."] if len(rows) > _MOST else [])),
+        make_table("How the supervisors ended", ends, {
+            "node": "node", "exit code": _text("exit_code"), "meaning": _text("meaning"), "reason": _text("why"),
+        }),
+    ]  # fmt: skip
+
+
+def evaluations(subject: Subject) -> list[Table]:
+    """List the evaluations of a run's checkpoints: of texts, and of tasks."""
+    texts, tasks = list[dict[str, Any]](), list[dict[str, Any]]()
+    for file, record in subject.evaluations:
+        about = {"step": record.get("step"), "file": file}
+        for kind in ("heldout", "texts"):
+            texts += [about | {"name": name} | text for name, text in _items(record.get(kind))]
+        tasks += [
+            about | {"name": task, "metric": metric.removesuffix(",none")} | value
+            for task, result in _items(record.get("tasks"))
+            for metric, value in _items(result.get("metrics"))
+        ]
+    return [
+        make_table("Evaluations of texts", texts[:_MOST], {
+            "step": _text("step"), "text": "name", "nats/token": _digits("nats_per_token"),
+            "perplexity": quantity("perplexity", unit=1.0), "bits/byte": _digits("bits_per_byte"),
+            "tokens": _text("tokens"), "bytes": _text("bytes"), "file": "file",
+        }),
+        make_table("Evaluations of tasks", tasks[:_MOST], {
+            "step": _text("step"), "task": "name", "metric": "metric", "score": _digits("value"),
+            "standard error": _digits("stderr"), "file": "file",
+        }),
+    ]  # fmt: skip
+
+
+def _text(key: str) -> Cell:
+    """Return a cell that shows the value at `key`, whatever it is; '–' if there is none."""
+
+    def cell(row: Row) -> str:
+        value = row.get(key)
+        return NONE if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+    return cell
+
+
+def _digits(key: str) -> Cell:
+    """Return a cell with four decimals; '–' if there is no number."""
+    return lambda row: f"{row[key]:.4f}" if isinstance(row.get(key), int | float) else NONE
+
+
+def _items(tree: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, item) for name, item in tree.items() if isinstance(item, dict)] if isinstance(tree, dict) else []
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: '12.3 s', '4 min 20 s' or '1 h 02 min'."""
+    if seconds < 60:
+        return f"{number(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"

@@ -1,0 +1,107 @@
+"""Read what the supervisors of a run wrote: faults, what followed from them, goodput, and what they do now."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.errors import InputError
+from zaya_jax.run.files import read_object
+from zaya_jax.run.goodput import measure_goodput
+
+AEGIS = "aegis"  # folder in a run folder, with one folder per node
+EVENTS = "events.jsonl"
+STATE = "state.json"
+VERDICT = "verdict.json"
+VERSION = 1  # of the schema of events
+_LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
+_STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
+
+
+def node_folders(run_dir: Path) -> list[Path]:
+    """Return the folder of each node that supervised the run; none if it was not supervised."""
+    return sorted(path.parent for path in (run_dir / AEGIS).glob(f"*/{EVENTS}"))
+
+
+def describe_nodes(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Describe a run, for JSON: for each node its faults, goodput, verdict and present state."""
+    return {folder.name: _describe_node(folder) for folder in node_folders(run_dir)}
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the events of one node; lines that are torn or no events are left out."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return []
+    events = []
+    for line in content.splitlines():
+        try:
+            event = json.loads(line[:_LONGEST_LINE])
+            if isinstance(event["id"], int) and isinstance(event["attempt"], int) and event["v"] == VERSION:
+                float(event["unix"])
+                events.append(event)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return events
+
+
+def is_running(state: Mapping[str, Any]) -> bool:
+    """Return whether the supervisor that wrote `state` still runs."""
+    return state.get("state") == "running" and time.time() - float(state.get("unix", 0)) < _STALE
+
+
+def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `measure_goodput` for the attempt that runs by `state`; none if no attempt runs."""
+    if not is_running(state):
+        return {}
+    process, running = next(iter(state.get("ranks", ())), {}), None
+    if "times" in process:
+        running = {"attempt": state["attempt"], "times": process["times"], "first_step": process["first_step"],
+                   "last_step": process["step"]}  # fmt: skip
+    return {"now": float(state["unix"]), "running": running}
+
+
+def _describe_node(folder: Path) -> dict[str, Any]:
+    events = read_events(folder / EVENTS)
+    state, verdict = (_read(folder / name) for name in (STATE, VERDICT))
+    running = is_running(state)
+    goodput = measure_goodput(events, **running_attempt(state))
+    return {
+        "running": running,
+        "state": state,
+        "verdict": {} if running else verdict,
+        "faults": _faults(events),
+        "goodput": {"fraction": goodput.fraction, "seconds": goodput.seconds, "attempts": goodput.attempts,
+                    "steps": goodput.steps, "wasted_steps": goodput.wasted_steps,
+                    "buckets": dict(goodput.buckets)},
+    }  # fmt: skip
+
+
+def _faults(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each fault with what followed from it, by the links of the events."""
+    faults = []
+    for event in events:
+        if event["kind"] != "detect" or event["severity"] == "info":
+            continue
+        follow_ups = [each for each in events if each.get("cause") == event["id"]]
+        end = next((each for each in follow_ups if each["kind"] == "end"), event)
+        recover = next((each for each in follow_ups if each["kind"] == "recover"), {})
+        decision = next((each for each in follow_ups if each["kind"] == "decide"), {})
+        faults.append({
+            "time": event["time"], "attempt": event["attempt"], "fault": end.get("fault", event.get("fault")),
+            "code": end["code"], "rank": end.get("rank", event.get("rank")), "step": event.get("step"),
+            "text": end.get("text") or event["text"], "action": decision.get("action"), "rule": decision.get("code"),
+            "detect_seconds": event.get("seconds", {}).get("detect"),
+            "recover_seconds": recover.get("seconds", {}).get("recover"),
+            "files": [file for each in follow_ups for file in each.get("files", ())],
+        })  # fmt: skip
+    return faults
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_object(path)
+    except InputError:  # missing, or being replaced
+        return {}
