@@ -21,7 +21,6 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "docs._ext.generated",
 ]
@@ -36,6 +35,7 @@ myst_heading_anchors = 4  # links to headings, named as on the code host
 nb_execution_mode = "off"  # notebooks hold their outputs; tests run them
 
 default_role = "code"
+smartquotes = False  # --flags stay as they are
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

@@ -10,6 +10,7 @@ from typing import Any
 import zaya_jax
 
 ROOT = Path(__file__).parent.parent.parent
+_ITEM = re.compile(r" *- ")
 # Code in backticks, or a character that reStructuredText would interpret.
 _MARKUP = re.compile(r"(`+)(.+?)\1|[*|\\]|(?<=\w)_(?!\w)", re.DOTALL)
 
@@ -50,7 +51,17 @@ def _members(module: ModuleType) -> bool:
 
 def to_rst(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Turn the Markdown of a docstring into reStructuredText, in place (event `autodoc-process-docstring`)."""
-    lines[:] = _MARKUP.sub(_replace, "\n".join(lines)).splitlines()
+    spaced: list[str] = []
+    for line in lines:
+        before = spaced[-1] if spaced else ""
+        if _ITEM.match(line) and before.strip() and not _ITEM.match(before) and _indent(before) <= _indent(line):
+            spaced.append("")  # before the first item of a list
+        spaced.append(line)
+    lines[:] = _MARKUP.sub(_replace, "\n".join(spaced)).splitlines()
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _replace(match: re.Match[str]) -> str:

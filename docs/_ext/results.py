@@ -68,10 +68,8 @@ def _rows(tree: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     if isinstance(found, list) and found and all(isinstance(row, dict) for row in found):
         return _rows_of_cases([dict(_scalars(row)) for row in found])
     skipped = {"what", "benchmark", "hardware", "versions", *_ABOUT}
-    rest = {
-        **{key: value for key, value in tree.items() if key != "results"},
-        **(found if isinstance(found, dict) else {}),
-    }
+    rest = {**(found if isinstance(found, dict) else {}), **tree}
+    rest.pop("results", None)
     flat = [
         (name, value) for key, value in rest.items() if key not in skipped for name, value in _scalars({key: value})
     ]
@@ -80,7 +78,9 @@ def _rows(tree: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _rows_of_cases(cases: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return column names and rows: columns that differ between cases, and cases spread over the file."""
-    names = sorted(dict.fromkeys(name for case in cases for name in case), key=lambda name: name not in _FIRST)
+    names = list(dict.fromkeys(name for case in cases for name in case))
+    place = {_without_side(name): index for index, name in reversed(list(enumerate(names)))}
+    names.sort(key=lambda name: (name not in _FIRST, place[_without_side(name)]))  # `after x` follows `before x`
     if len(cases) <= MAX_COLUMNS // 2 < len(names) // 2:  # few cases with many values: transposed
         rows = [[name, *(_value(name, case.get(name, "")) for case in cases)] for name in names[1:][:MAX_ROWS]]
         return [names[0], *(str(case.get(names[0], "")) for case in cases)], rows
@@ -92,6 +92,10 @@ def _rows_of_cases(cases: list[dict[str, Any]]) -> tuple[list[str], list[list[st
     if len(chosen) < len(cases):
         rows.append([f"{len(chosen)} of {len(cases)} rows", *[" "] * (len(names) - 1)])
     return names, rows
+
+
+def _without_side(name: str) -> str:
+    return name.removeprefix("before ").removeprefix("after ")
 
 
 def _scalars(row: dict[str, Any], prefix: str = "", depth: int = 2) -> Iterator[tuple[str, Any]]:

@@ -103,13 +103,13 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """The configuration of a run."""
 
     model: ModelConfig
     phases: tuple[PhaseConfig, ...]  # the phases in order; optimizer state and data positions carry over
     run_dir: str = "runs/run"  # folder for everything that the run writes; rerunning the command resumes from it
     preset: PresetName | None = None  # XLA flags and timeouts of a kind of machine; null: that of the detected GPU
-    # Folder with results of python -m zaya_jax.machine on this machine: a result of collectives sets the sizes up to
+    # Folder with results of `python -m zaya_jax.machine` on this machine: a result of collectives sets the sizes up to
     # which the preset combines messages.
     measurements: str | None = None
     seed: int = 0  # seed of initialization, data order and sampling; at least 0
