@@ -69,10 +69,11 @@ def test_figures_of_results_are_shown():
 
 
 def test_every_package_with_a_public_api_is_in_the_reference():
-    packages = {package for page in GENERATED.values() for kind, package in page if kind == "api"}
+    documented = {package for page in GENERATED.values() for kind, package in page if kind == "api"}
     commands = {"aegis", "bench", "machine"}  # used from the command line
     rooms = {path.parent.name for path in (ROOT / "zaya_jax").glob("*/__init__.py")} - commands
-    assert packages == {f"zaya_jax.{room}" for room in rooms} | {"zaya_jax.errors", "pallas_kernels"}
+    packages = {f"zaya_jax.{room}" for room in rooms} | {"zaya_jax.errors", "pallas_kernels"}
+    assert documented == packages, f"Add a page to docs/api/ for each of these: {packages - documented}."
 
 
 def test_every_page_is_in_a_table_of_contents():
@@ -84,4 +85,4 @@ def test_every_page_is_in_a_table_of_contents():
                     name = re.sub(r".*<(.*)>", r"\1", line)
                     listed.add(((ROOT / page).parent / f"{name}.md").resolve())
     missing = {page for page in PAGES if (ROOT / page).resolve() not in listed}
-    assert missing == {"docs/index.md"}
+    assert missing == {"docs/index.md"}, "Add these pages to a table of contents in docs/index.md."

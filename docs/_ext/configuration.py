@@ -157,11 +157,14 @@ def _inner(hint: Any) -> tuple[type | None, str]:
 
 
 def _keys(cls: type, section: str) -> Iterator[Key]:
+    """Yield the keys of a section; ValueError if a field has no comment."""
     comments = _comments(cls)
     for field, hint in _fields(cls):
         plain, optional, bounds = _parts(hint)
         if dataclasses.is_dataclass(plain) and not optional:
             continue
+        if not comments[field.name]:
+            raise ValueError(f"{cls.__name__}.{field.name} needs a comment that says what the key means.")
         name = f"{section}.{field.name}".lstrip(".")
         largest = None if typing.get_origin(plain) is tuple else LARGEST.get(f"{cls.__name__}.{field.name}")
         allowed = [*([bounds.words] if bounds else []), *([f"at most {largest:,.0f}"] if largest else [])]

@@ -33,6 +33,7 @@ def results(group: str) -> str:
 
 def _section(path: Path) -> Iterator[str]:
     name, tree = path.relative_to(BENCHMARKS).as_posix(), json.loads(path.read_text(encoding="utf-8"))
+    tree = tree if isinstance(tree, dict) else {"results": tree}
     yield from (f"## `{name}`", "")
     what = tree.get("what") or tree.get("benchmark")
     if what:
