@@ -22,12 +22,13 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint parity compilers bench smoke-gpu soak wheel clean
+.PHONY: help train test lint docs parity compilers bench smoke-gpu soak wheel clean
 
 help:
 	@echo "make train      train the tiny model on this machine (CONFIG=configs/... for another model)"
 	@echo "make test       run the tests"
 	@echo "make lint       run ruff, basedpyright and the import contracts"
+	@echo "make docs       build the documentation site in build/docs"
 	@echo "make parity     compare with the PyTorch model of transformers, and through lm-eval (installs both)"
 	@echo "make compilers  compile for AMD and NVIDIA GPUs with XLA's compilers (installs them; no GPU is needed)"
 	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
@@ -49,6 +50,11 @@ lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m basedpyright --pythonpath $(PY)
 	$(VENV)/bin/lint-imports --no-logo
+
+# Nothing but the CPU is used, and JAX should not look for GPUs when the modules are imported.
+docs: $(VENV)/.stamp-docs
+	JAX_PLATFORMS=cpu $(PY) -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --conf-dir docs . build/docs
+	@echo "Open build/docs/index.html"
 
 parity: $(VENV)/.stamp-parity
 	$(PY) -m pytest -m parity $(PYTEST_ARGS)
@@ -118,6 +124,11 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for development (a few minutes the first time)"
 	@$(PIP) install -qq -e '.[dev]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-venv $(SPEC)
+	@echo "Installing Sphinx for the documentation (a minute the first time)"
+	@$(PIP) install -qq -e '.[docs]' -c constraints.txt
+	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing torch, transformers and lm-eval for the parity tests (a few minutes the first time)"

@@ -2,17 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.pages_helpers import PAGES, ROOT
 from zaya_jax.config import load_config, to_dict
 
-ROOT = Path(__file__).parent.parent
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
-}
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 

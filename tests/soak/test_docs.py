@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages_helpers import fenced
 from tests.train_helpers import ROOT
 
 # Blocks of ```sh, and the pages on clusters, GPUs and kernels, want what a laptop does not have.
-PAGES = ("README.md", "docs/report.md", "docs/training.md", "docs/data.md", "docs/checkpoints.md", "docs/interop.md",
-         "docs/finetune.md", "docs/generate.md", "docs/evaluate.md", "docs/inspect.md", "docs/parallel.md")  # fmt: skip
+# Other pages repeat commands of these.
+PAGES = ("README.md", "docs/training.md", "docs/report.md", "docs/data.md", "docs/checkpoints.md", "docs/interop.md", "docs/finetune.md",
+         "docs/generate.md", "docs/evaluate.md", "docs/inspect.md", "docs/parallel.md", "docs/troubleshooting.md",
+         "docs/aegis.md", "docs/index.md", "docs/install.md", "docs/configuration.md", "docs/start/newcomer.md",
+         "docs/start/operating.md", "docs/start/research.md", "docs/start/serving.md")  # fmt: skip
 # Tested elsewhere (`make test` runs the tests), or hours long.
 LEFT_OUT = re.compile(r"^(make test|python -m zaya_jax\.bench (ablations|balance|optimizer)\b).*$", re.MULTILINE)
 # `make` would create another virtual environment; `checkpoint diff` exits with 1 if checkpoints differ, which is right.
@@ -27,9 +31,10 @@ python() { command python "$@" || { status=$?; [[ "$3" == diff && $status == 1 ]
 def scripts(page: str) -> list[tuple[str, str]]:
     """The shell and Python blocks of a page, in order: language and text. Python is pasted into one interpreter."""
     text, blocks, python = (ROOT / page).read_text(encoding="utf-8"), [], ""
-    for language, block in re.findall(r"^```(bash|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for language, block in fenced(text):
         python += block if language == "python" else ""
-        blocks.append((language, python if language == "python" else LEFT_OUT.sub("", block)))
+        if language in ("bash", "python"):
+            blocks.append((language, python if language == "python" else LEFT_OUT.sub("", block)))
     return blocks
 
 

@@ -13,7 +13,7 @@ CORPUS = "corpus"  # name of the only source if data.sources is empty
 class SourceConfig:
     """A folder written by `python -m zaya_jax.data prepare`."""
 
-    path: str
+    path: str  # the prepared folder
     max_epochs: Positive[float] | None = None  # maximum number of times the run may read the source
 
 
@@ -21,14 +21,14 @@ class SourceConfig:
 class DataConfig:
     """Prepared sources, or a folder of text files as the only source, named 'corpus'."""
 
-    corpus: str = "stdlib"  # a folder, or 'stdlib' for the source code of Python's standard library
-    suffixes: tuple[str, ...] = (".py",)  # of the files to read from the folder
-    heldout_fraction: float = 0.04  # fraction of files held out, chosen by a hash of their content
-    sources: Table[SourceConfig] = field(default_factory=Table[SourceConfig])  # replaces the corpus if not empty
-    cache_dir: str = "runs/data"  # caches tokenized corpora and rendered conversations, keyed by content
+    corpus: str = "stdlib"  # folder of text files; 'stdlib': the source code of Python's standard library
+    suffixes: tuple[str, ...] = (".py",)  # suffixes of the files to read from the folder
+    heldout_fraction: float = 0.04  # fraction of files held out (between 0 and 1), by a hash of their content
+    sources: Table[SourceConfig] = field(default_factory=Table[SourceConfig])  # prepared folders; replace the corpus
+    cache_dir: str = "runs/data"  # folder for tokenized corpora and rendered conversations, keyed by content
     context: Positive[int] = 512  # tokens per row, for held-out text and for phases that do not set their own
-    workers: int = 0  # processes that build batches; 0 uses threads of the training process
-    skip_rows: tuple[tuple[int, int], ...] = ()  # [first, end] of rows of the run's data never to train on, in order
+    workers: int = 0  # processes that build batches, at most 256; 0 uses threads of the training process
+    skip_rows: tuple[tuple[int, int], ...] = ()  # ranges [first, end] of rows never to train on, in order
 
     def check(self) -> None:
         """Raise `InputError` if a value is out of range."""

@@ -9,8 +9,8 @@ from zaya_jax.config.bounds import Positive
 class LoraConfig:
     """Low-rank adapters of attention and expert matrices (arXiv 2106.09685): W + (alpha / rank)·A·B."""
 
-    rank: Positive[int]
-    alpha: Positive[float]
+    rank: Positive[int]  # width of A and B
+    alpha: Positive[float]  # scale of the product A·B, divided by the rank
 
     @property
     def scale(self) -> float:

@@ -36,35 +36,36 @@ class ModelConfig:
     The keys from `attention` to `depth_averaging` are ablations: each can replace or remove one part of ZAYA1.
     """
 
-    vocab_size: Positive[int]
-    hidden_size: Positive[int]
-    num_layers: Positive[int]  # each has one CCA and one mixture-of-experts sublayer
-    num_query_heads: Positive[int]
-    num_kv_heads: Positive[int]
-    head_dim: Positive[int]
-    num_experts: Positive[int]  # without the skip class, which only the router has
-    expert_size: Positive[int]  # width of the gate and of the up projection
-    router_size: Positive[int]
-    max_positions: Positive[int]
-    layer_pattern: tuple[AttentionKind, ...] = ("full",)  # repeated over the depth
-    sliding_window: Positive[int] | None = None  # keys that a query attends to, itself included
-    attention: AttentionForm = "cca"  # gqa: plain grouped-query attention; gqa_qk_norm: with CCA's norm of both
-    router: RouterForm = "zaya"  # linear: one matrix, no depth averaging, no skip class
-    residual_scaling: bool = True  # false: plain residual sums
-    convolutions: bool = True  # of CCA
-    query_key_mean: bool = True  # of CCA
-    value_shift: bool = True  # of CCA: half of the value is that of the previous token
-    router_layers: int = 3  # of the MLP of the zaya router, the output layer included
-    depth_averaging: bool = True  # of the zaya router: its state includes those of the layers before
-    rope_base: Positive[float] = 5.0e6  # of full layers; a phase can set its own
-    sliding_rope_base: Positive[float] = 1.0e4
-    rotary_fraction: float = 0.5  # fraction of each head's channels that is rotated
-    depthwise_kernel: Positive[int] = 2
-    grouped_kernel: Positive[int] = 2
-    attention_bias: bool = False
-    head_bias: bool = False
-    norm_eps: Positive[float] = 1.0e-5
-    init_std: Positive[float] = 0.02  # of the embedding; matrices use 1/sqrt(input width)
+    vocab_size: Positive[int]  # rows of the embedding, at least as many as the tokenizer has tokens
+    hidden_size: Positive[int]  # width of the residual stream
+    num_layers: Positive[int]  # layers, each with one attention and one mixture-of-experts sublayer
+    num_query_heads: Positive[int]  # query heads of a layer, a multiple of num_kv_heads
+    num_kv_heads: Positive[int]  # key heads of a layer, and value heads
+    head_dim: Positive[int]  # channels of a head
+    num_experts: Positive[int]  # experts of a layer, without the skip class, which only the router has
+    expert_size: Positive[int]  # width of an expert's gate projection, and of its up projection
+    router_size: Positive[int]  # width of the router's state
+    max_positions: Positive[int]  # longest sequence in tokens, for training and generation
+    layer_pattern: tuple[AttentionKind, ...] = ("full",)  # kinds of attention, repeated over the depth
+    sliding_window: Positive[int] | None = None  # keys that a query of a sliding layer attends to, itself included
+    # form of attention; gqa: grouped-query attention; gqa_qk_norm: the same with CCA's norm of queries and keys
+    attention: AttentionForm = "cca"
+    router: RouterForm = "zaya"  # the form of the router; linear: one matrix, no depth averaging, no skip class
+    residual_scaling: bool = True  # scale and shift both terms of each residual sum; false: plain sums
+    convolutions: bool = True  # whether CCA mixes queries and keys of neighboring tokens by two convolutions
+    query_key_mean: bool = True  # whether CCA adds the mean of queries and keys to both
+    value_shift: bool = True  # whether half of CCA's value channels come from the previous token
+    router_layers: int = 3  # layers of the zaya router's MLP, the output layer included: 1, 2 or 3
+    depth_averaging: bool = True  # whether the zaya router's state includes those of earlier layers
+    rope_base: Positive[float] = 5.0e6  # RoPE base of full layers; a phase can set its own
+    sliding_rope_base: Positive[float] = 1.0e4  # RoPE base of sliding layers
+    rotary_fraction: float = 0.5  # fraction of each head's channels that RoPE rotates, between 0 and 1
+    depthwise_kernel: Positive[int] = 2  # tokens that CCA's first convolution reads, the current one included
+    grouped_kernel: Positive[int] = 2  # tokens that CCA's second convolution reads, the current one included
+    attention_bias: bool = False  # whether the projections of attention have biases
+    head_bias: bool = False  # whether logits have a bias
+    norm_eps: Positive[float] = 1.0e-5  # added to the mean square in each RMSNorm
+    init_std: Positive[float] = 0.02  # standard deviation of the initial embedding; matrices use 1/sqrt(input width)
 
     def check(self) -> None:
         """Raise `InputError` if the sizes are inconsistent."""

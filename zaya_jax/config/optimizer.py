@@ -19,35 +19,36 @@ Matrices = Literal["muon", "adamw"]
 class MuonConfig:
     """Muon for attention, router and expert matrices (docs/reference.md §3.1)."""
 
-    learning_rate: Positive[float] = 6.0e-4  # with match_rms_adamw an update has RMS 0.2 × this, like AdamW's
-    momentum: Decay = 0.95
-    momentum_form: MomentumForm = "sum"  # m ← μm + g; ema: Optax's bias-corrected moving average
-    nesterov: bool = True
-    newton_schulz_steps: Positive[int] = 5
-    coefficients: Coefficients = "standard"  # of the Newton–Schulz polynomial
-    newton_schulz_dtype: Dtype = "bfloat16"  # of the iterates; sums are always fp32
-    scaling: Scaling = "match_rms_adamw"  # of the orthogonalized update, by its shape
+    learning_rate: Positive[float] = 6.0e-4  # base rate; with match_rms_adamw an update has RMS 0.2 × this, as AdamW's
+    momentum: Decay = 0.95  # decay of the momentum μ per step
+    momentum_form: MomentumForm = "sum"  # momentum m of gradients g; sum: m ← μm + g; ema: a bias-corrected mean
+    nesterov: bool = True  # orthogonalize g + μm instead of m
+    newton_schulz_steps: Positive[int] = 5  # iterations that orthogonalize an update
+    coefficients: Coefficients = "standard"  # which Newton–Schulz polynomial
+    newton_schulz_dtype: Dtype = "bfloat16"  # dtype of the iterates; sums are always fp32
+    scaling: Scaling = "match_rms_adamw"  # how the shape of a matrix scales its orthogonalized update
     gate_up: GateUp = "joint"  # orthogonalize an expert's gate and up projections as one matrix; split: as two
-    weight_decay: NonNegative[float] = 0.1
+    weight_decay: NonNegative[float] = 0.1  # decoupled, times the learning rate
 
 
 @dataclass(frozen=True)
 class AdamWConfig:
     """AdamW for every other trained parameter."""
 
-    learning_rate: Positive[float] = 6.0e-4
-    b1: Decay = 0.9
-    b2: Decay = 0.95
-    eps: Positive[float] = 1.0e-8
-    weight_decay: NonNegative[float] = 0.1
+    learning_rate: Positive[float] = 6.0e-4  # base rate, which the schedule scales
+    b1: Decay = 0.9  # decay of the mean of gradients
+    b2: Decay = 0.95  # decay of the mean of squared gradients
+    eps: Positive[float] = 1.0e-8  # added to the root of that mean
+    weight_decay: NonNegative[float] = 0.1  # decoupled, times the learning rate
 
 
 @dataclass(frozen=True)
 class RoleConfig:
     """Learning-rate and weight-decay factors for the parameters of one role."""
 
-    learning_rate: NonNegative[float] = 1.0  # multiplies the optimizer's rate
-    weight_decay: NonNegative[float] | None = None  # null: 1 for matrices, embedding and convolutions, else 0
+    learning_rate: NonNegative[float] = 1.0  # factor on the optimizer's learning rate
+    # factor on the optimizer's decay; null: 1 for matrices, embedding and convolutions, else 0
+    weight_decay: NonNegative[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class RolesConfig:
 class BalanceConfig:
     """The optimizer of the balancing biases; their gradient is the load minus uniform load (docs/reference.md §3.3)."""
 
-    rule: BalanceRule = "adamw"  # sign: a fixed step against the sign of the gradient; none: frozen biases
-    learning_rate: Positive[float] = 1.0e-3
-    b1: Decay = 0.9
-    b2: Decay = 0.999
-    eps: Positive[float] = 1.0e-8
+    rule: BalanceRule = "adamw"  # form of the update; sign: a fixed step against the gradient's sign; none: frozen
+    learning_rate: Positive[float] = 1.0e-3  # base rate, which the schedule scales; of sign: the step
+    b1: Decay = 0.9  # decay of the mean of gradients
+    b2: Decay = 0.999  # decay of the mean of squared gradients
+    eps: Positive[float] = 1.0e-8  # added to the root of that mean
 
 
 @dataclass(frozen=True)

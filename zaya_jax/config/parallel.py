@@ -23,14 +23,14 @@ class ParallelConfig:
     a batch are split over `data`, `fsdp` and `expert`, and each sequence over `context`.
     """
 
-    data: Positive[int] | None = None  # null: all devices that the other axes leave
-    fsdp: Positive[int] = 1
-    expert: Positive[int] = 1
-    context: Positive[int] = 1
-    gradient_reduction: Reduce = "step"  # reduce gradients once per step; micro_batch: after each one (less memory)
-    context_attention: ContextAttention = "all_gather"  # ring: less memory from 4 devices on, one hop per device
-    context_layout: ContextLayout = "zigzag"  # balances causal attention; contiguous needs one halo less
-    expert_exchange: ExpertExchange = "all_gather"  # ragged: sends each token only to its expert (GPUs only)
+    data: Positive[int] | None = None  # replicas of the parameters; null: all devices that the other axes leave
+    fsdp: Positive[int] = 1  # devices that share the parameters of each layer
+    expert: Positive[int] = 1  # devices that share the experts, a divisor of model.num_experts
+    context: Positive[int] = 1  # devices that share each sequence
+    gradient_reduction: Reduce = "step"  # when gradients are reduced; micro_batch: after each one (less memory)
+    context_attention: ContextAttention = "all_gather"  # how keys reach queries; ring: less memory from 4 devices on
+    context_layout: ContextLayout = "zigzag"  # zigzag balances causal attention; contiguous needs one halo less
+    expert_exchange: ExpertExchange = "all_gather"  # how tokens reach experts; ragged: only theirs (GPUs)
 
     @property
     def chunks(self) -> int:

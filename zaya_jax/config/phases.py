@@ -25,11 +25,11 @@ class ScheduleConfig:
     and continues until the next phase that sets its own.
     """
 
-    shape: ScheduleShape = "cosine"  # wsd: constant at the peak, then a linear decay
-    peak: Positive[float] = 1.0
-    final: float = 0.1  # at the end of the last phase it spans; unused with constant
-    warmup_tokens: NonNegative[int] = 0
-    decay_tokens: int | None = None  # wsd only: length of the decay at the end
+    shape: ScheduleShape = "cosine"  # form of the decay; wsd: constant at the peak, then a linear decay
+    peak: Positive[float] = 1.0  # factor at the end of the warm-up
+    final: float = 0.1  # factor at the end of the last phase that the schedule spans; unused with constant
+    warmup_tokens: NonNegative[int] = 0  # length of the warm-up
+    decay_tokens: int | None = None  # length of the decay at the end; wsd only
 
     def check(self, where: str) -> None:
         """Raise `InputError` if a value is out of range; `where` is the schedule's key."""
@@ -47,18 +47,18 @@ class ScheduleConfig:
 class BatchSizeConfig:
     """The batch size up to a point of the phase."""
 
-    until: int  # tokens since the start of the phase
-    tokens: Positive[int]  # per step
+    until: int  # end of this batch size, in tokens since the start of the phase
+    tokens: Positive[int]  # tokens per step
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """Batch size in tokens, padding included; it can ramp up linearly or in listed steps."""
 
-    tokens: Positive[int] = 8192  # per step, after any ramp
-    start: Positive[int] | None = None  # per step at the start of a linear ramp; sizes in between are multiples of it
-    ramp_tokens: int = 0  # length of the linear ramp
-    stepped: tuple[BatchSizeConfig, ...] = ()  # sizes before `tokens`, in order
+    tokens: Positive[int] = 8192  # tokens per step, after any ramp
+    start: Positive[int] | None = None  # tokens per step at the start of a linear ramp, whose sizes are multiples of it
+    ramp_tokens: int = 0  # length of the linear ramp in tokens
+    stepped: tuple[BatchSizeConfig, ...] = ()  # batch sizes before `tokens`, in order
     # sequences per device in a micro-batch, or all of a step (as with null) if a ramp has fewer
     micro_batch: Positive[int] | None = None
 
@@ -102,20 +102,20 @@ class BatchConfig:
 class PhaseConfig:
     """A phase of the run. Keys set to null inherit the run's value."""
 
-    tokens: Positive[int]  # budget, padding included; the phase ends with the step that reaches it
-    name: str = "train"
+    tokens: Positive[int]  # token budget, padding included; the phase ends with the step that reaches it
+    name: str = "train"  # unique; names the phase in overrides, messages and RUN_DIR@PHASE
     context: Positive[int] | None = None  # tokens per row; null: data.context
-    rope_base: Positive[float] | None = None  # of full layers; null: model.rope_base
+    rope_base: Positive[float] | None = None  # RoPE base of full layers; null: model.rope_base
     mixture: Table[float] = field(
         default_factory=Table[float]
     )  # relative share of each source in the rows; empty: in proportion to their tokens
-    packing: Packing = "windows"  # windows over the concatenated documents; bins: whole documents, best fit
+    packing: Packing = "windows"  # how documents fill rows; windows: cut after concatenation; bins: whole, best fit
     over_length: OverLength = "split"  # policy for documents longer than a row
-    template: str | None = None  # Jinja chat template file; null: the built-in template
-    schedule: ScheduleConfig | None = None  # null: continue the schedule of the previous phase
-    batch: BatchConfig | None = None  # null: train.batch
-    remat: Remat | None = None  # null: train.remat
-    parallel: ParallelConfig | None = None  # null: parallel
+    template: str | None = None  # file with a Jinja chat template; null: the built-in template
+    schedule: ScheduleConfig | None = None  # learning rates; null: the previous phase's schedule continues
+    batch: BatchConfig | None = None  # batch sizes; null: train.batch
+    remat: Remat | None = None  # what the backward pass recomputes; null: train.remat
+    parallel: ParallelConfig | None = None  # layout on the devices; null: parallel
 
     def check(self, where: str) -> None:
         """Raise `InputError` if a value is out of range; `where` is the phase's key."""

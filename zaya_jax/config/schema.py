@@ -33,7 +33,7 @@ class SpikeConfig:
     """
 
     window: NonNegative[int] = 128  # previous steps compared with, of the same phase and not skipped; 0 disables
-    threshold: Positive[float] = 10.0
+    threshold: Positive[float] = 10.0  # robust standard deviations above the median
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class TrainConfig:
     """The training step."""
 
     batch: BatchConfig = field(default_factory=BatchConfig)  # default of all phases
-    compute_dtype: ComputeDtype = "float32"
-    remat: Remat = "none"  # what the backward pass recomputes: nothing; dots: all but matmuls; full: everything
+    compute_dtype: ComputeDtype = "float32"  # dtype of matrix products; float64 needs JAX_ENABLE_X64=1
+    remat: Remat = "none"  # what the backward pass recomputes; dots: all but matmuls; full: everything
     spike: SpikeConfig = field(default_factory=SpikeConfig)
-    max_skipped_steps: Positive[int] = 10  # in a row before the run stops
+    max_skipped_steps: Positive[int] = 10  # skipped steps in a row that stop the run
     log_every: Positive[int] = 10  # steps between console lines
     sinks: tuple[SinkName, ...] = ()  # where metrics are written besides metrics.jsonl; each is an extra to install
 
@@ -53,8 +53,8 @@ class TrainConfig:
 class EvaluationConfig:
     """Held-out evaluation, on the same batches throughout the run."""
 
-    every: Positive[int] = 100  # steps
-    batches: Positive[int] = 8  # at most, per source, spread over its held-out text
+    every: Positive[int] = 100  # steps between evaluations
+    batches: Positive[int] = 8  # maximum number of batches per source, spread over its held-out text
     batch_size: Positive[int] = 16  # sequences per batch
 
 
@@ -62,11 +62,11 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Checkpoint interval, verification and retention."""
 
-    every: Positive[int] = 100  # steps
+    every: Positive[int] = 100  # steps between checkpoints
     keep: Positive[int] = 2  # number of newest checkpoints to keep
     keep_every: Positive[int] | None = None  # also keep checkpoints at multiples of this many steps
     keep_best: NonNegative[int] = 0  # also keep this many with the lowest held-out loss
-    verify: Verify = "hash"  # save checksums, which restoring compares; readback: also read every checkpoint back
+    verify: Verify = "hash"  # how saves are checked; hash: by checksums on restoring; readback: also read back
     max_unsaved_seconds: Positive[float] = 3600.0  # stop the run when saves have failed for this long
     local_dir: str | None = None  # node-local folder for a copy of the newest checkpoint, restored first
 
@@ -82,9 +82,9 @@ class CheckpointConfig:
 class SampleConfig:
     """The sample generated at the end of a run."""
 
-    prompt: str = "def "
-    tokens: NonNegative[int] = 96  # maximum length; 0 disables (sampling holds all parameters in fp32 on one device)
-    temperature: float = 0.8
+    prompt: str = "def "  # text that the sample continues
+    tokens: NonNegative[int] = 96  # maximum length; 0: no sample (which needs all parameters in fp32 on one device)
+    temperature: float = 0.8  # at least 0; 0 picks the most likely token
 
     def check(self) -> None:
         """Raise `InputError` if a value is out of range."""
@@ -105,16 +105,16 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """The configuration of a run."""
 
     model: ModelConfig
-    phases: tuple[PhaseConfig, ...]  # in order; optimizer state and data positions carry over between phases
-    run_dir: str = "runs/run"
+    phases: tuple[PhaseConfig, ...]  # the phases in order; optimizer state and data positions carry over
+    run_dir: str = "runs/run"  # folder for everything that the run writes; rerunning the command resumes from it
     preset: PresetName | None = None  # XLA flags and timeouts of a kind of machine; null: that of the detected GPU
-    # Folder with results of python -m zaya_jax.machine on this machine: a result of collectives sets the sizes up to
+    # Folder with results of `python -m zaya_jax.machine` on this machine: a result of collectives sets the sizes up to
     # which the preset combines messages.
     measurements: str | None = None
-    seed: int = 0
+    seed: int = 0  # seed of initialization, data order and sampling; at least 0
     # Initial parameters and optimizer state: RUN_DIR, RUN_DIR@PHASE, RUN_DIR/checkpoints/STEP, or hf:FOLDER (parameters
     # only).
     init_from: str | None = None
