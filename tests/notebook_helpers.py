@@ -1,0 +1,53 @@
+"""Execute the notebooks: `python -m tests.notebook_helpers notebooks/cca.ipynb …` also writes their outputs."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+# Most cells compile for longer than they compute.
+_FLAGS = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def execute(path: Path) -> nbformat.NotebookNode:
+    """The notebook after a run from a clean kernel, without times, which writes nothing beside the notebook."""
+    notebook = read_notebook(path)
+    with tempfile.TemporaryDirectory() as folder:
+        own = dict.fromkeys(("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"), folder)
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)  # the client reads them, too
+        # Without a backend of its own choice, the kernel draws figures into the notebook.
+        kernel = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+        kernel |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _FLAGS, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            NotebookClient(
+                notebook, kernel_name="python3", timeout=300, record_timing=False,
+                resources={"metadata": {"path": str(path.parent)}},
+            ).execute(env=kernel)  # fmt: skip
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return notebook
+
+
+def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook without what differs between machines and versions."""
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+                         "language_info": {"name": "python"}}  # fmt: skip
+    for cell in notebook.cells:
+        cell.metadata = {}
+    return notebook
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        file = Path(name).resolve()
+        file.write_text(nbformat.writes(clean(execute(file))) + "\n")
