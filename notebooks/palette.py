@@ -9,6 +9,7 @@ WRONG = "#D55E00"  # what must not happen, such as a leak or a missing halo
 QUERY, KEY, VALUE = "#CC79A7", "#009E73", "#56B4E9"
 GREY = "0.45"  # boundaries, references, the skip class
 EXPERTS = plt.get_cmap("Set2").colors  # by index
+DEVICE = plt.get_cmap("Set3").colors  # by index
 DOCUMENTS = plt.get_cmap("Pastel1").colors  # by index
 SIZE, SIGNED = "viridis", "RdBu_r"  # colour maps: magnitudes, and numbers of either sign
 BAND = 0.25  # opacity of a band from the lowest to the highest seed

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
@@ -20,21 +21,17 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
 def execute(path: Path) -> nbformat.NotebookNode:
     """The notebook after a run from a clean kernel, without times, which writes nothing beside the notebook."""
     notebook = read_notebook(path)
-    with tempfile.TemporaryDirectory() as folder:
-        own = dict.fromkeys(("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"), folder)
-        before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)  # the client reads them, too
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
+            patch.setenv(name, folder)
         # Without a backend of its own choice, the kernel draws figures into the notebook.
         kernel = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
-        kernel |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _FLAGS, "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            NotebookClient(
-                notebook, kernel_name="python3", timeout=300, record_timing=False,
-                resources={"metadata": {"path": str(path.parent)}},
-            ).execute(env=kernel)  # fmt: skip
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        kernel |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _FLAGS,
+                   "TF_CPP_MIN_LOG_LEVEL": "3"}  # fmt: skip
+        NotebookClient(
+            notebook, kernel_name="python3", timeout=300, record_timing=False,
+            resources={"metadata": {"path": str(path.parent)}},
+        ).execute(env=kernel)  # fmt: skip
     return notebook
 
 
