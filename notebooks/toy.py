@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import string
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ ALPHABET = string.ascii_lowercase + string.digits + "|"
 LENGTH = 32  # tokens of a row
 HALF = LENGTH // 2  # a word and its end
 ROWS = 16  # of a step
-# XLA's highest level would compile for 30 s to run for 4 s.
-QUICK_COMPILE = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
+# XLA's highest level would compile for 30 s what then runs for 4 s. jax reads this when it first computes.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true")
 
 
 class Training(NamedTuple):
@@ -92,7 +93,7 @@ def train(
     runs = [jnp.asarray(x) for x in np.broadcast_arrays(seed, rate, balance_rate)]
     run = functools.partial(_train, config, steps, matrices)
     every = (lambda *runs: jax.lax.map(lambda one: run(*one), runs)) if runs[0].ndim else run
-    return jax.jit(every, compiler_options=QUICK_COMPILE)(*runs)
+    return jax.jit(every)(*runs)
 
 
 def _train(config: ModelConfig, steps: int, matrices: str, seed: Any, rate: Any, balance_rate: Any) -> Training:
