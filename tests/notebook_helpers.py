@@ -1,0 +1,47 @@
+"""Execute the notebooks: `python -m tests.notebook_helpers notebooks/cca.ipynb …` also writes their outputs."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def execute(path: Path) -> nbformat.NotebookNode:
+    """The notebook after a run from a clean kernel, without times, which writes nothing beside the notebook."""
+    notebook = read_notebook(path)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
+            patch.setenv(name, folder)
+        # Without a backend of its own choice, the kernel draws into the notebook; `toy.py` sets flags of its own.
+        kernel = {name: value for name, value in os.environ.items() if name not in {"MPLBACKEND", "XLA_FLAGS"}}
+        kernel |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        NotebookClient(
+            notebook, kernel_name="python3", timeout=300, record_timing=False,
+            resources={"metadata": {"path": str(path.parent)}},
+        ).execute(env=kernel)  # fmt: skip
+    return notebook
+
+
+def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook without what differs between machines and versions."""
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+                         "language_info": {"name": "python"}}  # fmt: skip
+    for cell in notebook.cells:
+        cell.metadata = {}
+    return notebook
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        file = Path(name).resolve()
+        file.write_text(nbformat.writes(clean(execute(file))) + "\n")
