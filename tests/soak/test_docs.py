@@ -15,10 +15,11 @@ from tests.train_helpers import ROOT
 
 # Blocks of ```sh, and the pages on clusters, GPUs and kernels, want what a laptop does not have.
 # Other pages repeat commands of these.
-PAGES = ("README.md", "docs/training.md", "docs/report.md", "docs/data.md", "docs/checkpoints.md", "docs/interop.md", "docs/finetune.md",
-         "docs/generate.md", "docs/evaluate.md", "docs/inspect.md", "docs/parallel.md", "docs/troubleshooting.md",
-         "docs/aegis.md", "docs/index.md", "docs/install.md", "docs/configuration.md", "docs/start/newcomer.md",
-         "docs/start/operating.md", "docs/start/research.md", "docs/start/serving.md")  # fmt: skip
+PAGES = ("README.md", "docs/training.md", "docs/report.md", "docs/data.md", "docs/checkpoints.md", "docs/interop.md",
+         "docs/finetune.md", "docs/generate.md", "docs/evaluate.md", "docs/inspect.md", "docs/parallel.md",
+         "docs/troubleshooting.md", "docs/aegis.md", "docs/index.md", "docs/install.md", "docs/configuration.md",
+         "docs/start/newcomer.md", "docs/start/operating.md", "docs/start/research.md",
+         "docs/start/serving.md")  # fmt: skip
 # Tested elsewhere (`make test` runs the tests), or hours long.
 LEFT_OUT = re.compile(r"^(make test|python -m zaya_jax\.bench (ablations|balance|optimizer)\b).*$", re.MULTILINE)
 # `make` would create another virtual environment; `checkpoint diff` exits with 1 if checkpoints differ, which is right.
