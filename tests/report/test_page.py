@@ -56,7 +56,7 @@ def page(run: Path, folder: Path, *arguments: str) -> Page:
 
 
 @pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium")
-@pytest.mark.parametrize("width", [420, 1200])
+@pytest.mark.parametrize("width", [420, pytest.param(1200, marks=pytest.mark.soak)])
 def test_a_browser_shows_every_plot_and_loads_nothing(width, both, tmp_path):
     seen = look(both, width, tmp_path)
     titles = [plot["title"] for plot in seen["plots"]]

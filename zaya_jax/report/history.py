@@ -114,8 +114,8 @@ class History:
             self.skipped += 1
             if len(self.skips) < _MOST_SKIPS:
                 rows = row.get("rows")
-                known = isinstance(rows, list) and len(rows) == 2
-                self.skips.append(Skip(step, str(row["skip"]), f"{rows[0]} to {rows[1]}" if known else "–"))
+                text = f"{rows[0]} to {rows[1]}" if isinstance(rows, list) and len(rows) == 2 else "–"
+                self.skips.append(Skip(step, str(row["skip"]), text))
         for name, value in row.items():
             if name in _LAYERS:
                 self._add_layers(step, name, _numbers(value))

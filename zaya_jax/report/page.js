@@ -13,7 +13,10 @@ function keepIntegerTicks(plot) {
     const name = `${letter}axis`;
     const [low, high] = plot._fullLayout[name].range;
     const step = plot.layout[name].tickformat && Math.abs(high - low) < 12 ? 1 : null;
-    if ((plot.layout[name].dtick ?? null) !== step) changes[`${name}.dtick`] = step;
+    if ((plot.layout[name].dtick ?? null) === step) continue;
+    changes[`${name}.dtick`] = step;
+    // Otherwise plotly keeps "linear", with a tick at each of thousands of integers.
+    changes[`${name}.tickmode`] = step ? "linear" : "auto";
   }
   if (Object.keys(changes).length) Plotly.relayout(plot, changes);
 }
@@ -34,6 +37,7 @@ function moveTo(unit) {
     const move = (run, step) => (unit === "step" ? step : place(run, unit, step));
     Plotly.update(plot, { x: data.map((trace) => trace.x.map((step) => move(trace.meta.run, step))) }, {
       "xaxis.title.text": titles[unit], "xaxis.tickformat": unit === "step" ? ",d" : "", "xaxis.dtick": null,
+      "xaxis.tickmode": "auto",
       "xaxis.autorange": true,
       shapes: layout.shapes.map((line) => ({ ...line, x0: move(line.name, line.x0), x1: move(line.name, line.x1) })),
     });

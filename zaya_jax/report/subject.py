@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from zaya_jax.config import flatten_keys, from_dict
 from zaya_jax.config.stages import total_steps
@@ -204,7 +204,7 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _is_heldout(record: Any) -> bool:
+def _is_heldout(record: Any) -> TypeGuard[dict[str, dict[str, Any]]]:
     return isinstance(record, dict) and len(record) > 0 and all(
         isinstance(text, dict) and all(isinstance(text.get(key), int) for key in ("tokens", "bytes"))
         for text in record.values()
