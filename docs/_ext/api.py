@@ -10,17 +10,22 @@ from typing import Any
 import zaya_jax
 
 ROOT = Path(__file__).parent.parent.parent
+# Modules that import an optional library when they are imported.
+_OPTIONAL = {"zaya_jax.evaluate.lm_eval_model", "zaya_jax.train.tensorboard_sink", "zaya_jax.train.wandb_sink"}
 _ITEM = re.compile(r" *- ")
 # Code in backticks, or a character that reStructuredText would interpret.
 _MARKUP = re.compile(r"(`+)(.+?)\1|[*|\\]|(?<=\w)_(?!\w)", re.DOTALL)
 
 
 def modules(package: str) -> list[str]:
-    """Return the dotted names of the public modules of a package, which may be a single module."""
+    """Return the dotted names of a package's public modules that import without optional libraries.
+
+    A package may be a single module.
+    """
     folder = ROOT.joinpath(*package.split("."))
     files = [file.relative_to(ROOT).with_suffix("") for file in sorted(folder.rglob("*.py"))]
     names = [".".join(file.parts).removesuffix(".__init__") for file in files]
-    return [name for name in names if "._" not in name] or [package]
+    return [name for name in names if "._" not in name and name not in _OPTIONAL] or [package]
 
 
 def module_pages(package: str) -> str:

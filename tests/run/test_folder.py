@@ -136,7 +136,7 @@ def test_changes_are_recorded_once_with_their_step(config, begun):
         (begun / CONFIG).write_text(to_yaml(config))  # as where a process is killed in between
 
 
-def test_a_run_of_a_version_with_fewer_keys_goes_on(config, begun):
+def test_a_run_of_a_version_with_fewer_keys_resumes(config, begun):
     """Version 0.1.0 had neither these keys nor the new names; their defaults do what it did."""
     tree = to_dict(config)
     for section, *names in (("model", "convolutions", "query_key_mean", "value_shift", "router_layers",
@@ -151,6 +151,15 @@ def test_a_run_of_a_version_with_fewer_keys_goes_on(config, begun):
         record_changes(begun, config, 3)
     assert not (begun / CHANGES).exists()
     refused(change(config, {"model.value_shift": False}), begun, "model.value_shift was true and is now false")
+
+
+def test_missing_keys_of_a_run_with_a_refused_value_have_defaults(begun, config):
+    tree = to_dict(config)
+    del tree["resume_from"], tree["data"]["skip_rows"]
+    tree["checkpoint"]["every"] = -1
+    (begun / CONFIG).write_text(yaml.safe_dump(tree))
+    with claimed(config):
+        pass
 
 
 def test_rows_to_skip_are_recorded_and_their_key_may_be_missing(config, begun):

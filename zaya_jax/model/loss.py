@@ -16,7 +16,7 @@ from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 
 CHUNK = 512  # tokens, at least: on CPUs with small models, longer chunks leave the cache
-TRANSPOSED_BYTES = 1e8  # of the head, at most, to be copied once for faster products in each chunk on CPUs
+TRANSPOSED_BYTES = 1e8  # of the head, at most, to be copied once: CPUs then multiply faster in each chunk
 LOGITS_BYTES = 2.2e9  # of a chunk's logits in fp32, at most: 2,048 tokens with the 8B's vocabulary
 
 

@@ -99,9 +99,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         _recorded(tree)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so the run in this folder cannot be identified.") from error
-    with suppress(InputError):  # a value that this version refuses stays as it is
+    with suppress(InputError):
         return to_dict(from_dict(tree))
-    return tree
+    # This version refuses a value, which stays as it is. The oldest versions wrote neither of these keys.
+    return {"resume_from": None, **tree, "data": {"skip_rows": [], **tree.get("data", {})}}
 
 
 def record_changes(folder: Path, config: Config, step: int) -> None:
