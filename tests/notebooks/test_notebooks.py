@@ -10,7 +10,8 @@ from tests.notebook_helpers import ROOT, clean, execute, read_notebook
 
 # test_model_tour.py runs the tour.
 NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem != "model_tour")
-SLOW = {"muon", "router"}  # they train
+TRAINED = {"muon", "router"}  # what they print is measured after training, and differs between CPUs
+SLOW = {*TRAINED, "cca", "context_parallelism"}
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -26,14 +27,18 @@ def printed(cell: nbformat.NotebookNode) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def same_text(first: str, second: str) -> bool:
-    """Whether two texts are the same but for spaces and for decimals that differ by less than a tenth."""
+def same_text(first: str, second: str, trained: bool = False) -> bool:
+    """Whether two texts are the same but for spaces and for decimals that differ by less than a tenth.
+
+    After training, all numbers may differ by a quarter.
+    """
     if _NUMBER.sub("", first).split() != _NUMBER.sub("", second).split():
         return False
     for pair in zip(_NUMBER.findall(first), _NUMBER.findall(second), strict=True):
         a, b = (float(number.replace(",", "")) for number in pair)
         is_whole = not any(set(number) & set(".e") for number in pair)
-        if a != b if is_whole else abs(a - b) > 0.1 * max(abs(a), abs(b)) + 0.01:
+        share = 0.25 if trained else 0.1
+        if a != b if is_whole and not trained else abs(a - b) > share * max(abs(a), abs(b)) + 0.01:
             return False
     return True
 
@@ -56,7 +61,7 @@ def test_a_run_shows_what_is_committed(path: Path):
     for committed, run in zip(*cells, strict=True):
         assert "stderr" not in kinds(run), printed(run)
         assert kinds(committed) == kinds(run), run.source
-        assert same_text(printed(committed), printed(run)), printed(run)
+        assert same_text(printed(committed), printed(run), path.stem in TRAINED), printed(run)
 
 
 @by_name
