@@ -128,7 +128,7 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
     mirror.close()
     assert rows == (list(range(1, 10)) if mended < 9 else [1, 2])
     assert [text.startswith("train.sinks: a sink failed: ") for text in said] == [True, False][: len(said)]
-    assert said[1:] == (["a sink works again; no row is missing."] if mended < 9 else [])
+    assert said[1:] == (["train.sinks: a sink works again and has all rows."] if mended < 9 else [])
 
 
 def full_for_a_while(root: Path):
@@ -157,7 +157,7 @@ def full_for_a_while(root: Path):
 def test_a_full_disk_costs_tensorboard_no_row(tmp_path):
     done = in_own_file_system(tmp_path, full_for_a_while)
     assert "No space left on device. Training continues" in done["said"][0]
-    assert done["said"][1:] == ["tensorboard works again; no row is missing."]
+    assert done["said"][1:] == ["train.sinks: tensorboard works again and has all rows."]
     assert done["steps"] == list(range(41, 121)), "all since the last checkpoint before"
     assert done["files"] == 2, "attempts leave no empty files"
 
