@@ -131,6 +131,15 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
     assert said[1:] == (["train.sinks: a sink works again and has all rows."] if mended < 9 else [])
 
 
+def test_a_sink_that_fails_when_the_run_ends_is_not_said_to_be_tried_again(tmp_path):
+    said: list[str] = []
+    working = [True]
+    mirror = Mirror("a sink", lambda after: Flaky([], lambda: working[0]), tmp_path, 0, 0, said.append)
+    working[0] = False
+    mirror.close()
+    assert said == ["train.sinks: a sink failed: ConnectionError. metrics.jsonl has all rows."]
+
+
 def full_for_a_while(root: Path):
     """TensorBoard's rows on a disk without room from step 43 to 80, while the run's own files lie elsewhere."""
     said: list[str] = []

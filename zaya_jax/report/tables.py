@@ -146,11 +146,8 @@ _OVERVIEW: Mapping[str, Callable[[Subject], str]] = {
 def skipped_steps(subject: Subject) -> Table:
     """List the skipped steps."""
     rows = [[f"{skip.step:,}", skip.reason, skip.rows] for skip in subject.metrics.skips[:_MOST]]
-    more = (
-        (f"This table shows the first {_MOST} of {subject.metrics.skipped:,}.",)
-        if subject.metrics.skipped > len(rows)
-        else ()
-    )
+    skipped = subject.metrics.skipped
+    more = (f"This table shows the first {_MOST} of {skipped:,}.",) if skipped > len(rows) else ()
     return Table("Skipped steps", ["step", "reason", "rows of the data"], rows, more)
 
 
