@@ -1,7 +1,7 @@
 """Settings of Sphinx, which `make docs` runs.
 
 The source folder is the repository's, not `docs/`, so that the links of a page lead to the README, notebooks, figures
-and results on the site as they do on the code host.
+and results on the site as they do on the repository page.
 """
 
 import sys
@@ -31,7 +31,7 @@ exclude_patterns = [".*", "build", "data", "runs", "tests", "zaya_jax", "pallas_
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types of other libraries, whose sites are not read
 
-myst_heading_anchors = 4  # links to headings, named as on the code host
+myst_heading_anchors = 4  # links to headings, named as on the repository page
 nb_execution_mode = "off"  # notebooks hold their outputs; tests run them
 
 default_role = "code"

@@ -67,7 +67,7 @@ def test_commands_verbs_flags_files_and_keys_are_offered(folder):
         "zaya train --pr": {"--print-config", "--process", "--processes"},
         "zaya generate runs --mi": {"--min-p"},
         "zaya train --config ": {*shipped_names(), "mine.yaml"},
-        "zaya evaluate runs --config configs/ev": {name for name in shipped_names() if "/evals/" in name},
+        "zaya evaluate runs --config configs/ev": {*shipped_names("evals")},
         "zaya data describe mi": {"mine.yaml"},
         "zaya machine sizing configs/zaya1_7": {"configs/zaya1_74b.yaml"},
         "zaya train --config mine.yaml train.spike.": {"train.spike.window=", "train.spike.threshold="},

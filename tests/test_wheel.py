@@ -72,7 +72,7 @@ def test_the_wheel_has_all_that_the_package_reads_and_is_small(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     code = {str(path.relative_to(ROOT)) for package in ("zaya_jax", "pallas_kernels")
             for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts}  # fmt: skip
-    assert names >= code | {f"zaya_jax/{name}" for name in shipped_names()}
+    assert names >= code | {f"zaya_jax/{name}" for name in shipped_names("**")}
     assert {name.partition("/")[0] for name in names} == {
         "zaya_jax", "pallas_kernels", f"zaya_jax-{__version__}.dist-info"
     }  # fmt: skip

@@ -13,7 +13,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (("zaya_jax.data",), "prepare and inspect training data"),
     "generate": (("zaya_jax.generate",), "continue texts with a model, or chat with it"),
     "evaluate": (("zaya_jax.evaluate",), "score a model"),
-    "report": (("zaya_jax.report",), "show how one or several runs went, as one HTML page"),
+    "report": (("zaya_jax.report",), "write one HTML page about one or several runs"),
     "checkpoint": (("zaya_jax.checkpoint",), "list, verify, average and export checkpoints"),
     "aegis": (("zaya_jax.aegis",), "keep a training run alive"),
     "machine": (("zaya_jax.machine",), "describe, test and time this machine's devices"),

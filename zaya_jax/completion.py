@@ -58,8 +58,9 @@ def _with_completers(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     return parser
 
 
-def _complete_config(prefix: str, **rest: Any) -> list[str]:
-    return [*FilesCompleter(("yaml", "yml"))(prefix, **rest), *shipped_names()]
+def _complete_config(prefix: str, parser: argparse.ArgumentParser, **rest: Any) -> list[str]:
+    kind = "evals" if parser.prog.endswith(" zaya_jax.evaluate") else "."
+    return [*FilesCompleter(("yaml", "yml"))(prefix, parser=parser, **rest), *shipped_names(kind)]
 
 
 def _complete_override(prefix: str, parsed_args: argparse.Namespace, **rest: Any) -> Iterator[str]:

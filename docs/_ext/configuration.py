@@ -96,13 +96,13 @@ def sections() -> list[Section]:
     places: dict[type, list[str]] = {}
     for name, cls in _occurrences(Config, ""):
         places.setdefault(cls, []).append(name)
-    found = []
+    documented = []
     for cls, names in places.items():
         if cls is RolesConfig:
             continue
         home, *others = sorted(names, key=lambda name: name.count("."))
-        found.append(Section(home, inspect.getdoc(cls) or "", list(_keys(cls, home)), others))
-    return found
+        documented.append(Section(home, inspect.getdoc(cls) or "", list(_keys(cls, home)), others))
+    return documented
 
 
 def reference() -> str:
@@ -249,7 +249,7 @@ def _comments(cls: type) -> dict[str, str]:
     """Return the comment of each field: on its line, after its last line, or on the lines above it."""
     source = Path(sys.modules[cls.__module__].__file__ or "").read_text(encoding="utf-8")
     lines = source.splitlines()
-    found = {
+    comments_by_line = {
         token.start[0]: token.string.removeprefix("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT and "fmt: skip" not in token.string
@@ -261,5 +261,5 @@ def _comments(cls: type) -> dict[str, str]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above = takewhile(lambda line: lines[line - 1].strip().startswith("#"), range(node.lineno - 1, 0, -1))
             numbers = [*reversed(list(above)), *range(node.lineno, (node.end_lineno or node.lineno) + 1)]
-            comments[node.target.id] = " ".join(found[line] for line in numbers if line in found)
+            comments[node.target.id] = " ".join(comments_by_line[line] for line in numbers if line in comments_by_line)
     return comments

@@ -15,7 +15,7 @@ GROUPS = {  # beginnings of the names of each group's files; the last group take
 }
 MAX_ROWS, MAX_COLUMNS = 10, 6
 _FIRST = ("case", "ratio")  # columns
-_ABOUT = {"size": "size", "command": "command", "commands": "command", "peer": "compared with", "note": "note"}
+_DETAILS = {"size": "size", "command": "command", "commands": "command", "peer": "compared with", "note": "note"}
 
 
 def files(group: str) -> list[Path]:
@@ -38,15 +38,15 @@ def _section(path: Path) -> Iterator[str]:
     what = tree.get("what") or tree.get("benchmark")
     if what:
         yield from (f"{what[0].upper()}{what[1:].rstrip('.')}.", "")
-    about = [(label, tree[key]) for key, label in _ABOUT.items() if tree.get(key)]
-    about = [(label, f"`{value[0] if isinstance(value, list) else value}`" if label == "command" else str(value))
-             for label, value in about]  # fmt: skip
+    details = [(label, tree[key]) for key, label in _DETAILS.items() if tree.get(key)]
+    details = [(label, f"`{value[0] if isinstance(value, list) else value}`" if label == "command" else str(value))
+             for label, value in details]  # fmt: skip
     if "hardware" in tree:
-        about.append(("hardware", _hardware(tree["hardware"])))
+        details.append(("hardware", _hardware(tree["hardware"])))
     if "versions" in tree:
-        about.append(("versions", ", ".join(f"{library} {version}" for library, version in tree["versions"].items())))
-    about.append(("data", f"[{name}](../benchmarks/{name})"))
-    yield from _table([" ", " "], [[label, _cell(text)] for label, text in about])
+        details.append(("versions", ", ".join(f"{library} {version}" for library, version in tree["versions"].items())))
+    details.append(("data", f"[{name}](../benchmarks/{name})"))
+    yield from _table([" ", " "], [[label, _cell(text)] for label, text in details])
     yield from _table(*_rows(tree))
     if path.with_suffix(".png").exists():
         yield from (f"![{what or name}](../benchmarks/{name.removesuffix('.json')}.png)", "")
@@ -63,13 +63,13 @@ def _hardware(parts: Any) -> str:
 
 def _rows(tree: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the column names and rows of the results: of `results` if it is a collection, else of the other keys."""
-    found = tree.get("results")
-    if isinstance(found, dict) and found and all(isinstance(value, dict) for value in found.values()):
-        found = [{"case": name, **value} for name, value in found.items()]
-    if isinstance(found, list) and found and all(isinstance(row, dict) for row in found):
-        return _rows_of_cases([dict(_scalars(row)) for row in found])
-    skipped = {"what", "benchmark", "hardware", "versions", *_ABOUT}
-    rest = {**(found if isinstance(found, dict) else {}), **tree}
+    cases = tree.get("results")
+    if isinstance(cases, dict) and cases and all(isinstance(value, dict) for value in cases.values()):
+        cases = [{"case": name, **value} for name, value in cases.items()]
+    if isinstance(cases, list) and cases and all(isinstance(row, dict) for row in cases):
+        return _rows_of_cases([dict(_scalars(row)) for row in cases])
+    skipped = {"what", "benchmark", "hardware", "versions", *_DETAILS}
+    rest = {**(cases if isinstance(cases, dict) else {}), **tree}
     rest.pop("results", None)
     flat = [
         (name, value) for key, value in rest.items() if key not in skipped for name, value in _scalars({key: value})

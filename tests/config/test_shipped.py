@@ -20,7 +20,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_the_shipped_files_are_those_of_the_repository():
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("configs/**/*.yaml"))
-    assert shipped_names() == files
+    assert shipped_names("**") == files
+    assert shipped_names() == [name for name in files if name.count("/") == 1]
 
 
 def test_every_kind_of_file_is_found_in_an_empty_folder():
@@ -42,7 +43,12 @@ def test_a_name_that_is_nowhere_is_refused_with_the_nearest_and_all_there_are(na
     said = refused_to_load(name)
     assert f"The configuration {name} cannot be read" in said
     assert "Did you mean configs/tiny.yaml?" in said
-    assert all(shipped in said for shipped in shipped_names())
+    assert said.endswith(f"zaya_jax ships {', '.join(shipped_names())}.")
+
+
+def test_a_suite_that_is_nowhere_is_refused_with_the_suites():
+    said = refused_to_load("configs/evals/bse.yaml")
+    assert said.endswith(f"Did you mean configs/evals/base.yaml? zaya_jax ships {', '.join(shipped_names('evals'))}.")
 
 
 def test_a_path_does_not_leave_the_shipped_folder(tmp_path):

@@ -54,10 +54,12 @@ def test_input_that_cannot_be_used_is_named_and_nothing_is_written(run, tmp_path
 def test_what_is_no_report_is_not_replaced(run, tmp_path, capsys):
     other = tmp_path / "other.html"
     other.write_text("<html>")
-    assert "which exists and is not a run report. Name another file." in refused([run, "--output", other], capsys)
+    assert "exists and is not a run report. Name another file with --output." in refused(
+        [run, "--output", other], capsys
+    )
     assert other.read_text() == "<html>"
     (tmp_path / "folder.html").mkdir()
-    assert "which exists and is not a file." in refused([run, "--output", tmp_path / "folder.html"], capsys)
+    assert "exists and is not a file." in refused([run, "--output", tmp_path / "folder.html"], capsys)
 
 
 def test_a_folder_that_cannot_be_written_is_named(run, monkeypatch, capsys):

@@ -61,7 +61,7 @@ def test_a_browser_shows_every_plot_and_loads_nothing(width, both, tmp_path):
     seen = look(both, width, tmp_path)
     titles = [plot["title"] for plot in seen["plots"]]
     expected = [*COMPARED, *(f"{run}: {title}" for run in ("run", "phased") for title in OF_ONE),
-                "phased: Loss by source", "phased: What the time went to"]  # fmt: skip
+                "phased: Loss by source", "phased: Where the time went"]  # fmt: skip
     assert sorted(titles) == sorted(expected)
     for plot in seen["plots"]:
         assert plot["marks"] > 0, plot["title"]
@@ -119,7 +119,9 @@ def test_the_first_table_says_how_the_runs_went(both, runs):
     assert "on 2 nodes" in seen.cells("goodput")[1]
     assert seen.cells("faults")[1].startswith("2, in ")
     summary = json.loads((runs[0] / "summary.json").read_text())
-    assert seen.cells("held-out bits/byte")[0] == f"{summary['heldout_by_source']['corpus']['bits_per_byte']:.4f}"
+    assert (
+        seen.cells("held-out loss (bits/byte)")[0] == f"{summary['heldout_by_source']['corpus']['bits_per_byte']:.4f}"
+    )
 
 
 def test_settings_that_differ_are_listed(both, runs):
@@ -159,9 +161,10 @@ def test_a_run_of_an_earlier_version_lacks_plots_and_says_so(runs, tmp_path):
     gone = {"Learning rate", "Entropy of the expert load", "Throughput", "Model FLOP/s", "Data wait"}
     assert set(shown) == {*COMPARED, "Update norm by role"} - gone
     text = (tmp_path / "page.html").read_text()
-    for said in ("Learning rate is not shown: no row has it.", "Throughput is not shown", "The load of the experts is "
-                 "not shown: no row has expert_counts.", "Goodput is not shown: run was not run under",
-                 "Held-out bits per byte are not shown: the bytes"):  # fmt: skip
+    for said in ("Learning rate is not shown: metrics.jsonl does not record it.", "Throughput is not shown",
+                 "The load of the experts is not shown: metrics.jsonl does not record expert_counts.",
+                 "Goodput is not shown: run was not run under",
+                 "Held-out bits per byte are not shown: the run has not"):  # fmt: skip
         assert said in text
 
 
@@ -186,7 +189,8 @@ def test_a_run_that_still_trains_is_reported(runs, tmp_path):
     ("summary.json", '{"samples": [{"prompt": 1}]}', "A part of this section (Evaluations and samples) is not shown"),
     ("evaluations/a.json", '{"heldout": {"a": {"nats_per_token": [], "perplexity": "x"}}}',
      "A part of this section (Evaluations and samples) is not shown"),
-    ("aegis/n/events.jsonl", '{"id": 1, "attempt": 1, "v": 1, "unix": 1}\n', "what its supervisors wrote is damaged"),
+    ("aegis/n/events.jsonl", '{"id": 1, "attempt": 1, "v": 1, "unix": 1}\n',
+     "are damaged; goodput and faults are not shown."),
 ])  # fmt: skip
 def test_damage_costs_what_is_damaged_alone_and_is_said(name, content, said, runs, tmp_path):
     run = copied(runs[0], tmp_path)

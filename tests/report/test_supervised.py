@@ -29,5 +29,5 @@ def test_a_fault_its_recovery_and_goodput_are_shown(tmp_path):
     assert page.cells("goodput")[0].startswith(f"{100 * node['goodput']['fraction']:.1f} % of ")
     assert page.cells("steps") == ["20 of 20"]
     seen = {plot["title"]: plot for plot in look(path, 1200, tmp_path)["plots"]}
-    assert seen["What the time went to"]["marks"] >= 3
+    assert seen["Where the time went"]["marks"] >= 3
     assert all(plot["marks"] for plot in seen.values())

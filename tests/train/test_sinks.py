@@ -128,7 +128,16 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
     mirror.close()
     assert rows == (list(range(1, 10)) if mended < 9 else [1, 2])
     assert [text.startswith("train.sinks: a sink failed: ") for text in said] == [True, False][: len(said)]
-    assert said[1:] == (["a sink works again; no row is missing."] if mended < 9 else [])
+    assert said[1:] == (["train.sinks: a sink works again and has all rows."] if mended < 9 else [])
+
+
+def test_a_sink_that_fails_when_the_run_ends_is_not_said_to_be_tried_again(tmp_path):
+    said: list[str] = []
+    working = [True]
+    mirror = Mirror("a sink", lambda after: Flaky([], lambda: working[0]), tmp_path, 0, 0, said.append)
+    working[0] = False
+    mirror.close()
+    assert said == ["train.sinks: a sink failed: ConnectionError. metrics.jsonl has all rows."]
 
 
 def full_for_a_while(root: Path):
@@ -157,7 +166,7 @@ def full_for_a_while(root: Path):
 def test_a_full_disk_costs_tensorboard_no_row(tmp_path):
     done = in_own_file_system(tmp_path, full_for_a_while)
     assert "No space left on device. Training continues" in done["said"][0]
-    assert done["said"][1:] == ["tensorboard works again; no row is missing."]
+    assert done["said"][1:] == ["train.sinks: tensorboard works again and has all rows."]
     assert done["steps"] == list(range(41, 121)), "all since the last checkpoint before"
     assert done["files"] == 2, "attempts leave no empty files"
 

@@ -13,7 +13,7 @@ CORPUS = "corpus"  # name of the only source if data.sources is empty
 class SourceConfig:
     """A folder written by `python -m zaya_jax.data prepare`."""
 
-    path: str  # the prepared folder
+    path: str  # folder that `python -m zaya_jax.data prepare` wrote
     max_epochs: Positive[float] | None = None  # maximum number of times the run may read the source
 
 

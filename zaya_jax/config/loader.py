@@ -33,7 +33,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
       path: a YAML file. Its optional key `extends` is the path, relative to it, of a file whose values it overrides.
-        Either path may start with `configs/`: if no such file exists, the file that the package ships is read.
+        If a path that starts with `configs/` does not exist, the shipped file of that name is read.
       overrides: `section.key=value` with a YAML value, applied last. Address list items by their `name` or index, as
         in `phases.midtrain.tokens=1_000_000`; the same works in a file.
 

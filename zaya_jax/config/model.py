@@ -47,7 +47,8 @@ class ModelConfig:
     router_size: Positive[int]  # width of the router's state
     max_positions: Positive[int]  # longest sequence in tokens, for training and generation
     layer_pattern: tuple[AttentionKind, ...] = ("full",)  # kinds of attention, repeated over the depth
-    sliding_window: Positive[int] | None = None  # keys that a query of a sliding layer attends to, itself included
+    # number of keys that a query of a sliding layer attends to, itself included
+    sliding_window: Positive[int] | None = None
     # form of attention; gqa: grouped-query attention; gqa_qk_norm: the same with CCA's norm of queries and keys
     attention: AttentionForm = "cca"
     router: RouterForm = "zaya"  # the form of the router; linear: one matrix, no depth averaging, no skip class

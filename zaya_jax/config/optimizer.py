@@ -28,7 +28,7 @@ class MuonConfig:
     newton_schulz_dtype: Dtype = "bfloat16"  # dtype of the iterates; sums are always fp32
     scaling: Scaling = "match_rms_adamw"  # how the shape of a matrix scales its orthogonalized update
     gate_up: GateUp = "joint"  # orthogonalize an expert's gate and up projections as one matrix; split: as two
-    weight_decay: NonNegative[float] = 0.1  # decoupled, times the learning rate
+    weight_decay: NonNegative[float] = 0.1  # decoupled weight decay, multiplied by the learning rate
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class AdamWConfig:
     learning_rate: Positive[float] = 6.0e-4  # base rate, which the schedule scales
     b1: Decay = 0.9  # decay of the mean of gradients
     b2: Decay = 0.95  # decay of the mean of squared gradients
-    eps: Positive[float] = 1.0e-8  # added to the root of that mean
-    weight_decay: NonNegative[float] = 0.1  # decoupled, times the learning rate
+    eps: Positive[float] = 1.0e-8  # added to the square root of the mean of squared gradients
+    weight_decay: NonNegative[float] = 0.1  # decoupled weight decay, multiplied by the learning rate
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class BalanceConfig:
     """The optimizer of the balancing biases; their gradient is the load minus uniform load (docs/reference.md §3.3)."""
 
     rule: BalanceRule = "adamw"  # form of the update; sign: a fixed step against the gradient's sign; none: frozen
-    learning_rate: Positive[float] = 1.0e-3  # base rate, which the schedule scales; of sign: the step
+    learning_rate: Positive[float] = 1.0e-3  # base rate, which the schedule scales; with sign, the size of the step
     b1: Decay = 0.9  # decay of the mean of gradients
     b2: Decay = 0.999  # decay of the mean of squared gradients
-    eps: Positive[float] = 1.0e-8  # added to the root of that mean
+    eps: Positive[float] = 1.0e-8  # added to the square root of the mean of squared gradients
 
 
 @dataclass(frozen=True)

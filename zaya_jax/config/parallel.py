@@ -28,9 +28,11 @@ class ParallelConfig:
     expert: Positive[int] = 1  # devices that share the experts, a divisor of model.num_experts
     context: Positive[int] = 1  # devices that share each sequence
     gradient_reduction: Reduce = "step"  # when gradients are reduced; micro_batch: after each one (less memory)
-    context_attention: ContextAttention = "all_gather"  # how keys reach queries; ring: less memory from 4 devices on
+    # how context-parallel devices get keys; ring: less memory from 4 devices on
+    context_attention: ContextAttention = "all_gather"
     context_layout: ContextLayout = "zigzag"  # zigzag balances causal attention; contiguous needs one halo less
-    expert_exchange: ExpertExchange = "all_gather"  # how tokens reach experts; ragged: only theirs (GPUs)
+    # how tokens reach experts; ragged: each token goes only to the device of its expert (GPUs only)
+    expert_exchange: ExpertExchange = "all_gather"
 
     @property
     def chunks(self) -> int:

@@ -109,7 +109,8 @@ class PhaseConfig:
     mixture: Table[float] = field(
         default_factory=Table[float]
     )  # relative share of each source in the rows; empty: in proportion to their tokens
-    packing: Packing = "windows"  # how documents fill rows; windows: cut after concatenation; bins: whole, best fit
+    # how documents fill rows; windows: concatenated, then cut; bins: whole documents, best fit
+    packing: Packing = "windows"
     over_length: OverLength = "split"  # policy for documents longer than a row
     template: str | None = None  # file with a Jinja chat template; null: the built-in template
     schedule: ScheduleConfig | None = None  # learning rates; null: the previous phase's schedule continues

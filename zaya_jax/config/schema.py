@@ -83,7 +83,8 @@ class SampleConfig:
     """The sample generated at the end of a run."""
 
     prompt: str = "def "  # text that the sample continues
-    tokens: NonNegative[int] = 96  # maximum length; 0: no sample (which needs all parameters in fp32 on one device)
+    # maximum length of the sample in tokens; 0 disables it (a sample needs all parameters in fp32 on one device)
+    tokens: NonNegative[int] = 96
     temperature: float = 0.8  # at least 0; 0 picks the most likely token
 
     def check(self) -> None:

@@ -16,16 +16,20 @@ def shipped(name: str) -> Path:
     return _SHIPPED / name
 
 
-def shipped_names() -> list[str]:
-    """Return the names under which `find` knows the shipped files, such as `configs/tiny.yaml`."""
-    return sorted(f"{FOLDER}/{file.relative_to(_SHIPPED)}" for file in _SHIPPED.glob("**/*.yaml"))
+def shipped_names(kind: str = ".") -> list[str]:
+    """Return the names of shipped files, such as `configs/tiny.yaml`.
+
+    Args:
+      kind: the sub-folder, such as `evals` for suites of tasks; "." for configurations of runs, "**" for all files.
+    """
+    return sorted(f"{FOLDER}/{file.relative_to(_SHIPPED)}" for file in _SHIPPED.glob(f"{kind}/*.yaml"))
 
 
 def find(name: str | Path, folder: Path = Path()) -> Path:
     """Find a configuration file by the path that a user wrote.
 
     Args:
-      name: the path; one that starts with `configs/` and does not exist is that of a shipped file.
+      name: the path. If a path that starts with `configs/` does not exist, it names the shipped file.
       folder: what the path is relative to.
 
     Returns:
@@ -35,12 +39,13 @@ def find(name: str | Path, folder: Path = Path()) -> Path:
       InputError: there is no such file, and none of that name is shipped.
     """
     require_path("The configuration", str(name))
-    path, names = folder / name, shipped_names()
+    path, names = folder / name, shipped_names("**")
     if os.path.exists(path):  # unlike Path.exists, never raises
         return path
     if str(Path(name)) in names:
         return shipped(str(Path(name).relative_to(FOLDER)))
     near = difflib.get_close_matches(str(name), names, 1)
+    alike = [each for each in names if Path(each).parent == Path(name).parent] or shipped_names()
     hint = f" Did you mean {near[0]}?" if near else ""
     raise InputError(f"The configuration {path} cannot be read: No such file or directory.{hint} zaya_jax ships "
-                     f"{', '.join(names)}.")  # fmt: skip
+                     f"{', '.join(alike)}.")  # fmt: skip

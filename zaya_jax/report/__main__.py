@@ -9,13 +9,13 @@ from zaya_jax.errors import ExitCode, InputError, last_words
 from zaya_jax.run.files import write_atomically
 
 NAME = "report.html"  # of the page in a run folder
-_MOST = 8  # runs of a page, as there are colours
+_MOST = 8  # runs of a page, as there are colors
 _EXAMPLES = """examples:
   python -m zaya_jax.report runs/tiny
   python -m zaya_jax.report runs/tiny runs/bf16 --output compare.html
   python -m zaya_jax.report runs/tiny --config configs/tiny.yaml
 
-A run that still trains can be reported, too. Each command replaces the page that an earlier one wrote."""
+You can report a run while it trains. Rerunning a command replaces its page."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,10 +35,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m zaya_jax.report", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write one HTML page about one or several runs: losses, speed, routing, faults, settings.",
     )  # fmt: skip
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=f"run folders to show, at most {_MOST}")
     parser.add_argument("--output", metavar="FILE", help=f"HTML file to write (default: RUN/{NAME}; required with "
                         "several runs)")  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="also show in which settings the runs differ from this "
+    parser.add_argument("--config", metavar="FILE", help="also list the settings that differ from this "
                         "configuration file")  # fmt: skip
     return parser
 
@@ -83,10 +83,10 @@ def _check_output(path: Path, mark: str) -> None:
     if not path.exists():
         return
     if not path.is_file():
-        raise InputError(f"--output is '{path}', which exists and is not a file. Name another file.")
+        raise InputError(f"The page {path} exists and is not a file. Name another file with --output.")
     with path.open("rb") as file:
         if file.read(len(mark)) != mark.encode():
-            raise InputError(f"--output is '{path}', which exists and is not a run report. Name another file.")
+            raise InputError(f"The page {path} exists and is not a run report. Name another file with --output.")
 
 
 if __name__ == "__main__":

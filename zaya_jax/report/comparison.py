@@ -7,6 +7,7 @@ from typing import Any
 from zaya_jax.report.history import Line, scaled
 from zaya_jax.report.plot import Plot, Scale, color, evaluated, level, make_figure, noisy, trace
 from zaya_jax.report.subject import Subject
+from zaya_jax.run.folder import METRICS, TIMINGS
 
 Get = Callable[[Subject], Line]
 _MARKS = 300  # skipped steps and faults that are marked
@@ -121,7 +122,7 @@ def compare(
     """
     traces, missing = list[dict[str, Any]](), list[str]()
     for subject in subjects:
-        history, found = subject.timings if timings else subject.metrics, False
+        history, has_values = subject.timings if timings else subject.metrics, False
         for metric, dash in zip(metrics, ("solid", "dot"), strict=False):
             line = metric(subject) if callable(metric) else history.line(*_key(metric))
             if not line.steps:
@@ -131,12 +132,12 @@ def compare(
             style: dict[str, Any] = {"dash": dash} | ({"shape": "hv"} if step else {})
             options = {"line": style, "showlegend": len(subjects) > 1 or len(metrics) > 1}
             traces += (noisy if smooth else _plain)(line, name, color(subject.index), subject.index, **options)
-            found = True
-        if not found:
+            has_values = True
+        if not has_values:
             missing.append(subject.name)
     if not traces:
-        return f"{title} is not shown: no row has it."
-    absent = f"Not in {', '.join(missing)}, whose rows lack it." if missing else ""
+        return f"{title} is not shown: {TIMINGS if timings else METRICS} does not record it."
+    absent = f"These runs do not record it: {', '.join(missing)}." if missing else ""
     figure = make_figure(traces, y, integers=integers, scale=scale, boundaries=_boundaries(subjects))
     return Plot(title, figure, " ".join(filter(None, (note, absent))))
 

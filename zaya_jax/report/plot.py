@@ -8,7 +8,7 @@ from zaya_jax.report.history import Line
 from zaya_jax.report.series import significant, thin
 from zaya_jax.run.plot import FAINT, smoothed
 
-# A colour means the same run, source or role in all plots. The first ones are told apart by colour-blind readers.
+# A color means the same run, source or role in all plots. The first ones are told apart by color-blind readers.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a", "#8c6d31", "#b3261e",
           "#c4c4c4")  # fmt: skip
 _PARTS = 50  # parts of a run that a smoothed line is a mean over
@@ -34,7 +34,7 @@ class Plot(NamedTuple):
 
 
 def color(index: int) -> str:
-    """Return the colour of a run, source or role."""
+    """Return the color of a run, source or role."""
     return COLORS[index % len(COLORS)]
 
 
@@ -44,7 +44,7 @@ def trace(line: Line, name: str, hue: str, run: int, /, **options: Any) -> dict[
     Args:
       line: values by step.
       name: for the legend.
-      hue: colour.
+      hue: color.
       run: index of the run, with which the page finds the tokens and the time of a step.
       **options: plotly's.
     """

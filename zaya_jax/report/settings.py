@@ -31,16 +31,16 @@ def from_parents(subject: Subject) -> list[Table]:
         title = f"Differences from {key}={source}"
         parent = _run_folder(source)
         try:
-            found = None if parent is None else flatten_settings(read_config(parent))
+            parent_settings = None if parent is None else flatten_settings(read_config(parent))
         except InputError as error:
             tables.append(Table(title, [], [], (str(error),)))
             continue
-        if found is None:
-            why = "A transformers folder has no settings of training." if source.startswith(HF) else (
-                f"{source} has no {CONFIG} where the report looked for it.")  # fmt: skip
+        if parent_settings is None:
+            why = "A transformers folder has no training settings." if source.startswith(HF) else (
+                f"{source} has no {CONFIG}, so its settings are unknown.")  # fmt: skip
             tables.append(Table(title, [], [], (why,)))
         else:
-            tables.append(differences(title, {source: found, subject.name: subject.settings}))
+            tables.append(differences(title, {source: parent_settings, subject.name: subject.settings}))
     return tables
 
 
@@ -65,7 +65,7 @@ def differences(title: str, settings: Mapping[str, Mapping[str, Any]]) -> Table:
         values = [shown(each[key]) if key in each else NONE for each in settings.values()]
         if len(set(values)) > 1:
             rows.append([key, *values])
-    remarks = () if rows else ("They are the same.",)
+    remarks = () if rows else ("No settings differ.",)
     return Table(title, ["key", *settings], rows, remarks)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noisy
 from zaya_jax.report.series import significant
 from zaya_jax.report.subject import Subject
+from zaya_jax.run.folder import METRICS
 
 _LOG_RANGE = 2.0  # of the expert load, in powers of two
 _LAYER = 8  # pixels that each layer adds to the height of a heat map
@@ -38,8 +39,8 @@ def bits_per_byte(subject: Subject) -> Plot | str:
     traces = [evaluated(line, source, color(index), subject.index)
               for index, (source, line) in enumerate(subject.heldout_bits.items())]  # fmt: skip
     if not traces:
-        return ("Held-out bits per byte are not shown: the bytes of the held-out text are known at the end of a run, "
-                "and after python -m zaya_jax.evaluate.")  # fmt: skip
+        return ("Held-out bits per byte are not shown: the run has not recorded the size of its held-out text. Let the "
+                f"run end, or run python -m zaya_jax.evaluate {subject.path}.")  # fmt: skip
     dashes = {"gzip": "dot", "xz": "dashdot", "xz_given_train": "dash"}
     traces += [level(subject.metrics.line("step"), subject.baselines[name],
                      name.replace("_given_train", " after the training text"), dash, subject.index)
@@ -58,7 +59,7 @@ def norms(subject: Subject, metric: str) -> Plot | str:
         if any(value > 0 for value in line.values):  # the axis is logarithmic
             traces += noisy(line, role, color(index), subject.index)
     if not traces:
-        return f"{title} is not shown: no row has it."
+        return f"{title} is not shown: {METRICS} does not record it."
     return Plot(title, make_figure(traces, title.lower(), scale="log", boundaries=subject.boundaries))
 
 
@@ -67,7 +68,7 @@ def entropy_by_layer(subject: Subject) -> Plot | str:
     kept = subject.metrics.entropy
     layers = max(map(len, kept.items), default=0)
     if not layers:
-        return "Entropy by layer is not shown: no row has load_entropy."
+        return f"Entropy by layer is not shown: {METRICS} does not record load_entropy."
     z = [[significant(row[layer]) if layer < len(row) else None for row in kept.items] for layer in range(layers)]
     heat = {"type": "heatmap", "x": kept.steps, "y": list(range(layers)), "z": z, "zmin": 0, "zmax": 1,
             "colorscale": "Viridis", "meta": {"run": subject.index}, "colorbar": _bar("entropy over<br>its maximum"),
@@ -83,7 +84,7 @@ def expert_load(subject: Subject) -> Plot | str:
     """Plot the load of each expert of each layer, with a slider over the steps."""
     kept = subject.metrics.loads
     if not kept.items:
-        return "The load of the experts is not shown: no row has expert_counts."
+        return f"The load of the experts is not shown: {METRICS} does not record expert_counts."
     experts, layers = len(kept.items[-1][0]), len(kept.items[-1])
     maps = [[[_log2(load) for load in layer] for layer in loads] for loads in kept.items]
     frames = [{"name": str(step), "data": [{"type": "heatmap", "z": z}]}
@@ -110,7 +111,7 @@ def expert_load(subject: Subject) -> Plot | str:
 
 
 def goodput(subject: Subject) -> Plot | str:
-    """Plot what the time of each supervised node went to."""
+    """Plot where the time of each supervised node went."""
     if not subject.nodes:
         return f"Goodput is not shown: {subject.name} was not run under python -m zaya_jax.aegis run."
     names = list(subject.nodes)
@@ -125,7 +126,7 @@ def goodput(subject: Subject) -> Plot | str:
     figure = make_figure(traces, "", x="time (s)", integers="", barmode="stack")
     figure["layout"]["height"] += 32 * len(names) - 220
     figure["layout"]["xaxis"]["tickformat"] = ","
-    return Plot("What the time went to", figure, "Only productive time trained steps that count (goodput).")
+    return Plot("Where the time went", figure, "Goodput is the share of productive time: steps that the run kept.")
 
 
 def _bar(title: str) -> dict[str, Any]:

@@ -68,15 +68,15 @@ class Subject:
     @property
     def warnings(self) -> list[Warn]:
         """What the reader should see first."""
-        found = [Warn("failed", problem) for problem in self.problems]
+        warnings = [Warn("failed", problem) for problem in self.problems]
         if self.status is not None and self.status.state in (STOPPED, KILLED):
-            text = self.status.message or f"The process that trained it was {self.status.state} ({self.status.time})."
-            found.append(Warn("failed", text))
+            text = self.status.message or f"The training process was {self.status.state} ({self.status.time})."
+            warnings.append(Warn("failed", text))
         damaged = [str(each.step) for each in self.checkpoints if each.problem]
         if damaged or self.quarantined:
-            found.append(Warn("warning", f"Damaged or quarantined checkpoints: "
-                                         f"{', '.join([*damaged, *self.quarantined])}."))  # fmt: skip
-        return found
+            names = ", ".join([*damaged, *self.quarantined])
+            warnings.append(Warn("warning", f"Damaged or quarantined checkpoints: {names}."))
+        return warnings
 
     @property
     def boundaries(self) -> list[tuple[int, int]]:
@@ -178,7 +178,7 @@ def _read(run: Run, index: int, name: str) -> Subject:
     try:
         nodes = describe_nodes(folder)
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
-        problems.append(f"{folder / AEGIS}: what its supervisors wrote is damaged, and not shown.")
+        problems.append(f"The supervisor's files in {folder / AEGIS} are damaged; goodput and faults are not shown.")
         nodes = {}
     evaluations.sort(key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
     return Subject(

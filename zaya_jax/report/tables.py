@@ -122,17 +122,21 @@ def _parameters(subject: Subject) -> str:
 
 
 def _devices(subject: Subject) -> str:
-    about = next((checkpoint.manifest.metadata.get("environment", {}) for checkpoint in reversed(subject.checkpoints)
-                  if checkpoint.manifest), {})  # fmt: skip
-    if "device" not in about:
+    environment = next((checkpoint.manifest.metadata.get("environment", {})
+                        for checkpoint in reversed(subject.checkpoints) if checkpoint.manifest), {})  # fmt: skip
+    if "device" not in environment:
         return NONE
-    cpu = f" ({about['cpu']}, {about.get('cpus')} CPUs)" if about.get("platform") == "cpu" else ""
-    return f"{about.get('devices')} × {about['device']}{cpu}, jax {about.get('jax')}"
+    count = f"{environment['devices']} × " if "devices" in environment else ""
+    details = [environment[key] if key == "cpu" else counted(environment[key], "CPU")
+               for key in ("cpu", "cpus") if environment.get("platform") == "cpu" and environment.get(key)]  # fmt: skip
+    cpu = f" ({', '.join(details)})" if details else ""
+    version = f", jax {environment['jax']}" if "jax" in environment else ""
+    return f"{count}{environment['device']}{cpu}{version}"
 
 
 _OVERVIEW: Mapping[str, Callable[[Subject], str]] = {
-    "state": _state, "held-out loss (nats/token)": _heldout, "held-out bits/byte": _bits,
-    "compressors, bits/byte": _compressors, "training loss (nats/token)": _training_loss, "steps": _steps,
+    "state": _state, "held-out loss (nats/token)": _heldout, "held-out loss (bits/byte)": _bits,
+    "compressors (bits/byte)": _compressors, "training loss (nats/token)": _training_loss, "steps": _steps,
     "tokens, with padding": _tokens, "time in steps": _time, "tokens/s": _speed, "MFU": _mfu, "goodput": _goodput,
     "faults": _faults, "skipped steps": _skipped, "checkpoints": _checkpoints, "parameters": _parameters,
     "devices": _devices,
@@ -142,7 +146,8 @@ _OVERVIEW: Mapping[str, Callable[[Subject], str]] = {
 def skipped_steps(subject: Subject) -> Table:
     """List the skipped steps."""
     rows = [[f"{skip.step:,}", skip.reason, skip.rows] for skip in subject.metrics.skips[:_MOST]]
-    more = (f"The first {_MOST} of {subject.metrics.skipped:,}.",) if subject.metrics.skipped > len(rows) else ()
+    skipped = subject.metrics.skipped
+    more = (f"This table shows the first {_MOST} of {skipped:,}.",) if skipped > len(rows) else ()
     return Table("Skipped steps", ["step", "reason", "rows of the data"], rows, more)
 
 
@@ -158,7 +163,7 @@ def checkpoints(subject: Subject) -> Table:
     kept = [checkpoint._asdict() for checkpoint in subject.checkpoints[-_MOST:]]
     remarks = [f"Quarantined: {', '.join(subject.quarantined)}."] if subject.quarantined else []
     if len(subject.checkpoints) > _MOST:
-        remarks.append(f"The last {_MOST} of {len(subject.checkpoints):,}.")
+        remarks.append(f"This table shows the last {_MOST} of {len(subject.checkpoints):,}.")
     return make_table("Checkpoints", kept, {
         "step": "step", "phase": "phase", "tokens": "tokens",
         "held-out (nats/token)": lambda row: NONE if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}",
@@ -176,7 +181,7 @@ def faults(subject: Subject) -> list[Table]:
             "after step": _text("step"), "action": _text("action"),
             "detected after (s)": quantity("detect_seconds", unit=1.0),
             "next step after (s)": quantity("recover_seconds", unit=1.0), "evidence": _text("text"),
-        }, *([f"The first {_MOST} of {len(rows):,}."] if len(rows) > _MOST else [])),
+        }, *([f"This table shows the first {_MOST} of {len(rows):,}."] if len(rows) > _MOST else [])),
         make_table("How the supervisors ended", ends, {
             "node": "node", "exit code": _text("exit_code"), "meaning": _text("meaning"), "reason": _text("why"),
         }),
@@ -187,11 +192,11 @@ def evaluations(subject: Subject) -> list[Table]:
     """List the evaluations of a run's checkpoints: of texts, and of tasks."""
     texts, tasks = list[dict[str, Any]](), list[dict[str, Any]]()
     for file, record in subject.evaluations:
-        about = {"step": record.get("step"), "file": file}
+        origin = {"step": record.get("step"), "file": file}
         for kind in ("heldout", "texts"):
-            texts += [about | {"name": name} | text for name, text in _items(record.get(kind))]
+            texts += [origin | {"name": name} | text for name, text in _items(record.get(kind))]
         tasks += [
-            about | {"name": task, "metric": metric.removesuffix(",none")} | value
+            origin | {"name": task, "metric": metric.removesuffix(",none")} | value
             for task, result in _items(record.get("tasks"))
             for metric, value in _items(result.get("metrics"))
         ]

@@ -32,6 +32,7 @@ class Mirror:
         self._name, self._open_sink, self._folder, self._say = name, open_sink, folder, say
         self._sink: MetricSink | None = None
         self._safe, self._newest, self._fails, self._retry_at = after, step, False, 0.0
+        self._closing = False
         with self._failures_reported():
             self._open()
 
@@ -50,13 +51,13 @@ class Mirror:
             (self._sink or self._open()).sync()
             self._safe = max(self._safe, self._newest)
             if self._fails:
-                self._say(f"{self._name} works again; no row is missing.")
+                self._say(f"train.sinks: {self._name} works again and has all rows.")
             self._fails = False
         return ""
 
     def close(self) -> None:
         """Write what is missing, and close the sink."""
-        self._retry_at = 0.0
+        self._closing, self._retry_at = True, 0.0
         self.sync()
         if self._sink is not None:
             with self._failures_reported():
@@ -99,8 +100,10 @@ class Mirror:
                     sink.close()
             if not self._fails:
                 reason = " ".join(str(error).split())[:300].removesuffix(".") or type(error).__name__
-                self._say(f"train.sinks: {self._name} failed: {reason}. Training continues; {METRICS} has all rows, "
-                          f"and a later checkpoint tries {self._name} again.")  # fmt: skip
+                rows = f"{METRICS} has all rows."
+                if not self._closing:
+                    rows = f"Training continues; {rows} zaya_jax tries {self._name} again after a later checkpoint."
+                self._say(f"train.sinks: {self._name} failed: {reason}. {rows}")
             self._fails = True
 
 
