@@ -47,7 +47,7 @@ def events(path: Path):
 def shown(folder: Path) -> dict[int, dict[str, float]]:
     """What TensorBoard shows: step → tag → value. A session that starts at a step drops what there was from it on."""
     steps: dict[int, dict[str, float]] = {}
-    for event in itertools.chain.from_iterable(map(events, sorted(folder.iterdir()))):
+    for event in itertools.chain.from_iterable(map(events, sorted(folder.glob("events*")))):
         if event.session_log.status == SessionLog.START:
             steps = {step: values for step, values in steps.items() if step < event.step}
         if event.summary.value:
@@ -73,7 +73,7 @@ def test_tensorboard_has_every_row_once_also_of_a_run_that_resumes(tmp_path):
     assert list(shown(folder)) == list(range(1, 9))
     assert {"loss", "load_entropy", "grad_norm_by_role/router", "timings/seconds"} <= {*shown(folder)[8]}
     assert_complete(run_training(config).run_dir)
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.glob("events*"))) == 2
 
 
 def test_a_sink_that_is_added_to_a_run_gets_the_earlier_rows(tmp_path):
@@ -103,7 +103,8 @@ class Flaky:
 
 
 @pytest.mark.parametrize(("fails", "mended"), [(0, 8), (3, 8), (4, 5), (6, 8), (7, 8), (3, 99)])
-def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_path, fails, mended):
+def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_path, monkeypatch, fails, mended):
+    monkeypatch.setattr("zaya_jax.train.mirror._PATIENCE", 0)
     said: list[str] = []
     rows: list[int] = []
     now = 0
@@ -116,7 +117,7 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
         rows[:] = [step for step in rows if step <= after]
         return Flaky(rows, works)
 
-    mirror = Mirror("a sink", open_sink, tmp_path, 0, 0, said.append)
+    mirror = Mirror("a sink", open_sink, tmp_path, 0, 0, said.append, rewinds=True)
     for now in range(1, 10):
         row = {"step": now}
         for name in ("metrics.jsonl", "timings.jsonl"):
@@ -128,23 +129,70 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
     mirror.close()
     assert rows == (list(range(1, 10)) if mended < 9 else [1, 2])
     assert [text.startswith("train.sinks: a sink failed: ") for text in said] == [True, False][: len(said)]
-    assert said[1:] == (["train.sinks: a sink works again and has all rows."] if mended < 9 else [])
+    lacks = "train.sinks: a sink lacks the rows after step 0; rerunning the command writes them."
+    assert said[1:] == (["train.sinks: a sink works again and has all rows."] if mended < 9 else [lacks])
 
 
-def test_a_sink_that_fails_when_the_run_ends_is_not_said_to_be_tried_again(tmp_path):
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_rows_that_a_sink_missed_before_the_process_ended_arrive_once_in_a_later_one(tmp_path, monkeypatch, rewinds):
+    monkeypatch.setattr("zaya_jax.train.mirror._PATIENCE", 0)  # so that only `close` could leave out an attempt
     said: list[str] = []
-    working = [True]
-    mirror = Mirror("a sink", lambda after: Flaky([], lambda: working[0]), tmp_path, 0, 0, said.append)
-    working[0] = False
+    rows: list[int] = []
+    kept: list[int] = []
+    attempts = 0
+    works = True
+
+    def open_sink(after):
+        nonlocal attempts
+        attempts += 1
+        assert works, "cannot be opened"
+        if rewinds:
+            rows[:] = [step for step in rows if step <= after]
+        return Flaky(rows, lambda: works)
+
+    def train(after: int, until: int, fails: int) -> Mirror:
+        nonlocal works
+        works = True
+        lines = [json.dumps({"step": step}) + "\n" for step in range(1, until + 1)]
+        for name in (METRICS, TIMINGS):
+            (tmp_path / name).write_text("".join(lines[:after]))
+        mirror = Mirror("sink", open_sink, tmp_path, 0, after, said.append, rewinds=rewinds)
+        kept[:] = rows
+        for step in range(after + 1, until + 1):
+            works = step < fails
+            for name in (METRICS, TIMINGS):
+                with (tmp_path / name).open("a") as file:
+                    file.write(lines[step - 1])
+            mirror.write({"step": step}, {"step": step})
+            if step % 3 == 0:
+                mirror.sync()
+        return mirror
+
+    train(0, 8, fails=99).close()
+    assert rows == list(range(1, 9))
+    mirror = train(6, 10, fails=7)  # the checkpoint of step 9 is newer than any row that arrives
+    assert kept == list(range(1, 7 if rewinds else 9))
+    before = attempts
     mirror.close()
-    assert said == ["train.sinks: a sink failed: ConnectionError. metrics.jsonl has all rows."]
+    assert attempts == before, "training does not wait at its end for a sink that has failed"
+    assert (
+        said.pop()
+        == f"train.sinks: sink lacks the rows after step {6 if rewinds else 8}; rerunning the command writes them."
+    )
+    train(9, 11, fails=99).close()
+    assert rows == list(range(1, 12))
+    assert [text.startswith("train.sinks: sink keeps the rows that it has of steps 7 to 8;") for text in said] == (
+        [False] if rewinds else [True, False]
+    )
 
 
 def full_for_a_while(root: Path):
     """TensorBoard's rows on a disk without room from step 43 to 80, while the run's own files lie elsewhere."""
     said: list[str] = []
-    with tempfile.TemporaryDirectory() as own:
-        mirror = Mirror("tensorboard", partial(TensorBoardSink, root / "tensorboard"), Path(own), 0, 0, said.append)
+    with tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zaya_jax.train.mirror._PATIENCE", 0)
+        mirror = Mirror("tensorboard", partial(TensorBoardSink, root / "tensorboard"), Path(own), 0, 0, said.append,
+                        rewinds=True)  # fmt: skip
         for step in range(1, 121):
             if step == 43:
                 fill(root / "ballast")
@@ -158,9 +206,9 @@ def full_for_a_while(root: Path):
             if step % 20 == 0:
                 mirror.sync()
         mirror.close()
-    newest = max((root / "tensorboard").iterdir())
+    newest = max((root / "tensorboard").glob("events*"))
     steps = [event.step for event in events(newest) if event.summary.value]
-    return {"said": said, "steps": steps, "files": len(list((root / "tensorboard").iterdir()))}
+    return {"said": said, "steps": steps, "files": len(list((root / "tensorboard").glob("events*")))}
 
 
 def test_a_full_disk_costs_tensorboard_no_row(tmp_path):
@@ -179,6 +227,8 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     assert capsys.readouterr().out.count("train.sinks: tensorboard failed: ") == 1
     steps = [row["step"] for row in metric_rows(result.run_dir)]
     assert steps == list(range(1, total_steps(config) + 1))
+    (result.run_dir / "tensorboard").unlink()
+    assert_complete(run_training(config).run_dir)
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_compiled(tmp_path, monkeypatch):
@@ -218,6 +268,21 @@ def wandb_records(path: Path):
         if kind in (1, 4):  # whole, or a last part
             yield record
             record = b""
+
+
+def test_wandb_without_a_login_is_reported_before_anything_is_compiled(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs the extra `wandb`")
+    monkeypatch.setattr("zaya_jax.train.loop.make_programs", lambda config: pytest.fail("compiles"))
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    wandb.teardown()  # it has read the environment
+    for key in ("", "too short"):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        with pytest.raises(InputError, match="wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"):
+            run_training(change(small_run(tmp_path), {"train.sinks": ("wandb",)}))
+    wandb.teardown()
 
 
 def test_wandb_has_every_step_once_without_a_network(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.progress_sink import ProgressSink
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
-from zaya_jax.train.sinks import open_sinks, require_sinks
+from zaya_jax.train.sinks import open_sinks, require_login, require_sinks
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
 from zaya_jax.train.trainer import Trainer
@@ -187,6 +187,7 @@ def _checked_programs(config: Config) -> Programs:
         raise InputError("train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, or call "
                          "jax.config.update('jax_enable_x64', True) before anything else.")  # fmt: skip
     check_alike(f"{to_yaml(config)}\n{combine_thresholds()}")  # otherwise collectives would wait for each other
+    primary_first(lambda: require_login(config))
     programs = make_programs(config)
     programs.check()
     check_memory(programs)

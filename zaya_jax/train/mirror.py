@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import MetricSink, read_rows
 
@@ -16,23 +17,31 @@ class Mirror:
     """Passes the rows of a run to a sink. If the sink fails, it is opened again at a later checkpoint."""
 
     def __init__(
-        self, name: str, open_sink: Callable[[int], MetricSink], folder: Path, after: int, step: int,
-        say: Callable[[str], object],
+        self, name: str, open_sink: Callable[[int], MetricSink], folder: Path, first: int, step: int,
+        say: Callable[[str], object], *, rewinds: bool = False,
     ) -> None:  # fmt: skip
         """Open the sink.
 
         Args:
           name: of the sink, for messages.
-          open_sink: opens the sink after the given step; the sink drops what it has of later steps.
-          folder: the run folder, with all rows.
-          after: the last step whose row the sink has, and need not get again.
+          open_sink: opens the sink after the given step.
+          folder: the run folder, with all rows; `NAME/synced_step` in it has the last step that the sink has.
+          first: steps done before this run folder's first.
           step: the step that the run continues after.
           say: reports the first failure, and the end of failures.
+          rewinds: opening the sink after a step drops its later rows; other sinks keep them, and do not get them again.
         """
         self._name, self._open_sink, self._folder, self._say = name, open_sink, folder, say
         self._sink: MetricSink | None = None
-        self._safe, self._newest, self._fails, self._retry_at = after, step, False, 0.0
+        self._synced_file = folder / name / "synced_step"
+        self._safe = max(first, _read_step(self._synced_file))
+        self._newest, self._fails, self._retry_at = step, False, 0.0
         self._closing = False
+        if rewinds:
+            self._safe = min(self._safe, step)
+        elif self._safe > step:
+            say(f"train.sinks: {name} keeps the rows that it has of steps {step + 1} to {self._safe}; training repeats "
+                f"these steps, and only {METRICS} gets their new rows.")  # fmt: skip
         with self._failures_reported():
             self._open()
 
@@ -50,22 +59,29 @@ class Mirror:
         with self._failures_reported():
             (self._sink or self._open()).sync()
             self._safe = max(self._safe, self._newest)
+            self._record()
             if self._fails:
                 self._say(f"train.sinks: {self._name} works again and has all rows.")
             self._fails = False
         return ""
 
     def close(self) -> None:
-        """Write what is missing, and close the sink."""
-        self._closing, self._retry_at = True, 0.0
-        self.sync()
+        """Close the sink. One that has failed is not opened again, since the process may have to end soon."""
+        self._closing = True
+        if self._sink is not None:
+            self.sync()
         if self._sink is not None:
             with self._failures_reported():
                 self._sink.close()
+        if self._safe < self._newest:
+            self._say(
+                f"train.sinks: {self._name} lacks the rows after step {self._safe}; rerunning the command writes them."
+            )
 
     def _open(self) -> MetricSink:
         start = time.monotonic()
         try:
+            self._record()  # before the sink drops later rows
             sink = self._open_sink(self._safe)
         finally:
             self._retry_at = time.monotonic() + _PATIENCE * (time.monotonic() - start)
@@ -78,6 +94,10 @@ class Mirror:
             raise
         self._sink = sink
         return sink
+
+    def _record(self) -> None:
+        self._synced_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._synced_file, f"{self._safe}\n")
 
     def _missing(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Read the rows that the sink does not have."""
@@ -105,6 +125,12 @@ class Mirror:
                     rows = f"Training continues; {rows} zaya_jax tries {self._name} again after a later checkpoint."
                 self._say(f"train.sinks: {self._name} failed: {reason}. {rows}")
             self._fails = True
+
+
+def _read_step(path: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):  # without it, the sink gets all rows
+        return int(path.read_text(encoding="utf-8"))
+    return 0
 
 
 def scalars(row: dict[str, Any], prefix: str = "") -> dict[str, int | float]:

@@ -22,6 +22,14 @@ def require_sinks(config: Config) -> None:
                              f"with pip install 'zaya-jax[{name}]', or remove {name} from train.sinks.")  # fmt: skip
 
 
+def require_login(config: Config) -> None:
+    """Raise `InputError` if W&B would ask for a login; does nothing in processes other than the primary."""
+    if is_primary() and "wandb" in config.train.sinks:
+        from zaya_jax.train import wandb_sink
+
+        wandb_sink.require_login()
+
+
 def open_sinks(config: Config, folder: Path, step: int, first: int, disk: DiskGuard) -> list[MetricSink]:
     """Open the metric files of a run, and the sinks of `train.sinks` after them.
 
@@ -43,28 +51,18 @@ def open_sinks(config: Config, folder: Path, step: int, first: int, disk: DiskGu
         disk.say(
             f"No checkpoint covers the {counted(metrics.dropped, 'step')} in {METRICS}: restarting from the first step."
         )
-    mirrors = [_open_mirror(config, name, folder, step, first, metrics.dropped, disk) for name in config.train.sinks]
+    mirrors = [_open_mirror(config, name, folder, step, first, disk) for name in config.train.sinks]
     return [JsonlSink(metrics, timings), *mirrors]
 
 
-def _open_mirror(
-    config: Config, name: str, folder: Path, step: int, first: int, dropped: int, disk: DiskGuard
-) -> Mirror:
-    own = folder / name
-    # A sink that is added to a run that has trained gets the earlier rows, too.
-    has = step if own.exists() else first
-    if name == "tensorboard":
-
-        def open_sink(after: int) -> MetricSink:
+def _open_mirror(config: Config, name: str, folder: Path, step: int, first: int, disk: DiskGuard) -> Mirror:
+    def open_sink(after: int) -> MetricSink:
+        if name == "tensorboard":
             from zaya_jax.train.tensorboard_sink import TensorBoardSink
 
-            return TensorBoardSink(own, after)
-    else:
-        has += dropped if own.exists() else 0  # W&B keeps the steps after the checkpoint, which would be equal
+            return TensorBoardSink(folder / name, after)
+        from zaya_jax.train.wandb_sink import WandbSink
 
-        def open_sink(after: int) -> MetricSink:
-            from zaya_jax.train.wandb_sink import WandbSink
+        return WandbSink(folder / name, config)
 
-            return WandbSink(own, config)
-
-    return Mirror(name, open_sink, folder, has, step, disk.say)
+    return Mirror(name, open_sink, folder, first, step, disk.say, rewinds=name == "tensorboard")

@@ -24,7 +24,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, step: int) -> None:
         """Start a file of events in `folder` after `step`; TensorBoard drops the later steps of older files."""
         folder.mkdir(parents=True, exist_ok=True)
-        is_first = not any(folder.iterdir())
+        is_first = not any(folder.glob("events*"))
         # TensorBoard reads files in the order of their names, which start with the second.
         suffix = f".{time.time_ns()}"
         self._writer = EventsWriter(str(folder / "events"), suffix)

@@ -1,5 +1,6 @@
 """Metrics for Weights & Biases; `WANDB_MODE=offline` keeps them in the run folder for `wandb sync`."""
 
+import contextlib
 import importlib
 import os
 import secrets
@@ -7,13 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import Config, to_dict
+from zaya_jax.errors import InputError
 from zaya_jax.run.files import write_atomically
 from zaya_jax.train.mirror import scalars
 
 wandb: Any = importlib.import_module("wandb")  # an extra, which is not installed where types are checked
 
-_INIT_SECONDS = 30  # training waits for the server this long at its start
-_FINISH_SECONDS = 60  # and for the upload of the last rows at its end
+_SECONDS = 15  # training waits for the server this long at its start, and for the upload of the last rows at its end
+
+
+def require_login() -> None:
+    """Raise `InputError` without a login that W&B needs: on a terminal, `wandb.init` would wait for the keyboard."""
+    if wandb.run is not None or wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
+        return
+    with contextlib.suppress(wandb.Error):  # a key that cannot be one
+        if wandb.login(prompt=False, verify=False):
+            return
+    raise InputError("train.sinks has wandb, but W&B has no valid API key. Run `wandb login`, set WANDB_API_KEY, or "
+                     "set WANDB_MODE=offline to keep its files in the run folder.")  # fmt: skip
 
 
 class WandbSink:
@@ -30,7 +42,7 @@ class WandbSink:
         id_file = folder / "run_id"
         if not id_file.exists():
             write_atomically(id_file, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
-        settings = wandb.Settings(console="off", init_timeout=_INIT_SECONDS, finish_timeout=_FINISH_SECONDS,
+        settings = wandb.Settings(console="off", init_timeout=_SECONDS, finish_timeout=_SECONDS,
                                   finish_timeout_raises=False)  # fmt: skip
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "zaya_jax"), name=folder.parent.name, dir=folder.parent,
