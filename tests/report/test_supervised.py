@@ -9,7 +9,7 @@ from tests.report.browser_helpers import CHROMIUM, Page, look
 from zaya_jax.report.__main__ import main
 from zaya_jax.run.supervision import describe_nodes
 
-PHASES = [{"name": "one", "tokens": 10 * 128}, {"name": "two", "tokens": 10 * 128, "context": 64}]
+PHASES = [{"name": "one", "tokens": 10 * 128}, {"name": "two", "tokens": 10 * 128, "context": 16}]
 
 
 @pytest.mark.soak
