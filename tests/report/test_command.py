@@ -1,6 +1,7 @@
 """The command: where it writes, and what it says of input that it cannot use."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -79,6 +80,18 @@ def test_a_run_without_steps_is_named(content, run, capsys):
     if content is not None:
         path.write_bytes(content)
     assert "has no steps yet: metrics.jsonl is missing, empty or damaged." in refused([run], capsys)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read_is_named(run, capsys):
+    (run / "metrics.jsonl").chmod(0)
+    assert refused([run], capsys) == f"Error: {run / 'metrics.jsonl'}: Permission denied.\n"
+
+
+def test_paths_that_no_folder_can_have_are_named(run, capsys):
+    assert "is not a run folder" in refused(["~nobody_of_this_name/run"], capsys)
+    assert "must be a file in an existing" in refused([run, "--output", "~nobody_of_this_name/a.html"], capsys)
+    assert "File name too long." in refused(["x" * 300], capsys)
 
 
 def test_a_configuration_that_cannot_be_read_is_named(run, capsys):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import plotly.graph_objects
 import pytest
+import yaml
 
 from tests.report.browser_helpers import CHROMIUM, Page, look
 from tests.report.run_helpers import corpus_run, phased_run, supervised
@@ -186,10 +187,13 @@ def test_a_run_that_still_trains_is_reported(runs, tmp_path):
     ("summary.json", "{", "summary.json is not JSON"),
     ("changes.jsonl", '{"step": 1}\n', "changes.jsonl cannot be read"),
     ("evaluations/heldout-12.json", "[]", "heldout-12.json is damaged; its evaluation is not shown."),
-    ("summary.json", '{"samples": [{"prompt": 1}]}', "A part of this section (Evaluations and samples) is not shown"),
+    ("summary.json", '{"samples": [{"prompt": 1}]}', "A part of this section (Evaluations and samples) "
+     "could not be made; a file of the run may be damaged. KeyError: 'continuation'."),
     ("evaluations/a.json", '{"heldout": {"a": {"nats_per_token": [], "perplexity": "x"}}}',
-     "A part of this section (Evaluations and samples) is not shown"),
-    ("aegis/n/events.jsonl", '{"id": 1, "attempt": 1, "v": 1, "unix": 1}\n',
+     "A part of this section (Evaluations and samples) could not be made"),
+    ("evaluations/a.jsonl/file", "", "a.jsonl cannot be read: it is a folder, a pipe or a device"),
+    ("aegis/n/events.jsonl", '{"id": 1, "attempt": 1, "v": 1, "unix": 1}
+',
      "are damaged; goodput and faults are not shown."),
 ])  # fmt: skip
 def test_damage_costs_what_is_damaged_alone_and_is_said(name, content, said, runs, tmp_path):
@@ -220,6 +224,41 @@ def test_text_of_a_run_is_escaped(runs, tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     seen = page(run, tmp_path)
     assert [tag for tag, _ in seen.tags].count("script") == 3
-    assert all("&lt;script&gt;" in part or part.count("<script") == 0
-               for part in (tmp_path / "page.html").read_text().partition('id="figures"')[:1])  # fmt: skip
-    assert (tmp_path / "page.html").read_text().startswith(MARK)
+    text = (tmp_path / "page.html").read_text()
+    assert evil not in text
+    assert text.startswith(MARK)
+
+
+def test_names_are_no_markup_in_plots(runs, tmp_path):
+    names = ['<a href="https://x">', "a<b>c", "&lt;%{x}"]
+    escaped = ['&lt;a href="https://x">', "a&lt;b>c", "&amp;lt;&#37;{x}"]
+    run = copied(runs[1], tmp_path)
+    rows = read_rows(run / "metrics.jsonl")
+    for row in rows:
+        row["loss_by_source"] = row["grad_norm_by_role"] = dict.fromkeys(names, 1.0)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "aegis" / "node-1").rename(run / "aegis" / names[1])
+    page(run, tmp_path)
+    texts = [text for figure in figures(tmp_path / "page.html") for trace in figure["data"]
+             for text in (trace.get("name", ""), *(trace["y"] if trace["type"] == "bar" else ()))]  # fmt: skip
+    assert not [text for text in texts if "<" in text]
+    assert {*escaped, *(f"{name}, training" for name in escaped)} < set(texts)
+
+
+@pytest.mark.parametrize("source", ["x" * 300, "~nobody_of_this_name/run"])
+def test_a_parent_that_cannot_be_looked_for_is_no_error(source, runs, tmp_path):
+    run = copied(runs[0], tmp_path)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"init_from": source}))
+    page(run, tmp_path)
+    assert f"{source} has no config.yaml where the report looked for it." in (tmp_path / "page.html").read_text()
+
+
+def test_a_cell_of_damage_is_empty_and_costs_no_other(runs, tmp_path):
+    run = copied(runs[0], tmp_path)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["heldout_by_source"]["corpus"]["tokens"] = 10**400  # no float
+    (run / "summary.json").write_text(json.dumps(summary))
+    seen = page(run, tmp_path)
+    assert seen.cells("steps") == ["12 of 12"]
+    assert not [row for row in seen.rows if row and row[0] == "held-out bits/byte"]  # all cells are –

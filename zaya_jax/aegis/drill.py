@@ -22,6 +22,7 @@ from typing import Any
 from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.aegis.processes import die_with_parent
+from zaya_jax.aegis.report import supervisor_folders
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
@@ -35,7 +36,7 @@ from zaya_jax.run.goodput import Goodput, measure_goodput
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.options import training_parser
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import EVENTS, node_folders, read_events
+from zaya_jax.run.supervision import EVENTS, read_events
 
 CRASHES = ("sigkill", "sigsegv", "sigabrt", "exit1", "exit137", "exception")
 HANGS = ("wait", "global-lock", "sigstop")
@@ -93,7 +94,7 @@ class Drill:
         """Run both, and return the score-card, for JSON.
 
         Raises:
-          InputError: the folder exists, or the training command is invalid.
+          InputError: the folder exists, the training command is invalid, or a run left no events.
           RunStopped: a run did not finish.
         """
         if self.folder.exists():
@@ -133,7 +134,7 @@ class Drill:
             ).returncode  # fmt: skip
         if status:
             raise RunStopped(f"The {name} run ended with exit code {status}. See {log}.")
-        return read_events(node_folders(run_dir)[0] / EVENTS)
+        return read_events(supervisor_folders(run_dir)[0] / EVENTS)
 
     def _results(self, name: str, steps: int) -> tuple[object, bytes]:
         """Return the digests of all arrays of the last checkpoint, and the rows of metrics."""

@@ -6,7 +6,19 @@ from typing import Any
 
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
-from zaya_jax.run.supervision import AEGIS, EVENTS, describe_nodes
+from zaya_jax.run.supervision import AEGIS, EVENTS, describe_nodes, node_folders
+
+
+def supervisor_folders(run_dir: Path) -> list[Path]:
+    """Return the folder of each node that supervised the run.
+
+    Raises:
+      InputError: the run was not supervised.
+    """
+    folders = node_folders(run_dir)
+    if not folders:
+        raise InputError(f"{run_dir} was not run under aegis: it contains no {AEGIS}/NODE/{EVENTS}.")
+    return folders
 
 
 def describe_run(run_dir: Path) -> dict[str, Any]:
@@ -15,10 +27,8 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
     Raises:
       InputError: the run was not supervised.
     """
-    nodes = describe_nodes(run_dir)
-    if not nodes:
-        raise InputError(f"{run_dir} was not run under aegis: it contains no {AEGIS}/NODE/{EVENTS}.")
-    return nodes
+    supervisor_folders(run_dir)
+    return describe_nodes(run_dir)
 
 
 def format_report(run_dir: Path) -> str:

@@ -1,11 +1,12 @@
 """`python -m zaya_jax.report`: write a page that shows how runs went."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.errors import ExitCode, InputError, as_sentence, last_words
 from zaya_jax.run.files import write_atomically
 
 NAME = "report.html"  # of the page in a run folder
@@ -27,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sentence, status = last_words(error)
         print(sentence, file=sys.stderr)
         return status
+    except OSError as error:  # a file that may not be read
+        print(f"Error: {as_sentence(error)}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
     return ExitCode.OK
 
 
@@ -56,12 +60,13 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
 
     Raises:
       InputError: a run or file cannot be used; nothing is written.
+      OSError: a file may not be read; nothing is written.
     """
     if len(runs) > _MOST:
         raise InputError(f"{len(runs)} runs are named, but one page shows at most {_MOST}.")
     if output is None and len(runs) > 1:
         raise InputError("--output is missing: with several runs, name the HTML file to write.")
-    path = Path(runs[0]).expanduser() / NAME if output is None else Path(output).expanduser()
+    path = Path(os.path.expanduser(os.path.join(runs[0], NAME) if output is None else output))
     from zaya_jax.report.page import MARK, render
     from zaya_jax.report.subject import read_subjects
 

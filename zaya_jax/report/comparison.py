@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from zaya_jax.report.history import Line, scaled
-from zaya_jax.report.plot import Plot, Scale, color, evaluated, level, make_figure, noisy, trace
+from zaya_jax.report.plot import Plot, Scale, color, evaluated, level, make_figure, noisy, plain, trace
 from zaya_jax.report.subject import Subject
 from zaya_jax.run.folder import METRICS, TIMINGS
 
@@ -156,7 +156,7 @@ def _label(subject: Subject, subjects: Sequence[Subject]) -> str:
 
 def _mark(steps: Sequence[int], name: str, hue: str, symbol: str, run: int) -> dict[str, Any]:
     return {"type": "scatter", "mode": "markers", "x": list(steps), "y": [0.97] * len(steps), "yaxis": "y2",
-            "name": name, "meta": {"run": run}, "marker": {"symbol": symbol, "size": 10, "color": hue},
+            "name": plain(name), "meta": {"run": run}, "marker": {"symbol": symbol, "size": 10, "color": hue},
             "hoverinfo": "x+name"}  # fmt: skip
 
 

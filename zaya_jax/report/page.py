@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from zaya_jax.report.plot import Plot
 from zaya_jax.report.sections import Text, make_sections
-from zaya_jax.report.subject import Subject
+from zaya_jax.report.subject import Subject, Warn, make_or
 from zaya_jax.report.tables import overview
 from zaya_jax.run.table import Table
 
@@ -32,7 +32,8 @@ def render(subjects: Sequence[Subject], config: str | None = None) -> str:
     """
     sections = make_sections(subjects, config)
     plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
-    data = {"figures": [plot.figure for plot in plots], "axes": [subject.axes for subject in subjects]}
+    axes = [make_or({}, lambda subject: subject.axes, subject) for subject in subjects]
+    data = {"figures": [plot.figure for plot in plots], "axes": axes}
     figures = json.dumps(data, allow_nan=False, separators=(",", ":"), default=list)
     scripts = [get_plotlyjs(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     environment = jinja2.Environment(
@@ -42,10 +43,16 @@ def render(subjects: Sequence[Subject], config: str | None = None) -> str:
     for name, kind in (("plot", Plot), ("table", Table), ("text", Text)):
         environment.tests[name] = lambda block, kind=kind: isinstance(block, kind)
     return environment.get_template("page.html.j2").render(
-        mark=MARK, subjects=subjects, overview=overview(subjects), sections=sections, scripts=scripts,
+        mark=MARK, subjects=subjects, warnings=list(map(_warnings, subjects)), overview=overview(subjects),
+        sections=sections, scripts=scripts,
         hashes=[_hash(script) for script in scripts], made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         figures=figures.replace("<", "\\u003c"),
     )  # fmt: skip
+
+
+def _warnings(subject: Subject) -> list[Warn]:
+    unknown = Warn("failed", "The warnings about this run could not be made; a file of the run may be damaged.")
+    return make_or([unknown], lambda subject: subject.warnings, subject)
 
 
 def _hash(script: str) -> str:

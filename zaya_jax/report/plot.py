@@ -38,6 +38,11 @@ def color(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
+def plain(name: str) -> str:
+    """Escape a name that a run gives, in which plotly would read tags, entities and variables."""
+    return name.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "&#37;{")
+
+
 def trace(line: Line, name: str, hue: str, run: int, /, **options: Any) -> dict[str, Any]:
     """Make a line without smoothing.
 
@@ -50,8 +55,8 @@ def trace(line: Line, name: str, hue: str, run: int, /, **options: Any) -> dict[
     """
     xs, ys = thin(line.steps, line.values)
     style = {"color": hue, "width": 2} | options.pop("line", {})
-    return {"type": "scatter", "mode": "lines", "x": xs, "y": list(map(significant, ys)), "name": name, "line": style,
-            "meta": {"run": run}, **options}  # fmt: skip
+    return {"type": "scatter", "mode": "lines", "x": xs, "y": list(map(significant, ys)), "name": plain(name),
+            "line": style, "meta": {"run": run}, **options}  # fmt: skip
 
 
 def noisy(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[dict[str, Any]]:
@@ -77,7 +82,8 @@ def evaluated(line: Line, name: str, hue: str, run: int) -> dict[str, Any]:
 def level(line: Line, value: float, name: str, dash: str, run: int) -> dict[str, Any]:
     """Make a horizontal line that is as long as `line`."""
     return {"type": "scatter", "mode": "lines", "x": [line.steps[0], line.steps[-1]], "y": [significant(value)] * 2,
-            "name": name, "line": {"color": "#222", "width": 1.5, "dash": dash}, "meta": {"run": run}}  # fmt: skip
+            "name": plain(name), "line": {"color": "#222", "width": 1.5, "dash": dash},
+            "meta": {"run": run}}  # fmt: skip
 
 
 def make_figure(

@@ -1,13 +1,12 @@
 """The sections of the page, in order."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import as_sentence
 from zaya_jax.report import comparison, settings, single, tables
 from zaya_jax.report.plot import Plot
-from zaya_jax.report.subject import Subject
+from zaya_jax.report.subject import DAMAGE, Subject
 from zaya_jax.run.folder import CONFIG
 from zaya_jax.run.table import Table
 
@@ -87,9 +86,9 @@ def _blocks(title: str, makers: Iterable[Callable[[], Any]]) -> Iterator[Block]:
     for make in makers:
         try:
             blocks = list(_flat(make()))
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-            blocks = [f"A part of this section ({title}) is not shown, since a file of the run is damaged: "
-                      f"{as_sentence(error)}"]  # fmt: skip
+        except DAMAGE as error:
+            blocks = [f"A part of this section ({title}) could not be made; a file of the run may be damaged. "
+                      f"{type(error).__name__}: {as_sentence(error)}"]  # fmt: skip
         for block in blocks:
             if not isinstance(block, Table) or block.rows or block.remarks:
                 yield block
@@ -111,4 +110,4 @@ def _samples(subject: Subject) -> list[Text]:
 
 
 def _config(subject: Subject) -> Text:
-    return Text(CONFIG, (Path(subject.path) / CONFIG).read_text(encoding="utf-8"))
+    return Text(CONFIG, (subject.path / CONFIG).read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """Tables of settings: what differs between runs, and from the run or file that a run started from."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def differences(title: str, settings: Mapping[str, Mapping[str, Any]]) -> Table:
 def _run_folder(source: str) -> Path | None:
     """Return the run folder in RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP; None if it is not there."""
     for text in (source, source.rpartition("@")[0]):
-        folder = Path(text).expanduser()
+        folder = Path(os.path.expanduser(text))
         folder = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
-        if text and (folder / CONFIG).exists():
+        if text and os.path.exists(folder / CONFIG):  # unlike Path.exists, never raises
             return folder
     return None

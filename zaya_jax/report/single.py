@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noisy
+from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noisy, plain
 from zaya_jax.report.series import significant
 from zaya_jax.report.subject import Subject
 from zaya_jax.run.folder import METRICS
@@ -114,7 +114,7 @@ def goodput(subject: Subject) -> Plot | str:
     """Plot where the time of each supervised node went."""
     if not subject.nodes:
         return f"Goodput is not shown: {subject.name} was not run under python -m zaya_jax.aegis run."
-    names = list(subject.nodes)
+    names = list(map(plain, subject.nodes))
     buckets = dict.fromkeys(bucket for node in subject.nodes.values() for bucket in node["goodput"]["buckets"])
     traces = []
     for index, bucket in enumerate(buckets):

@@ -2,24 +2,28 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from zaya_jax.config import flatten_keys, from_dict
 from zaya_jax.config.stages import total_steps
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, as_sentence
 from zaya_jax.report.history import History, Line, scaled
 from zaya_jax.report.series import POINTS, significant
 from zaya_jax.run.checkpoints import Checkpoint
-from zaya_jax.run.files import read_object
+from zaya_jax.run.files import read_object, require_regular
 from zaya_jax.run.folder import CONFIG, METRICS, SUMMARY, TIMINGS, read_config
 from zaya_jax.run.metrics import parse_row
 from zaya_jax.run.run import Run, open_run
 from zaya_jax.run.status import KILLED, STOPPED, Status
 from zaya_jax.run.supervision import AEGIS, describe_nodes
 
+T = TypeVar("T")
+
+# What code raises whose file is damaged or may not be read.
+DAMAGE = (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError, OSError, RuntimeError)
 _EVALUATIONS = "evaluations"  # folder in a run folder
 
 
@@ -139,6 +143,14 @@ class Subject:
         return lines
 
 
+def make_or(default: T, make: Callable[[Subject], T], subject: Subject) -> T:
+    """Return what `make` returns for a run; `default` if a damaged file prevents it."""
+    try:
+        return make(subject)
+    except DAMAGE:
+        return default
+
+
 def flatten_settings(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a configuration with dots, such as 'phases.train.tokens'."""
     return dict(flatten_keys({**tree, "phases": {phase["name"]: phase for phase in tree["phases"]}}))
@@ -171,13 +183,17 @@ def _read(run: Run, index: int, name: str) -> Subject:
         problems.append(str(error))
     evaluations = list[tuple[str, dict[str, Any]]]()
     for path in sorted((folder / _EVALUATIONS).glob("*.json*")):
-        records = _records(path)
+        try:
+            records = _records(path)
+        except (OSError, InputError) as error:
+            problems.append(as_sentence(error))
+            continue
         evaluations += [(path.name, record) for record in records]
         if not records:
             problems.append(f"{path} is damaged; its evaluation is not shown.")
     try:
         nodes = describe_nodes(folder)
-    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
+    except DAMAGE:
         problems.append(f"The supervisor's files in {folder / AEGIS} are damaged; goodput and faults are not shown.")
         nodes = {}
     evaluations.sort(key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
@@ -190,6 +206,7 @@ def _read(run: Run, index: int, name: str) -> Subject:
 def _records(path: Path) -> list[dict[str, Any]]:
     """Read the record, or the records by step, of a file of evaluations."""
     if path.suffix == ".jsonl":
+        require_regular(path)
         rows = (parse_row(line) for line in path.read_bytes().splitlines(keepends=True))
         return [row for row in rows if row is not None]
     record = _object(path, [])

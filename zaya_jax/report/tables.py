@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zaya_jax.config.checks import counted
-from zaya_jax.report.subject import Subject
+from zaya_jax.report.subject import Subject, make_or
 from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity
 
 _MOST = 200  # rows of a table
@@ -15,7 +15,7 @@ _PARAMS = "params."  # how the names of parameters start in a checkpoint
 
 def overview(subjects: Sequence[Subject]) -> Table:
     """Say how the runs went, in one table."""
-    rows = [[label, *(cell(subject) for subject in subjects)] for label, cell in _OVERVIEW.items()]
+    rows = [[label, *(make_or(NONE, cell, subject) for subject in subjects)] for label, cell in _OVERVIEW.items()]
     return Table("", ["", *(subject.name for subject in subjects)], [row for row in rows if set(row[1:]) != {NONE}])
 
 

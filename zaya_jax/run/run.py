@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def open_run(path: str | Path) -> Run:
     Raises:
       InputError: the folder is not a run folder.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # unlike Path.expanduser, never raises
     if not any((folder / name).exists() for name in (CONFIG, CHECKPOINTS)):
         raise InputError(f"{path} is not a run folder: it contains neither {CONFIG} nor {CHECKPOINTS}/.")
     return Run(folder)
