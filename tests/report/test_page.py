@@ -250,7 +250,7 @@ def test_a_parent_that_cannot_be_looked_for_is_no_error(source, runs, tmp_path):
     config = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(config | {"init_from": source}))
     page(run, tmp_path)
-    assert f"{source} has no config.yaml where the report looked for it." in (tmp_path / "page.html").read_text()
+    assert f"{source} has no config.yaml, so its settings are unknown." in (tmp_path / "page.html").read_text()
 
 
 def test_a_cell_of_damage_is_empty_and_costs_no_other(runs, tmp_path):
