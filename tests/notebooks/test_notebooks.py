@@ -10,7 +10,7 @@ from tests.notebook_helpers import ROOT, clean, execute, read_notebook
 
 # test_model_tour.py runs the tour.
 NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem != "model_tour")
-TRAINED = {"muon", "router"}  # what they print is measured after training, and differs between CPUs
+TRAINED = {"finetune", "muon", "router"}  # what they print is measured after training, and differs between CPUs
 SLOW = {*TRAINED, "cca", "context_parallelism"}
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
