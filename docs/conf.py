@@ -26,7 +26,8 @@ extensions = [
 ]
 root_doc = "docs/index"
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "notebooks/*.ipynb"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "notebooks/README.md",
+                    "notebooks/*.ipynb"]  # fmt: skip
 exclude_patterns = [".*", "build", "data", "runs", "tests", "zaya_jax", "pallas_kernels", "benchmarks", "configs"]
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types of other libraries, whose sites are not read
