@@ -22,7 +22,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
             patch.setenv(name, folder)
-        # Without a backend of its own choice, the kernel draws into the notebook; `toy.py` sets flags of its own.
+        # Without MPLBACKEND, the kernel draws into the notebook; without XLA_FLAGS, `toy.py` sets its flags.
         kernel = {name: value for name, value in os.environ.items() if name not in {"MPLBACKEND", "XLA_FLAGS"}}
         kernel |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         NotebookClient(

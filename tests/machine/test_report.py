@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from tests.browser_helpers import CHROMIUM, Page
 from zaya_jax.machine import comparison, context
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.describe import describe_machine
@@ -17,7 +17,6 @@ from zaya_jax.machine.result import describe_run
 from zaya_jax.run.table import number
 
 ROOT = Path(__file__).parents[2]
-CHROMIUM = Path("/usr/bin/chromium")
 
 
 def header(benchmark: str, device: str = "cpu") -> dict:
@@ -145,31 +144,10 @@ def page(results, tmp_path_factory) -> Path:
     return folder / "report.html"
 
 
-class Elements(HTMLParser):
-    """The tags of a page with their attributes, and the cells of its rows."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.rows: list[list[str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_data(self, data):
-        if self.tags and self.tags[-1][0] in ("td", "th"):
-            self.rows[-1][-1] += data.strip()
-
-
 def test_every_result_has_a_section_with_tables(page, results):
     assert results.keys() == set(VERBS)
     text = page.read_text()
-    elements = Elements(text)
+    elements = Page(text)
     links = [attributes["href"] for tag, attributes in elements.tags if tag == "a"]
     targets = {f"#{attributes['id']}" for tag, attributes in elements.tags if "id" in attributes}
     assert set(links) == targets
@@ -203,7 +181,7 @@ def test_every_result_has_a_section_with_tables(page, results):
     ["8,192", "ring", "-0.91", "-0.96"],
 ])  # fmt: skip
 def test_values_are_shown_in_readable_units(row, page):
-    assert row in Elements(page.read_text()).rows
+    assert row in Page(page.read_text()).rows
 
 
 def test_numbers_have_three_digits():
@@ -222,7 +200,7 @@ def test_what_failed_is_shown_first(page):
 
 
 def test_the_page_loads_nothing(page):
-    tags = Elements(page.read_text()).tags
+    tags = Page(page.read_text()).tags
     loaded = [attributes["src"] for _, attributes in tags if "src" in attributes]
     assert all(source.startswith("data:image/png;base64,") for source in loaded)
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in tags}
@@ -249,7 +227,7 @@ def test_results_with_nothing_to_plot_have_no_plot(results, tmp_path):
     assert main(["report", str(write(tmp_path, {"gemm": gemm}))]) == 0
     text = (tmp_path / "report.html").read_text()
     assert "<img" not in text
-    assert {"64 tokens"} <= {row[0] for row in Elements(text).rows}
+    assert {"64 tokens"} <= {row[0] for row in Page(text).rows}
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -322,7 +300,7 @@ def test_a_browser_shows_every_plot_and_tables_scroll(width, page, tmp_path):
              f"--window-size={width},900"]  # fmt: skip
     done = subprocess.run([CHROMIUM, *flags, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=120,
                           stdin=subprocess.DEVNULL, check=True)  # fmt: skip
-    body = next(attributes for tag, attributes in Elements(done.stdout).tags if tag == "body")
+    body = next(attributes for tag, attributes in Page(done.stdout).tags if tag == "body")
     seen = json.loads(body["data-probe"])
     assert len(seen["images"]) == 5
     assert all(size > 100 for size in seen["images"])

@@ -8,7 +8,7 @@ import plotly.graph_objects
 import pytest
 import yaml
 
-from tests.report.browser_helpers import CHROMIUM, Page, look
+from tests.browser_helpers import CHROMIUM, Page, look
 from tests.report.run_helpers import corpus_run, phased_run, supervised
 from zaya_jax.report.__main__ import main
 from zaya_jax.report.page import MARK

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.aegis.real_helpers import Run
-from tests.report.browser_helpers import CHROMIUM, Page, look
+from tests.browser_helpers import CHROMIUM, Page, look
 from zaya_jax.report.__main__ import main
 from zaya_jax.run.supervision import describe_nodes
 

@@ -11,7 +11,7 @@ from zaya_jax.config.table import Table
 
 
 def override_keys(tree: Mapping[str, Any], cls: Any = Config, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key that has a value of its own, such as `train.batch.tokens`, and the type of its value.
+    """Yield each leaf key, such as `train.batch.tokens`, and the type of its value.
 
     Args:
       tree: a configuration as `to_dict` returns it, for the names of phases and sources; {} leaves these out.

@@ -8,12 +8,12 @@ from zaya_jax.report.history import Line
 from zaya_jax.report.series import significant, thin
 from zaya_jax.run.plot import FAINT, smoothed
 
-# A color means the same run, source or role in all plots. The first ones are told apart by color-blind readers.
+# A color means the same run, source or role in all plots. Color-blind readers can distinguish the first ones.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a", "#8c6d31", "#b3261e",
           "#c4c4c4")  # fmt: skip
 _PARTS = 50  # parts of a run that a smoothed line is a mean over
 _ROW, _LEGEND = 20, 240  # pixels of a name in the legend, and of the highest legend
-_MARKERS = 60  # that can be told apart
+_MARKERS = 60  # at most, so that they stay distinguishable
 _HEIGHT = 350  # pixels of a plot without its legend
 
 Scale = Literal["data", "zero", "log"]
