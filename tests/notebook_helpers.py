@@ -26,7 +26,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
         kernel = {name: value for name, value in os.environ.items() if name not in {"MPLBACKEND", "XLA_FLAGS"}}
         kernel |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         NotebookClient(
-            notebook, kernel_name="python3", timeout=300, record_timing=False,
+            notebook, kernel_name="python3", timeout=300, record_timing=False, coalesce_streams=True,
             resources={"metadata": {"path": str(path.parent)}},
         ).execute(env=kernel)  # fmt: skip
     return notebook
