@@ -51,6 +51,6 @@ def refused_to_load(path: Path, *overrides: str) -> str:
     with pytest.raises(InputError) as caught:
         load_config(path, overrides)
     message = str(caught.value)
-    assert message.endswith("."), "a full sentence"
+    assert message.endswith((".", "?")), "a full sentence"
     assert "\n" not in message
     return message

@@ -1,9 +1,11 @@
 """One name for all commands: each runs its module with the same arguments, in the same process."""
 
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -38,9 +40,30 @@ def test_the_help_names_every_command(asked, capsys, monkeypatch):
 
 def test_an_unknown_command_is_told_with_the_nearest(capsys):
     assert main(["trian"]) == 2
-    assert "no command 'trian'. Did you mean train? Its commands are train, data" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("Error: zaya has no command 'trian'. Did you mean train? Its commands are train, data")
     assert main(["xyzzy"]) == 2
     assert "mean" not in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zaya_jax {version('zaya_jax')}\n"
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["train", "configs/tiny.yaml"], "the configuration is missing; name it with --config configs/tiny.yaml"),
+    (["train", "seed=1"], "the configuration is missing; name it with --config FILE"),
+    (["train", "--config", "configs/tiny.yaml", "--dyr-run"], "arguments: --dyr-run. Did you mean --dry-run?"),
+    (["generate", "runs/tiny", "--promt", "def "], "Did you mean --prompt?"),
+    (["data", "prepare", "--input", "a", "--tokenizer", "b", "--output", "c", "--wrkers=1"], "Did you mean --workers?"),
+])  # fmt: skip
+def test_a_misspelt_command_line_is_told_with_what_was_meant(arguments, said, capsys):
+    command, *rest = arguments
+    module = importlib.import_module({"train": "zaya_jax.main"}.get(command, f"zaya_jax.{command}.__main__"))
+    with pytest.raises(SystemExit, match="2"):
+        module.main(rest)
+    assert said in capsys.readouterr().err
 
 
 def test_the_exit_status_and_the_message_are_those_of_the_command():

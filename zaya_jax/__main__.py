@@ -3,8 +3,9 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 
+from zaya_jax import __version__
+from zaya_jax.errors import did_you_mean
 from zaya_jax.run.signals import warn
 
 # The arguments of `python -m`, and what the command does.
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None, replace: Callable[[str, list[st
       replace: replaces this process by a program with arguments.
 
     Returns:
-      The exit status without a command to run: 0 for the help, 2 for an unknown command.
+      The exit status without a command to run: 0 for the help and the version, 2 for an unknown command.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for candidates
         from zaya_jax.completion import complete
@@ -41,10 +42,12 @@ def main(arguments: Sequence[str] | None = None, replace: Callable[[str, list[st
     if command in {"-h", "--help"}:
         print(_help())
         return 0
+    if command == "--version":
+        print(f"zaya_jax {__version__}")
+        return 0
     if command not in COMMANDS:
-        near = get_close_matches(command, COMMANDS, 1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        warn(f"zaya has no command {command!r}.{meant} Its commands are {', '.join(COMMANDS)}.")
+        meant = did_you_mean(command, COMMANDS)
+        warn(f"Error: zaya has no command {command!r}.{meant} Its commands are {', '.join(COMMANDS)}.")
         return _BAD_INPUT
     replace(sys.executable, [sys.executable, "-m", *COMMANDS[command][0], *rest])
     return 0
@@ -59,8 +62,9 @@ Pretrain, extend, fine-tune, inspect, evaluate and export ZAYA1 models.
 commands:
 {rows}
 
-`zaya COMMAND --help` describes a command. Each is a module: `zaya generate` is `python -m zaya_jax.generate`, and
-`zaya train` is `python -m zaya_jax.main`. For Tab completion in bash, run: eval "$(register-python-argcomplete zaya)"
+`zaya COMMAND --help` describes a command, and `zaya --version` prints the version. Each is a module: `zaya generate` is
+`python -m zaya_jax.generate`, and `zaya train` is `python -m zaya_jax.main`. For Tab completion in bash, run:
+eval "$(register-python-argcomplete zaya)"
 
 examples:
   zaya train --config configs/tiny.yaml

@@ -1,7 +1,9 @@
 """Errors that end a command with one sentence, and the exit codes of commands."""
 
+import difflib
 import enum
 import errno
+from collections.abc import Iterable
 
 
 class ExitCode(enum.IntEnum):
@@ -58,6 +60,22 @@ def last_words(error: BaseException) -> tuple[str, int]:
 def is_disk_full(error: BaseException) -> bool:
     """Return whether a write failed because the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+_ALIKE = 0.68  # cutoff of difflib: above it 'tiny.yaml' is like 'configs/tiny.yaml', but 'tpu' not like 'cpu'
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "", suffix: str = "") -> str:
+    """Return ' Did you mean X?' for the known name that is most like a misspelt one; '' if none is.
+
+    Args:
+      name: the misspelt name.
+      known: all names that exist.
+      prefix: what the answer has before the name.
+      suffix: what the answer has after it.
+    """
+    near = difflib.get_close_matches(name[:200], list(known), n=1, cutoff=_ALIKE)
+    return f" Did you mean {prefix}{near[0]}{suffix}?" if near else ""
 
 
 def as_sentence(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
-from zaya_jax.run.options import training_parser
+from zaya_jax.run.options import parse_training
 from zaya_jax.run.progress_record import Phase, record_from_environment
 from zaya_jax.run.supervised import end_with_supervisor
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status, see `ExitCode`.
     """
-    options, process = training_parser().parse_intermixed_args(arguments), _Process()
+    options, process = parse_training(arguments), _Process()
     end_with_supervisor()
     with Listener(process.stop):
         try:
@@ -77,6 +77,8 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
                          progress)  # fmt: skip
     result = run_training(config, process.peers, progress)
     progress.enter(Phase.FINISH)
+    if is_primary() and config.sample.tokens:
+        print("Continuing the sample prompt")
     text = report(config, result)
     if is_primary():
         print(text)

@@ -129,7 +129,7 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     assert "extends itself" in refused_to_load(tmp_path / "a.yaml")
     assert "extends itself" in refused_to_load(written(tmp_path, "extends: ./run.yaml\n"))
     assert "must be the path" in refused_to_load(written(tmp_path, "extends: [a.yaml]\n"))
-    assert "none.yaml cannot be read" in refused_to_load(written(tmp_path, "extends: none.yaml\n"))
+    assert "none.yaml does not exist" in refused_to_load(written(tmp_path, "extends: none.yaml\n"))
 
 
 @pytest.mark.parametrize(("override", "said"), [
@@ -138,7 +138,7 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     ("optimizer.muon.learning_rat=1", "Did you mean optimizer.muon.learning_rate?"),
     ("model.zzz=1", "The key model.zzz is unknown. Allowed keys: vocab_size, "),
     ("extends=x", "The key extends is unknown"),
-    ("train.compute_dtype=bfloat1", "must be one of float32, bfloat16, float64 (did you mean bfloat16?)"),
+    ("train.compute_dtype=bfloat1", "must be one of float32, bfloat16, float64. Did you mean bfloat16?"),
     ("preset=tpu", "preset is 'tpu', but must be one of cpu, mi300x, mi355x, h100, h200."),  # none is near
     ("model.layer_pattern=[full, slidng]", "model.layer_pattern.1 is 'slidng'"),
     ("data.suffixes=[.py, 3]", "data.suffixes.1 is 3 (a whole number)"),
@@ -241,7 +241,7 @@ def test_a_wrong_file_is_named(tmp_path, text, said):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
-    assert "nothing.yaml cannot be read: No such file" in refused_to_load(tmp_path / "nothing.yaml")
+    assert "nothing.yaml does not exist." in refused_to_load(tmp_path / "nothing.yaml")
     assert "cannot be read: Is a directory" in refused_to_load(tmp_path)
     path = tmp_path / "latin.yaml"
     path.write_bytes("run_dir: caf\xe9\n".encode("latin-1"))

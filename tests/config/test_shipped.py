@@ -41,7 +41,7 @@ def test_a_file_of_the_current_folder_comes_first(tmp_path):
 @pytest.mark.parametrize("name", ["configs/tny.yaml", "tiny.yaml", "configs/../configs/tiny.yml"])
 def test_a_name_that_is_nowhere_is_refused_with_the_nearest_and_all_there_are(name):
     said = refused_to_load(name)
-    assert f"The configuration {name} cannot be read" in said
+    assert f"The configuration {name} does not exist." in said
     assert "Did you mean configs/tiny.yaml?" in said
     assert said.endswith(f"zaya_jax ships {', '.join(shipped_names())}.")
 
@@ -52,6 +52,11 @@ def test_a_suite_that_is_nowhere_is_refused_with_the_suites():
 
 
 def test_a_path_does_not_leave_the_shipped_folder(tmp_path):
-    assert "cannot be read" in refused_to_load("configs/../__init__.py")
+    assert "does not exist" in refused_to_load("configs/../__init__.py")
+
+
+def test_a_misspelt_file_of_the_user_is_refused_with_the_nearest(tmp_path):
+    (tmp_path / "mine.yaml").write_text("run_dir: runs/mine")
+    assert f"Did you mean {tmp_path}/mine.yaml?" in refused_to_load(f"{tmp_path}/mine.yml")
     (tmp_path / "configs").mkdir()
     assert "Is a directory" in refused_to_load("configs")

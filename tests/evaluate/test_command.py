@@ -90,7 +90,7 @@ def test_training_and_text_need_no_lm_eval():
         (["RUN", "--text", "EMPTY"], "is empty"),
         (["RUN", "--text", "EMPTY/x"], "cannot be read"),
         (["RUN", "--tasks", "a", "--config", "b"], "--tasks and --config"),
-        (["RUN", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["RUN", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["RUN", "--tasks", "a,,b"], "--tasks is 'a,,b', but must be names of tasks"),
         (["RUN", "--tasks", "a,b,a"], "--tasks is 'a,b,a', but must be names of tasks"),
         (["RUN", "--limit", "3"], "--limit is only for tasks"),

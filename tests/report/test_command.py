@@ -41,8 +41,8 @@ def test_the_page_lies_in_the_run_and_is_replaced_by_the_next(run, capsys):
 
 def test_input_that_cannot_be_used_is_named_and_nothing_is_written(run, tmp_path, capsys):
     files = sorted(tmp_path.rglob("*"))
-    assert "is not a run folder: it contains neither config.yaml" in refused([tmp_path / "none"], capsys)
-    assert "is not a run folder" in refused([run / "metrics.jsonl"], capsys)
+    assert f"{tmp_path / 'none'} does not exist." in refused([tmp_path / "none"], capsys)
+    assert "is not a run folder: it contains neither config.yaml" in refused([run / "metrics.jsonl"], capsys)
     assert "--output is missing: with several runs" in refused([run, run], capsys)
     assert "A run is named twice." in refused([run, run, "--output", tmp_path / "a.html"], capsys)
     assert "9 runs are named, but one page shows at most 8." in refused([run] * 9, capsys)
@@ -89,7 +89,7 @@ def test_a_file_that_may_not_be_read_is_named(run, capsys):
 
 
 def test_paths_that_no_folder_can_have_are_named(run, capsys):
-    assert "is not a run folder" in refused(["~nobody_of_this_name/run"], capsys)
+    assert "run does not exist." in refused(["~nobody_of_this_name/run"], capsys)
     assert "must be a file in an existing" in refused([run, "--output", "~nobody_of_this_name/a.html"], capsys)
     assert "File name too long." in refused(["x" * 300], capsys)
 

@@ -101,10 +101,12 @@ def test_a_checkpoint_is_named_by_its_run_by_itself_or_by_its_phase(run):
     ("path", "said"),
     [
         ("{run}@two", "but the finished phases of .* are: one"),
-        ("{run}/nowhere", "must be a run folder with a checkpoint"),
-        ("{run}/nowhere@one", "the finished phases of .* are: none"),
-        ("{run}/checkpoints", "must be a run folder"),
-        ("{run}/checkpoints/7", "must be a run folder"),
+        ("{run}@onne", r"are: one\. Did you mean .*@one\?"),
+        ("{run}/nowhere", r"init_from is '.*/nowhere', which does not exist\.$"),
+        ("{run}/nowhere@one", r"init_from is '.*/nowhere@one', but .*/nowhere does not exist\.$"),
+        ("{run}/checkpoint/1", r"which does not exist\. Did you mean .*/checkpoints/1\?"),
+        ("{run}/checkpoints", "must be a run folder with a checkpoint"),
+        ("{run}/checkpoints/7", "which does not exist"),
     ],
 )
 def test_what_names_none_is_refused(run, path, said):

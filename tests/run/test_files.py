@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import locked, partial_name, read_json, write_atomically
+from zaya_jax.run.files import locked, partial_name, read_json, require_existing, write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
 HOLDER = """
@@ -84,6 +84,21 @@ def test_json_that_cannot_be_read_is_named(tmp_path):
     os.mkfifo(path)
     with pytest.raises(InputError, match=r"a\.json cannot be read: it is a folder, a pipe"):
         read_json(path)
+
+
+@pytest.mark.parametrize(("missing", "meant"), [
+    ("runs/tinny", "runs/tiny"), ("run/tiny", "runs/tiny"), ("runs/xyzzy", ""), ("runs/tinny/none", ""),
+    ("runs/tiny/config.yml", "runs/tiny/config.yaml"), ("x/y/z", ""),
+])  # fmt: skip
+def test_a_missing_path_is_named_with_the_one_that_was_meant(tmp_path, monkeypatch, missing, meant):
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path(), tmp_path):
+        require_existing(folder / "runs" / "tiny", "It")
+        with pytest.raises(InputError) as caught:
+            require_existing(folder / missing, "It")
+        assert str(caught.value) == "It does not exist." + (f" Did you mean {folder / meant}?" if meant else "")
 
 
 def test_a_reader_and_a_kill_see_a_whole_file(tmp_path, begin):

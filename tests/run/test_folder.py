@@ -27,6 +27,7 @@ from zaya_jax.run.folder import (
     claim_run,
     lock_run,
     record_changes,
+    run_folder,
 )
 
 SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "parallel": ParallelConfig}
@@ -52,6 +53,21 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path):
     with lock_run(config):
         assert not [path for path in folder.iterdir() if path.name.endswith(".partial")]
         assert (folder / "notes.txt").exists()
+
+
+def test_a_refused_run_leaves_no_new_folder_and_every_other_as_it_was(tmp_path):
+    config = small_run(tmp_path)
+    folder = run_folder(config)
+    with pytest.raises(InputError, match="refused"), lock_run(config):
+        raise InputError("refused")
+    assert not folder.exists()
+    folder.mkdir()
+    with lock_run(config):
+        pass
+    assert folder.exists()
+    with claimed(config):
+        pass
+    assert (folder / "config.yaml").exists()
 
 
 def leaves(tree, where=""):

@@ -104,7 +104,7 @@ def test_a_terminal_shows_a_bar_that_goes_away_and_the_line_stays(monkeypatch):
 
 def test_a_terminal_shows_which_item_is_being_done_of_how_many(monkeypatch, capsys):
     assert list(track("compiling", range(3), str)) == [0, 1, 2]
-    assert capsys.readouterr() == ("", "")  # not a terminal
+    assert capsys.readouterr() == ("", "compiling 0\ncompiling 1\ncompiling 2\n")  # not a terminal
     with terminal(monkeypatch) as read_until:
         items = track("compiling", ["main", "decay"], "phase {}".format)
         assert next(items) == "main"

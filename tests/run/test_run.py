@@ -57,8 +57,10 @@ def test_all_of_a_run_is_read_without_jax(tmp_path):
 
 
 def test_a_folder_without_a_run_and_a_run_without_files_are_told_apart(tmp_path):
-    with pytest.raises(InputError, match=r"nowhere is not a run folder"):
+    with pytest.raises(InputError, match=r"nowhere does not exist\.$"):
         open_run(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"is not a run folder"):
+        open_run(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     run = open_run(tmp_path)  # as import-hf leaves it
     assert [getattr(run, name) for name in PROPERTIES if name != "config"] == [[], {}, None, [], [], [], [], None]

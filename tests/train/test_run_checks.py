@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,19 @@ def with_phases(config, *phases):
 
 CONSTANT, COSINE = ScheduleConfig("constant", warmup_tokens=256), ScheduleConfig(warmup_tokens=256)
 WSD = ScheduleConfig("wsd", decay_tokens=512)  # its last four steps of twelve
+
+
+@pytest.mark.parametrize(("saved", "advice"), [
+    ((3, 6, 9), r"resume_from=.*/run/checkpoints/6\.$"), ((9,), r", or start anew in another run_dir\.$"),
+])  # fmt: skip
+def test_other_rates_are_refused_with_the_newest_checkpoint_before_them(config, saved, advice):
+    for step in saved:
+        (Path(config.run_dir) / "checkpoints" / str(step)).mkdir(parents=True)
+    (phase,) = config.phases
+    before = with_phases(config, dataclasses.replace(phase, schedule=WSD))
+    longer = with_phases(config, dataclasses.replace(phase, schedule=WSD, tokens=2 * phase.tokens))
+    with pytest.raises(InputError, match=advice):
+        check_past(before, longer, 9)
 
 
 @pytest.mark.parametrize(

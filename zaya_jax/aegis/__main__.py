@@ -24,7 +24,8 @@ from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.files import locked
-from zaya_jax.run.options import training_parser
+from zaya_jax.run.options import parse_training
+from zaya_jax.run.parser import Parser
 from zaya_jax.run.supervision import AEGIS
 
 _EXAMPLES = """examples:
@@ -98,7 +99,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _drill(options: argparse.Namespace) -> int:
-    trainer = training_parser().parse_intermixed_args(options.trainer)
+    trainer = parse_training(options.trainer)
     config = load_config(trainer.config, trainer.overrides)
     if options.processes < 1 or options.faults < 1:
         raise InputError("--processes and --faults must be at least 1.")
@@ -127,8 +128,8 @@ def _environment(run_dir: Path) -> dict[str, str]:
     return {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m zaya_jax.aegis", description="Keep a training run alive.", epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

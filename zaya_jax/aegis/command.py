@@ -12,7 +12,7 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.launcher import node_index
-from zaya_jax.run.options import training_parser
+from zaya_jax.run.options import parse_training
 
 MODULE = "zaya_jax.main"
 _ROWS = "data.skip_rows"
@@ -167,7 +167,7 @@ def _read(argv: Sequence[str], processes: int, run_dir: str | None) -> TrainingC
         if run_dir is None:
             raise InputError(f"--run-dir is missing. It can be left out only if the command contains -m {MODULE}.")
         return TrainingCommand(tuple(argv), Path(run_dir).expanduser(), devices)
-    options = training_parser().parse_intermixed_args(list(argv[argv.index(MODULE) + 1 :]))
+    options = parse_training(argv[argv.index(MODULE) + 1 :])
     if (options.coordinator, options.processes, options.process) != (None, None, None):
         raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
                          "from the command, and set --processes and --nodes before --.")  # fmt: skip

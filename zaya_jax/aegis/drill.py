@@ -34,7 +34,7 @@ from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.goodput import Goodput, measure_goodput
 from zaya_jax.run.manifest import read_manifest
-from zaya_jax.run.options import training_parser
+from zaya_jax.run.options import parse_training
 from zaya_jax.run.progress_record import Phase
 from zaya_jax.run.supervision import EVENTS, read_events
 
@@ -99,7 +99,7 @@ class Drill:
         """
         if self.folder.exists():
             raise InputError(f"{self.folder} exists. Choose another --folder for the drill, or remove it.")
-        options = training_parser().parse_intermixed_args(list(self.trainer))
+        options = parse_training(self.trainer)
         config = load_config(options.config, options.overrides)
         steps = total_steps(config)
         self.folder.mkdir(parents=True)

@@ -10,6 +10,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.machine.command import add_flags, add_verb, run_verb
+from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.bench"
 _EXAMPLES = """examples:
@@ -32,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_verb(_parser(), arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=_PROGRAM,
         description="Benchmark zaya_jax against other libraries, or compare training recipes.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,

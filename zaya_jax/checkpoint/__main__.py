@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.run.parser import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     program = "python -m zaya_jax.checkpoint"
     plain = argparse.RawDescriptionHelpFormatter  # keeps the example on one line
-    parser = argparse.ArgumentParser(prog=program, description="Manage the checkpoints of runs.",
+    parser = Parser(prog=program, description="Manage the checkpoints of runs.",
                                      epilog=f"example: {program} ls runs/tiny", formatter_class=plain)  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     run_dir = "folder of the run"

@@ -1,7 +1,6 @@
 """YAML to `Config`: `extends`, `a.b=c` overrides, and errors that name the key and the nearest spelling."""
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -20,7 +19,7 @@ from zaya_jax.config.shipped import find
 from zaya_jax.config.stages import stages
 from zaya_jax.config.table import Table
 from zaya_jax.config.yaml_text import MAX_BYTES, dump_yaml, kind, parse_yaml
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, did_you_mean
 
 _MAX_PARTS = 20  # limit on names in a dotted key (the schema has 5 levels) and on files in a chain of `extends`
 _type_hints = functools.cache(typing.get_type_hints)
@@ -49,7 +48,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         key, equals, text = override.partition("=")
         parts = key.split(".")
         if not equals or not key or len(parts) > _MAX_PARTS:
-            raise InputError(f"The override {shown(override)} must have the form section.key=value.")
+            raise InputError(f"The override {shown(override)} must have the form section.key=value, without spaces.")
         value = parse_yaml(text, f"The value of the override {shown(override)}")
         for part in reversed(parts):
             value = {part: value}
@@ -190,9 +189,8 @@ def _build(cls: type, tree: Any, where: str) -> Any:
         if current := RENAMED.get((where.rpartition(".")[2], key)):
             raise InputError(f"The key {_join(where, key)} was renamed; use {_join(where, current)} instead.")
         if key not in fields:
-            near = difflib.get_close_matches(key[:50], fields, n=1)
             unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
-            hint = f" Did you mean {_join(where, near[0])}?" if near else ""
+            hint = did_you_mean(key, fields, _join(where, ""))
             raise InputError(f"The key {unknown} is unknown.{hint} Allowed keys: {', '.join(fields)}.")
     hints = _type_hints(cls)
     values = {}
@@ -213,9 +211,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return None if value is None else _convert(args[0], value, where)
     if origin is typing.Literal:
         if not isinstance(value, str) or value not in args:
-            near = difflib.get_close_matches(str(value)[:50], args, n=1, cutoff=0.7) if isinstance(value, str) else []
-            hint_text = f" (did you mean {near[0]}?)" if near else ""
-            raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}{hint_text}.")
+            hint = did_you_mean(value, args) if isinstance(value, str) else ""
+            raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}.{hint}")
         return value
     if origin is tuple:
         if not isinstance(value, list):

@@ -1,11 +1,11 @@
 """Configurations that the package ships: `configs/tiny.yaml` and its neighbors are found in every folder."""
 
-import difflib
 import os
 from pathlib import Path
 
 from zaya_jax.config.checks import require_path
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, did_you_mean
+from zaya_jax.run.files import nearest_path
 
 FOLDER = "configs"
 _SHIPPED = Path(__file__).parents[1] / FOLDER  # in the repository a link to the top-level folder, in a wheel the files
@@ -44,8 +44,6 @@ def find(name: str | Path, folder: Path = Path()) -> Path:
         return path
     if str(Path(name)) in names:
         return shipped(str(Path(name).relative_to(FOLDER)))
-    near = difflib.get_close_matches(str(name), names, 1)
     alike = [each for each in names if Path(each).parent == Path(name).parent] or shipped_names()
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise InputError(f"The configuration {path} cannot be read: No such file or directory.{hint} zaya_jax ships "
-                     f"{', '.join(alike)}.")  # fmt: skip
+    hint = nearest_path(path) or did_you_mean(str(name), names)
+    raise InputError(f"The configuration {path} does not exist.{hint} zaya_jax ships {', '.join(alike)}.")

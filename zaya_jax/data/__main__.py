@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_jax.errors import InputError, RunStopped, is_disk_full, last_words
+from zaya_jax.run.parser import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     program, plain = "python -m zaya_jax.data", argparse.RawDescriptionHelpFormatter  # keeps examples on one line
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Prepare and inspect training data.",
         epilog=f"example: {program} describe configs/tiny.yaml",
@@ -49,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--input", nargs="+", required=True, metavar="PATH",
                          help="files and folders: text, .jsonl (.gz, .zst), .parquet, saved Hugging Face datasets, "
                               "Megatron .bin with .idx")  # fmt: skip
-    prepare.add_argument("--tokenizer", required=True, type=Path, metavar="FILE",
-                         help="a tokenizer.json of the tokenizers library")  # fmt: skip
+    prepare.add_argument("--tokenizer", required=True, metavar="PATH",
+                         help="a tokenizer.json of the tokenizers library, or a folder that has one")  # fmt: skip
     prepare.add_argument("--output", required=True, type=Path, metavar="FOLDER",
                          help="new folder, or the folder of an interrupted preparation")  # fmt: skip
     prepare.add_argument("--chat", action="store_true", help="read conversations (lists of messages) instead of text")
@@ -100,12 +101,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare(options: argparse.Namespace) -> None:
     from zaya_jax.data.prepare import PrepareSettings, prepare, summary
+    from zaya_jax.data.tokenizer import tokenizer_path
 
     field = options.field or ("messages" if options.chat else "text")
     kind = "chat" if options.chat else "tokens"
     settings = PrepareSettings(kind, field, tuple(options.suffixes), options.eot, options.heldout,
                                options.bos)  # fmt: skip
-    manifest = prepare(options.input, options.tokenizer, options.output, settings, max_bad=options.max_bad,
+    tokenizer = tokenizer_path(options.tokenizer)
+    manifest = prepare(options.input, tokenizer, options.output, settings, max_bad=options.max_bad,
                        workers=options.workers, task=options.task, tasks=options.of)  # fmt: skip
     if manifest is None:
         print(f"Task {options.task} of {options.of} is done. After the last one, run "

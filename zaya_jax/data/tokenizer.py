@@ -176,6 +176,19 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     return Tokenizer(backend, eot_text, bos_text)
 
 
+def tokenizer_path(named: str) -> Path:
+    """Return the `tokenizer.json` that --tokenizer names: the file itself, or the folder that has it.
+
+    Raises:
+      InputError: there is no such file.
+    """
+    path = Path(named).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise InputError(f"--tokenizer is {named!r}, but must be a tokenizer.json or a folder that has one.")
+    return path
+
+
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     """Raise `InputError` if the tokenizer at `path` has more tokens than the model's `vocab_size`."""
     if tokenizer.vocab_size > vocab_size:

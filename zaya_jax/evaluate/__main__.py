@@ -10,6 +10,7 @@ from zaya_jax.config.checks import require
 from zaya_jax.errors import ExitCode, InputError, RunStopped, as_sentence, is_disk_full, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import keep_compilations
+from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
   python -m zaya_jax.evaluate runs/tiny
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m zaya_jax.evaluate", description="Score a model. Without --text, --tasks and --config: the "
         "held-out loss of a run.", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

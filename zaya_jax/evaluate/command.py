@@ -152,6 +152,8 @@ def _score(
             raise InputError(f"{subject.source} is a transformers folder, which has no held-out data. Name what to "
                              "score: --text FILE, --tasks A,B or --config FILE.")  # fmt: skip
         weights = open_weights(subject.source, "PATH")
+        if is_primary():
+            print("Scoring the held-out text of the run", flush=True)
         losses = heldout(subject.run).losses(weights)
         record["heldout"] = {name: text_record(loss) for name, loss in losses.items()}
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from zaya_jax.errors import InputError, last_words
 from zaya_jax.hardware.environment import keep_compilations
+from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
   python -m zaya_jax.generate runs/tiny --prompt "def main"
@@ -33,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m zaya_jax.generate", description="Continue texts with a model, or chat with it.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.weight_source import HF
 from zaya_jax.data.chat import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens
-from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, tokenizer_path
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
@@ -86,11 +86,7 @@ def open_text_model(
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
     if named is not None:
-        path = Path(named).expanduser()
-        path = path / "tokenizer.json" if path.is_dir() else path
-        if not path.is_file():
-            raise InputError(f"--tokenizer is {named!r}, but must be a tokenizer.json or a folder that has one.")
-        return path
+        return tokenizer_path(named)
     path = None if weights.tokenizer is None else weights.tokenizer / "tokenizer.json"
     if path is None or not path.is_file():
         raise InputError(f"{source} has no tokenizer.json; name one with --tokenizer FOLDER.")

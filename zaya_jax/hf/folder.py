@@ -13,7 +13,7 @@ from zaya_jax.hf.legacy import is_legacy, legacy_tensors
 from zaya_jax.hf.legacy_config import from_legacy
 from zaya_jax.hf.safetensors import Stored, read_header
 from zaya_jax.hf.tensors import Tensor, tensors
-from zaya_jax.run.files import read_object
+from zaya_jax.run.files import read_object, require_existing
 
 INDEX = "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -38,6 +38,7 @@ def open_folder(folder: str | Path) -> Folder:
         the wrong shape or an unsupported dtype.
     """
     folder = Path(folder).expanduser()
+    require_existing(folder, f"The folder {folder}")
     tree = read_object(folder / "config.json")
     stored = _stored(folder)
     legacy = is_legacy(stored)

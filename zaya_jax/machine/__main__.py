@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from zaya_jax.config.checks import counted
 from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.machine.breakdown import command as step_command
 from zaya_jax.machine.collectives import command as collectives_command
@@ -16,6 +17,7 @@ from zaya_jax.machine.preflight import command as preflight_command
 from zaya_jax.machine.report import command as report_command
 from zaya_jax.machine.sizing import command as sizing_command
 from zaya_jax.machine.storage import command as storage_command
+from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.machine"
 _EXAMPLES = """examples:
@@ -30,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_verb(_parser(), arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=_PROGRAM, description="Describe, test and time this machine's devices.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -87,6 +89,9 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
 
     machine = describe_machine()
     print(json.dumps(machine, indent=2))
+    if "failed" not in machine:
+        devices = counted(machine["devices"], f"{machine['device']} device")
+        print(f"Nothing is wrong: JAX uses {devices}, with the preset {machine['preset']}.", file=sys.stderr)
     return machine
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 import psutil
 
+from zaya_jax.checkpoint.environment import versions
 from zaya_jax.hardware.detection import detect_gpu_plugin, select_preset
 from zaya_jax.machine.network_devices import describe_network
 from zaya_jax.ops.target import current_target
@@ -31,6 +33,7 @@ def describe_machine() -> dict[str, Any]:
         "device_bytes": (device.memory_stats() or {}).get("bytes_limit"),
         "host_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
+        "versions": {**versions(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__},
         "drivers": _drivers(),
         "network": describe_network(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},

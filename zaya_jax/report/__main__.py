@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zaya_jax.errors import ExitCode, InputError, as_sentence, last_words
 from zaya_jax.run.files import write_atomically
+from zaya_jax.run.parser import Parser
 
 NAME = "report.html"  # of the page in a run folder
 _MOST = 8  # runs of a page, as there are colors
@@ -34,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m zaya_jax.report", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write one HTML page about one or several runs: losses, speed, routing, faults, settings.",
     )  # fmt: skip

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.run.fencing import read_token
-from zaya_jax.run.files import read_json
+from zaya_jax.run.files import read_json, require_existing
 from zaya_jax.run.manifest import Manifest, has_manifest, read_manifest
 
 CHECKPOINTS = "checkpoints"  # folder in a run folder
@@ -147,12 +147,14 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
       InputError: there is no such checkpoint.
     """
     run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
-    folder = Path(run if at else path).expanduser().resolve()
+    named = Path(run if at else path).expanduser()
+    require_existing(named, f"{what} is {path!r}, but {named}" if at else f"{what} is {path!r}, which")
+    folder = named.resolve()
     if at:
         ends = phase_ends(folder)
         if phase not in ends:
             raise InputError(f"{what} is {path!r}, but the finished phases of {folder} are: "
-                             f"{', '.join(ends) or 'none'}.")  # fmt: skip
+                             f"{', '.join(ends) or 'none'}.{did_you_mean(phase, ends, f'{run}@')}")  # fmt: skip
         folder = folder / CHECKPOINTS / str(ends[phase])
     elif usable := usable_checkpoints(folder / CHECKPOINTS):
         return folder / CHECKPOINTS / str(usable[-1].step)

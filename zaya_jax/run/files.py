@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, did_you_mean
 
 _LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
 
@@ -41,6 +41,36 @@ def require_regular(path: Path) -> None:
     """Raise `InputError` for a folder, a device or a pipe; reading a pipe would block."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} cannot be read: it is a folder, a pipe or a device, not a regular file.")
+
+
+def require_existing(path: Path, named: str) -> None:
+    """Raise `InputError` if a path does not exist, and suggest an existing one that is spelt alike.
+
+    Args:
+      path: the path.
+      named: how the message names it, such as 'init_from is runs/tiny, which'.
+
+    Raises:
+      OSError: it cannot be known whether the path exists.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        path.stat()
+        return
+    raise InputError(f"{named} does not exist.{nearest_path(path)}")
+
+
+def nearest_path(path: Path) -> str:
+    """Return ' Did you mean X?' for an existing path that differs in one name from a missing one; '' if none does."""
+    misspelt = path
+    while misspelt.parent != misspelt and not os.path.exists(misspelt.parent):
+        misspelt = misspelt.parent
+    rest, folder = path.relative_to(misspelt), misspelt.parent
+    try:
+        alike = [each.name for each in folder.iterdir() if os.path.exists(each / rest)]
+    except OSError:
+        return ""
+    prefix, suffix = ("" if part == Path() else str(part) for part in (folder, rest))
+    return did_you_mean(misspelt.name, alike, prefix and f"{prefix}/", suffix and f"/{suffix}")
 
 
 def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:

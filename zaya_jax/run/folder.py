@@ -64,18 +64,31 @@ def is_locked(folder: Path) -> bool:
 def lock_run(config: Config) -> Iterator[Path]:
     """Create and lock `config.run_dir` for the duration of the block, and return it.
 
-    Removes what a process that was killed while it wrote a file has left.
+    Removes what a process that was killed while it wrote a file has left, and at the end the new folder of a
+    run that was refused.
 
     Raises:
       InputError: another process holds the lock, or the folder contains a run with a different configuration or without
         one; the folder is left unchanged.
     """
     folder = run_folder(config)
+    existed = folder.exists()
     with lock_folder(folder, "run_dir"):
         _compare(folder, config)
         for left in folder.glob(f"*{PARTIAL}"):
             left.unlink(missing_ok=True)
-        yield folder
+        try:
+            yield folder
+        finally:
+            if not existed:
+                _remove_unused(folder)
+
+
+def _remove_unused(folder: Path) -> None:
+    with suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [_LOCK]:
+            (folder / _LOCK).unlink()
+            folder.rmdir()
 
 
 def claim_run(folder: Path, config: Config) -> None:

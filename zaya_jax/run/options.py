@@ -1,8 +1,10 @@
 """The command line of `zaya_jax.main`, which a supervisor reads, too, to find the run of a command."""
 
 import argparse
+from collections.abc import Sequence
 
 from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
   python -m zaya_jax.main --config configs/tiny.yaml
@@ -12,14 +14,28 @@ _EXAMPLES = """examples:
 Rerunning a command resumes from the newest checkpoint in run_dir."""
 
 
-def training_parser() -> argparse.ArgumentParser:
-    """Return the parser of the training command, whose positional arguments may stand anywhere."""
-    parser = argparse.ArgumentParser(
+def parse_training(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a training command, whose overrides may stand anywhere; exits with status 2 if it is invalid.
+
+    Args:
+      arguments: of the command; None for those of this process.
+    """
+    parser = training_parser()
+    options = parser.parse_intermixed_args(arguments)
+    if options.config is None:
+        file = next((text for text in options.overrides if text.endswith((".yaml", ".yml"))), "FILE")
+        parser.error(f"the configuration is missing; name it with --config {file}")
+    return options
+
+
+def training_parser() -> Parser:
+    """Return the parser of the training command."""
+    parser = Parser(
         prog="python -m zaya_jax.main", description="Train a ZAYA1 model, or resume its training.", epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="configuration file, such as configs/tiny.yaml")
+    add("--config", metavar="FILE", help="configuration file, such as configs/tiny.yaml")
     add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")

@@ -96,13 +96,19 @@ class WorkProgress:
 
 
 def track(label: str, items: Sequence[T], name: Callable[[T], str]) -> Iterator[T]:
-    """Yield the items with a bar on stderr that shows the current one's name, the count done, elapsed time and ETA."""
+    """Yield the items with a bar on stderr that shows the current one's name, the count done, elapsed time and ETA.
+
+    Without a terminal, each item prints a line.
+    """
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(label, total=len(items))
         for item in items:
-            bar.update(task, description=f"{label} {name(item)}")
+            if console.is_terminal:
+                bar.update(task, description=f"{label} {name(item)}")
+            else:
+                print(f"{label} {name(item)}", file=sys.stderr, flush=True)
             yield item
             bar.advance(task)

@@ -17,9 +17,14 @@ StepKey = tuple[PhaseProgram, tuple[int, int, int]]
 class CompiledSteps:
     """The compiled steps of a run's stages. Each is compiled once, ahead of time; a context manager."""
 
-    def __init__(self, programs: Programs) -> None:
-        """Prepare to compile the steps of `programs`; nothing is compiled yet."""
-        self.programs = programs
+    def __init__(self, programs: Programs, say: Callable[[str], None] = lambda _: None) -> None:
+        """Prepare to compile the steps of `programs`; nothing is compiled yet.
+
+        Args:
+          programs: of the phases of the run.
+          say: called with a line before the caller waits for a compilation.
+        """
+        self.programs, self._say = programs, say
         self._pool = ThreadPoolExecutor(1, "compile")
         self._steps: dict[StepKey, Future[Callable]] = {}
         self._evaluations: dict[Any, Callable] = {}
@@ -35,7 +40,10 @@ class CompiledSteps:
     def step(self, stage: BatchStage) -> Callable:
         """Return the compiled step of a stage, waiting for it if needed, and start compiling the next stage's."""
         config = self.programs.config
-        step = self._submit(stage).result()
+        future = self._submit(stage)
+        if not future.done():
+            self._say(f"Compiling the training step of {config.phase_key(stage.phase)}")
+        step = future.result()
         check_compiled(step, config.phase_key(stage.phase))  # not earlier, while another step may hold memory
         # Later stages may share a compiled step with this one, so keep what any of them needs.
         later_stages = [following for following in stages(config) if following.first_step > stage.first_step]
@@ -50,6 +58,7 @@ class CompiledSteps:
         program = self.programs[phase]
         key = program.model.config, program.placement  # without remat, which does not affect evaluation
         if key not in self._evaluations:
+            self._say("Compiling the evaluation")
             self._evaluations[key] = jax.jit(program.evaluation_step)
         return self._evaluations[key]
 

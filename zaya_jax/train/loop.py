@@ -144,7 +144,7 @@ def run_training(
         if is_primary():
             enter(track_status(folder))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
-        compiled = enter(CompiledSteps(programs))
+        compiled = enter(CompiledSteps(programs, console.say))
         step = int(jax.device_get(state.step))
         progress.start_training(step)
         stack.callback(console.close)

@@ -57,10 +57,24 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     assert "layout: data 8; remat" in table
     assert "step: 8,192 tokens; per device 16 × micro_batch 1\n" in table
     assert f"compiled for this layout in {phase['compiled']['seconds']} s" in table
+    assert 1e6 <= estimate().memory.total < 1e9
     for name, size in estimate().memory._asdict().items():
-        assert re.search(rf"^    {name} +{size / 1e9:.2f} GB$", table, re.MULTILINE), name
+        assert re.search(rf"^    {name} +{size / 1e6:.2f} MB$", table, re.MULTILINE), name
     for transfer in estimate().transfers:
-        assert f"    {transfer.what}, {transfer.kind} over data: {transfer.bytes / 1e9:.3f} GB" in table
+        assert f"    {transfer.what}, {transfer.kind} over data: {transfer.bytes / 1e6:.3f} MB" in table
+
+
+@pytest.mark.parametrize(("largest", "unit"), [(3e15, (1e12, "TB")), (1e12, (1e12, "TB")), (9e11, (1e9, "GB")),
+                                               (2e6, (1e6, "MB")), (12, (1, "B"))])  # fmt: skip
+def test_a_table_has_the_unit_of_its_largest_value(largest, unit):
+    assert report._unit(largest, "B") == unit
+
+
+def test_without_hardware_the_summary_says_how_to_get_the_time(printed):
+    phase = report._Phase(estimate(), printed["phases"][0]["compiled"], None, None)
+    first, second = report._answer(phase, None)
+    assert re.fullmatch(r"Phase train: [\d.]+ MB per device", first)
+    assert "add --hardware NAME" in second
 
 
 def test_a_phase_that_does_not_fit_says_so_first(printed):

@@ -108,6 +108,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def _unit(largest: float, name: str) -> tuple[float, str]:
+    """Return the unit of a table: in thousands of thousands of thousands, as long as the largest value needs it."""
+    return next(((size, f"{prefix}{name}") for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+                 if largest >= size), (1.0, name))  # fmt: skip
+
+
 def _step(seconds: float) -> str:
     return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms/step"
 
@@ -179,9 +185,11 @@ def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
 def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     """Render the summary of a phase."""
     summary, name = _summary(phase, hardware), phase.estimate.phase
-    needed = f"{summary['bytes'] / _GB:.1f}"
     if hardware is None or "fits" not in summary:
-        return [f"Phase {name}: {needed} GB per device"]
+        size, unit = _unit(summary["bytes"], "B")
+        return [f"Phase {name}: {summary['bytes'] / size:.3g} {unit} per device",
+                "  For the time of a step, and whether it fits, add --hardware NAME."]  # fmt: skip
+    needed = f"{summary['bytes'] / _GB:.1f}"
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
     lines = [
         f"Phase {name}: {'fits' if summary['fits'] else 'DOES NOT FIT'}, {needed} of "
@@ -214,17 +222,19 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
 
 def _estimate_lines(estimate: PhaseEstimate) -> list[str]:
     memory = estimate.memory
+    byte, bytes_unit = _unit(memory.total, "B")
+    flop, flops_unit = _unit(max(estimate.flops.values()), "FLOP")
     lines = [
         "  memory per device",
-        *(f"    {name:<14}{size / _GB:10.2f} GB" for name, size in memory._asdict().items()),
-        f"    {'peak':<14}{memory.total / _GB:10.2f} GB = parameters + optimizer + frozen + max(update, "
+        *(f"    {name:<14}{size / byte:10.2f} {bytes_unit}" for name, size in memory._asdict().items()),
+        f"    {'peak':<14}{memory.total / byte:10.2f} {bytes_unit} = parameters + optimizer + frozen + max(update, "
         "everything else)",
         "  FLOPs per step, all devices",
-        *(f"    {name:<14}{count / 1e12:12,.1f} TFLOP" for name, count in estimate.flops.items()),
+        *(f"    {name:<14}{count / flop:12,.1f} {flops_unit}" for name, count in estimate.flops.items()),
         "  sent per device per step" + ("" if estimate.transfers else ": nothing"),
         *(
-            f"    {transfer.what}, {transfer.kind} over {', '.join(transfer.axes)}: {transfer.bytes / _GB:.3f} GB"
-            for transfer in estimate.transfers
+            f"    {sent.what}, {sent.kind} over {', '.join(sent.axes)}: {sent.bytes / byte:.3f} {bytes_unit}"
+            for sent in estimate.transfers
         ),
     ]
     if estimate.bounds:
