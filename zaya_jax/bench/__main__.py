@@ -140,6 +140,9 @@ def _parser() -> Parser:
         verb = add_verb(verbs, _PROGRAM, name, summary, details, f"--steps 100 --png {name}.png")
         verb.add_argument("--steps", type=int, default=steps, metavar="N",
                           help=f"{steps_help}, at least 20 (default: {steps})")  # fmt: skip
+        if name == "optimizer":
+            verb.add_argument("--tuned", metavar="FILE", help="use the best learning rates of an earlier --output "
+                              "instead of tuning them, such as benchmarks/optimizer_cpu.json")  # fmt: skip
         add_flags(verb, png=curves)
         verb.set_defaults(run=_trainings)
     return parser
@@ -221,7 +224,8 @@ def _trainings(parsed: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--steps is {parsed.steps}, but must be at least 20: the warm-up takes 10 steps.")
     keep_compilations()  # the seeds of a variant run the same programs
     benches = {"optimizer": bench_optimizer, "balance": bench_balance, "ablations": bench_ablations}
-    return benches[parsed.verb](parsed.steps, parsed.png)
+    more = {"tuned": parsed.tuned} if parsed.verb == "optimizer" else {}
+    return benches[parsed.verb](parsed.steps, parsed.png, **more)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from zaya_jax.bench.sweep import (
     small_config,
 )
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
+from zaya_jax.errors import InputError
 from zaya_jax.machine.result import describe_run
+from zaya_jax.run.files import read_object
 
 Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # learning rates of the matrices, and of all other parameters
@@ -35,40 +37,40 @@ def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerCon
                            AdamWConfig(learning_rate=others), roles, BalanceConfig(learning_rate=0.02))  # fmt: skip
 
 
-def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
+def bench_optimizer(steps: int, png: str | None, tuned: str | None = None) -> dict[str, Any]:
     """Tune both optimizers on one seed with the same number of trials, then compare them on three seeds.
 
     Args:
       steps: training steps of each trial.
       png: file for a plot of the curves; None for no plot.
+      tuned: file of an earlier result, whose best learning rates are used instead of tuning; None tunes.
+
+    Raises:
+      InputError: `tuned` is not a result of this benchmark.
     """
     result = describe_run(
         "steps to the final held-out loss of AdamW",
         f"{SIZE}, {steps} steps of 2,048 tokens of the text corpus, rates constant after 10 steps",
         "AdamW for all parameters", PACKAGES,
     )  # fmt: skip
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    grid = None if tuned is None else read_grid(Path(tuned))
     with tempfile.TemporaryDirectory() as folder:
 
         def trial(kind: Kind, rates: Rates, seed: int, evaluation_interval: int) -> Trial:
             config = small_config(Path(folder), steps, seed, optimizer=optimizer_config(kind, *rates))
             return Trial(f"{kind} {rates[0]:g} {rates[1]:g} seed {seed}", config, evaluation_interval)
 
-        kinds: tuple[Kind, ...] = get_args(Kind)
-        grid: dict[Kind, list[Rates]] = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}
-        tuned = run_trials({(kind, rates): trial(kind, rates, 0, steps) for kind in kinds for rates in grid[kind]})
-        tuning: dict[Kind, dict[Rates, float]] = {
-            kind: {rates: tuned[kind, rates].final for rates in grid[kind]} for kind in kinds
-        }
-        best: dict[Kind, Rates] = {kind: min(tuning[kind], key=tuning[kind].__getitem__) for kind in kinds}
+        if grid is None:
+            pairs = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}
+            curves = run_trials(
+                {(kind, rates): trial(kind, rates, 0, steps) for kind in kinds for rates in pairs[kind]}
+            )
+            grid = {kind: _grid_rows({rates: curves[kind, rates].final for rates in pairs[kind]}, MATRICES[kind])
+                    for kind in kinds}  # fmt: skip
+        best = {kind: (grid[kind]["best"]["matrices"], grid[kind]["best"]["others"]) for kind in kinds}
         curves = run_trials({(seed, kind): trial(kind, best[kind], seed, 5) for seed in SEEDS for kind in kinds})
-    result["grid"] = {
-        kind: {
-            "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in losses.items()],
-            "best": {"matrices": best[kind][0], "others": best[kind][1]},
-            "interior": _interior(best[kind], MATRICES[kind], OTHERS),
-        }
-        for kind, losses in tuning.items()
-    }
+    result |= {"tuned": tuned or "in this run", "grid": grid}
     named = {f"{kind} seed {seed}": curve for (seed, kind), curve in curves.items()}
     result["curves"] = {name: curve.heldout for name, curve in named.items()}
     result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in SEEDS})
@@ -81,6 +83,27 @@ def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
           f"{len(SEEDS)} seeds).")  # fmt: skip
     draw_heldout(png, named, "Optimizers at their best learning rates")
     return result
+
+
+def _grid_rows(losses: dict[Rates, float], matrices: tuple[float, ...]) -> dict[str, Any]:
+    """Return the final losses of a grid of learning rates, and the best, for JSON."""
+    best = min(losses, key=losses.__getitem__)
+    return {
+        "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in losses.items()],
+        "best": {"matrices": best[0], "others": best[1]},
+        "interior": _interior(best, matrices, OTHERS),
+    }
+
+
+def read_grid(path: Path) -> dict[str, Any]:
+    """Read the grids of an earlier result; InputError if the file has none."""
+    grid = read_object(path).get("grid") or {}
+    try:
+        for kind in get_args(Kind):
+            _ = float(grid[kind]["best"]["matrices"]) + float(grid[kind]["best"]["others"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise InputError(f"--tuned is {path}, but must be a result of python -m zaya_jax.bench optimizer.") from error
+    return grid
 
 
 def compare(curves: dict[int, dict[Kind, Curve]]) -> dict[str, Any]:
