@@ -1,6 +1,8 @@
 """Small trainings that are compared: whole, repeatable, on a core each; and what is concluded from their curves."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train_helpers import compile_once
-from zaya_jax.bench import sweep
+from zaya_jax.bench import optimizer, sweep
 from zaya_jax.bench.ablations import MULTIPLIERS, tune, variants
 from zaya_jax.bench.balance import EVEN, _prepare, even_after, steps_until_even
 from zaya_jax.bench.optimizer import _interior, compare, optimizer_config, steps_to
 from zaya_jax.bench.sweep import CONTEXT, Curve, Trial, median_or_never, run_trial, run_trials, small_config
 from zaya_jax.config import BatchConfig, ModelConfig, PhaseConfig, ScheduleConfig, TrainConfig
 from zaya_jax.data.prepare import open_manifest
+from zaya_jax.errors import InputError
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.tree import balancing_biases, parameters, with_values
@@ -143,6 +146,30 @@ def test_both_optimizers_are_counted_to_where_adamw_ends():
     assert [(row["muon"], row["adamw"], row["ratio"]) for row in result["seeds"]] == [(10, 20, 0.5), (None, 20, None)]
     assert result["median"] is None
     assert compare({seed: {"muon": fast, "adamw": adamw} for seed in range(3)})["median"] == 0.5
+
+
+def test_the_best_rates_of_an_earlier_result_are_used(tmp_path, monkeypatch):
+    ran = []
+
+    def run(trials):
+        ran.append({key: trial.config.optimizer for key, trial in trials.items()})
+        return dict.fromkeys(trials, Curve([(10, 4.0), (20, 3.0)], [], 0.0))
+
+    monkeypatch.setattr(optimizer, "run_trials", run)
+    recorded = Path("benchmarks/optimizer_cpu.json")
+    best = {kind: grid["best"] for kind, grid in json.loads(recorded.read_text())["grid"].items()}
+    result = optimizer.bench_optimizer(20, None, str(recorded))
+    assert len(ran) == 1  # without a grid
+    assert ran[0] == {(seed, kind): optimizer_config(kind, rates["matrices"], rates["others"])
+                      for seed in (0, 1, 2) for kind, rates in best.items()}  # fmt: skip
+    assert result["tuned"] == str(recorded)
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(result))
+    assert optimizer.read_grid(again) == result["grid"]
+    for text in ("{}", '{"grid": {"muon": {"best": {"matrices": "x"}}}}'):
+        again.write_text(text)
+        with pytest.raises(InputError, match=r"--tuned is .*again\.json, but must be a result"):
+            optimizer.bench_optimizer(20, None, str(again))
 
 
 def test_an_optimum_at_the_edge_of_the_grid_is_told():
