@@ -1,6 +1,7 @@
 """Execute the notebooks: `python -m tests.notebook_helpers notebooks/cca.ipynb …` also writes their outputs."""
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -17,17 +18,20 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """The notebook after a run from a clean kernel, without times, which writes nothing beside the notebook."""
+    """The notebook after a run from a clean kernel, without times, in a copy of its folder."""
     notebook = read_notebook(path)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
             patch.setenv(name, folder)
+        copy = shutil.copytree(path.parent, Path(folder) / path.parent.name)
+        for name in ("benchmarks", "configs"):  # what notebooks read beside their folder
+            (Path(folder) / name).symlink_to(ROOT / name)
         # Without MPLBACKEND, the kernel draws into the notebook; without XLA_FLAGS, `toy.py` sets its flags.
         kernel = {name: value for name, value in os.environ.items() if name not in {"MPLBACKEND", "XLA_FLAGS"}}
         kernel |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         NotebookClient(
-            notebook, kernel_name="python3", timeout=300, record_timing=False, coalesce_streams=True,
-            resources={"metadata": {"path": str(path.parent)}},
+            notebook, kernel_name="python3", timeout=900, record_timing=False, coalesce_streams=True,
+            resources={"metadata": {"path": str(copy)}},
         ).execute(env=kernel)  # fmt: skip
     return notebook
 
