@@ -9,7 +9,8 @@ import pytest
 from tests.notebook_helpers import ROOT, clean, execute, read_notebook
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-TRAINED = {"finetune", "model_tour", "muon", "router"}  # what they print is measured after training, and differs between CPUs
+# What they print is measured after training, and differs between CPUs.
+TRAINED = {"finetune", "model_tour", "muon", "router"}
 QUICK = {"ablations"}  # the others compile or train
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
