@@ -58,7 +58,7 @@ def test_the_version_is_that_of_the_package(capsys):
     (["generate", "runs/tiny", "--promt", "def "], "Did you mean --prompt?"),
     (["data", "prepare", "--input", "a", "--tokenizer", "b", "--output", "c", "--wrkers=1"], "Did you mean --workers?"),
 ])  # fmt: skip
-def test_a_misspelt_command_line_is_told_with_what_was_meant(arguments, said, capsys):
+def test_a_misspelled_command_line_is_told_with_what_was_meant(arguments, said, capsys):
     command, *rest = arguments
     module = importlib.import_module({"train": "zaya_jax.main"}.get(command, f"zaya_jax.{command}.__main__"))
     with pytest.raises(SystemExit, match="2"):

@@ -66,10 +66,10 @@ _ALIKE = 0.68  # cutoff of difflib: above it 'tiny.yaml' is like 'configs/tiny.y
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "", suffix: str = "") -> str:
-    """Return ' Did you mean X?' for the known name that is most like a misspelt one; '' if none is.
+    """Return ' Did you mean X?' for the known name that is most like a misspelled one; '' if none is.
 
     Args:
-      name: the misspelt name.
+      name: the misspelled name.
       known: all names that exist.
       prefix: what the answer has before the name.
       suffix: what the answer has after it.

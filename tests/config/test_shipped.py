@@ -55,7 +55,7 @@ def test_a_path_does_not_leave_the_shipped_folder(tmp_path):
     assert "does not exist" in refused_to_load("configs/../__init__.py")
 
 
-def test_a_misspelt_file_of_the_user_is_refused_with_the_nearest(tmp_path):
+def test_a_misspelled_file_of_the_user_is_refused_with_the_nearest(tmp_path):
     (tmp_path / "mine.yaml").write_text("run_dir: runs/mine")
     assert f"Did you mean {tmp_path}/mine.yaml?" in refused_to_load(f"{tmp_path}/mine.yml")
     (tmp_path / "configs").mkdir()

@@ -250,10 +250,10 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
     assert not Path(config.run_dir).exists()
 
 
-def test_a_corpus_that_was_misspelt_can_be_set_right(finished, tmp_path):
+def test_a_corpus_that_was_misspelled_can_be_set_right(finished, tmp_path):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     with pytest.raises(InputError, match="is not a folder"):
-        run_training(change(config, {"data.corpus": str(tmp_path / "misspelt")}))
+        run_training(change(config, {"data.corpus": str(tmp_path / "misspelled")}))
     train_until(config, 2)
 
 

@@ -44,7 +44,7 @@ def require_regular(path: Path) -> None:
 
 
 def require_existing(path: Path, named: str) -> None:
-    """Raise `InputError` if a path does not exist, and suggest an existing one that is spelt alike.
+    """Raise `InputError` if a path does not exist, and suggest an existing one that is spelled alike.
 
     Args:
       path: the path.
@@ -61,16 +61,16 @@ def require_existing(path: Path, named: str) -> None:
 
 def nearest_path(path: Path) -> str:
     """Return ' Did you mean X?' for an existing path that differs in one name from a missing one; '' if none does."""
-    misspelt = path
-    while misspelt.parent != misspelt and not os.path.exists(misspelt.parent):
-        misspelt = misspelt.parent
-    rest, folder = path.relative_to(misspelt), misspelt.parent
+    misspelled = path
+    while misspelled.parent != misspelled and not os.path.exists(misspelled.parent):
+        misspelled = misspelled.parent
+    rest, folder = path.relative_to(misspelled), misspelled.parent
     try:
         alike = [each.name for each in folder.iterdir() if os.path.exists(each / rest)]
     except OSError:
         return ""
-    prefix, suffix = ("" if part == Path() else str(part) for part in (folder, rest))
-    return did_you_mean(misspelt.name, alike, prefix and f"{prefix}/", suffix and f"/{suffix}")
+    prefix = str(folder / misspelled.name).removesuffix(misspelled.name)
+    return did_you_mean(misspelled.name, alike, prefix, "" if rest == Path() else f"/{rest}")
 
 
 def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:

@@ -9,7 +9,7 @@ from zaya_jax.errors import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the flag that is spelt most like an unknown one."""
+    """An argument parser that suggests the flag that is spelled most like an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""

@@ -109,7 +109,7 @@ def _duration(seconds: float) -> str:
 
 
 def _unit(largest: float, name: str) -> tuple[float, str]:
-    """Return the unit of a table: in thousands of thousands of thousands, as long as the largest value needs it."""
+    """Return the largest unit of bytes or FLOPs, `name`, that the largest value of a table reaches, and its size."""
     return next(((size, f"{prefix}{name}") for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"))
                  if largest >= size), (1.0, name))  # fmt: skip
 
