@@ -91,14 +91,14 @@ def test_a_prompt_goes_on_in_a_batch_as_it_does_alone(row):
     assert generate([PROMPTS[row]], sampling=hot, seeds=[7 + row]) == [together[row]]
 
 
-@pytest.mark.parametrize("chunk", [2, 3])
+@pytest.mark.parametrize("chunk", [3, pytest.param(2, marks=pytest.mark.soak)])
 def test_prefill_in_chunks_is_prefill_at_once(monkeypatch, chunk):
     expected = continued()
     monkeypatch.setattr(decode, "CHUNK", chunk)
     assert generate(PROMPTS) == expected
 
 
-@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("block", [4, pytest.param(1, marks=pytest.mark.soak)])
 def test_blocks_of_steps_change_nothing(block):
     hot, seen = Sampling(temperature=1.5, top_p=0.9, repetition_penalty=1.3), []
     for rows in continuations(model(), PROMPTS, STEPS, hot, block=block):

@@ -23,7 +23,8 @@ STEPS, BLOCK, CHUNK = 9, 4, 4
 PROMPTS = [[5, 17, 25], [9], [3, 3, 8, 12, 30, 7, 29]]  # no layout divides them
 SEEDS = [4, 11, 7]
 HOT = Sampling(temperature=2.0, repetition_penalty=1.3)
-CONFIG = tiny_config("sliding")  # full-attention layers and layers with a window in turn
+# A full-attention layer and one with a window: a decode step is compiled layer by layer.
+CONFIG = tiny_config("sliding", num_layers=2)
 FULL = [kind.window is None for kind in CONFIG.layer_kinds * CONFIG.num_groups]
 LAYOUTS = {"one": (1, 1), "data2": (2, 1), "context4": (1, 4), "data4_context2": (4, 2)}  # data, context
 SHARDED = list(LAYOUTS)[1:]

@@ -69,8 +69,10 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traced")
     config = write_run(folder)
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP}
-    # Longer than up to the save after step 5, where the window ends early.
-    command = [sys.executable, "-m", "zaya_jax.main", "--config", str(config), "profile.start=4", "profile.steps=9"]
+    # One step longer than up to the save after step 5, where the window ends early.
+    overrides = ["profile.start=4", "profile.steps=9", 'phases=[{"tokens": 768}]', "sample.tokens=0",
+                 "model.attention=gqa", "model.router=linear"]  # fmt: skip
+    command = [sys.executable, "-m", "zaya_jax.main", "--config", str(config), *overrides]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"Traced steps 4 to 5 into {folder / 'run' / 'profile'}" in done.stdout

@@ -14,6 +14,7 @@ from tests.devices_helpers import on_devices
 from tests.parallel.processes_helpers import finish_job, start_job
 from zaya_jax.config import ParallelConfig, load_config
 from zaya_jax.machine.__main__ import main
+from zaya_jax.machine.collectives import sweep as sweep_module
 from zaya_jax.machine.collectives.check import check_collectives
 from zaya_jax.machine.collectives.fit import fit_times
 from zaya_jax.machine.collectives.messages import model_messages
@@ -43,14 +44,14 @@ def reference(name, rows):
 
 def compared():
     """Compare results and expectations with numpy for one group and for groups side by side; then check all."""
-    for layout, axes, n in ((ParallelConfig(), ("data",), 8), (ParallelConfig(data=2, fsdp=4), ("fsdp",), 4)):
+    for layout, axes, n in ((ParallelConfig(), ("data",), 4), (ParallelConfig(data=2, fsdp=2), ("fsdp",), 2)):
         mesh = make_mesh(layout)
         for name, collective in COLLECTIVES.items():
             programs = Programs(Case(collective, mesh, axes, 5 * n, "bfloat16"))
             x, out = (np.asarray(array, np.float32) for array in (programs.fill(), programs.run(programs.fill())))
-            for group in range(8 // n):
-                rows = x.reshape(8 // n, n, -1)[group]
-                np.testing.assert_array_equal(out.reshape(8 // n, n, -1)[group], reference(name, rows), name)
+            for group in range(4 // n):
+                rows = x.reshape(4 // n, n, -1)[group]
+                np.testing.assert_array_equal(out.reshape(4 // n, n, -1)[group], reference(name, rows), name)
             assert wrong_elements(programs) == (0, 0)
     return check_collectives()
 
@@ -67,7 +68,7 @@ def reversed_ring():
 
 def test_results_equal_numpy():
     assert "skipped" in check_collectives()  # one device
-    assert on_devices(8, HERE + "compared") == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
+    assert on_devices(4, HERE + "compared") == {"devices": 4, "dtypes": ["float32", "bfloat16", "int32"]}
 
 
 def test_wrong_elements_are_counted_and_so_are_operations_in_a_loop():
@@ -149,7 +150,7 @@ def test_the_knee_is_where_nine_tenths_of_the_bandwidth_are_reached():
 
 def sweep(folder):
     """Run the command on the devices of this process; returns its table."""
-    arguments = ["--operations", "all_reduce", "all_to_all", "--max-bytes", "32K", "--factor", "16", "--repeats",
+    arguments = ["--operations", "all_reduce", "all_to_all", "--max-bytes", "2M", "--factor", "512", "--repeats",
                  "2", "--jsonl", f"{folder}/rows", "--output", f"{folder}/result",
                  "--png", f"{folder}/plot.png"]  # fmt: skip
     for more in (["--devices", "2", "4"], ["--data", "2", "--fsdp", "2", "--axis", "fsdp", "--mode", "graph"]):
@@ -159,7 +160,7 @@ def sweep(folder):
 def test_the_command_writes_tables_rows_fits_and_a_plot(tmp_path):
     on_devices(4, HERE + "sweep", str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert len(rows) == 2 * 2 * 4 + 2 * 4  # operations × device counts × sizes, then operations × sizes
+    assert len(rows) == 2 * 2 * 3 + 2 * 3  # operations × device counts × sizes, then operations × sizes
     assert {(row["devices"], row["groups"], row["mode"]) for row in rows} == {
         (2, 1, "dispatch"), (4, 1, "dispatch"), (2, 2, "graph")}  # fmt: skip
     assert all(row["versions"]["jax"] and row["hardware"]["cpu"] and row["wrong"] == 0 for row in rows)
@@ -169,10 +170,10 @@ def test_the_command_writes_tables_rows_fits_and_a_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_processes_measure_every_collective_together(processes, tmp_path):
     code = "import zaya_jax.main\nfrom zaya_jax.machine import __main__ as machine\nzaya_jax.main.main = machine.main"
-    arguments = ["collectives", "--max-bytes", "512", "--factor", "64", "--repeats", "1"]
+    arguments = ["collectives", "--min-bytes", "512", "--max-bytes", "512", "--repeats", "1"]
     commands = [[*arguments, "--output", str(tmp_path / f"result{index}")] for index in range(processes)]
     ends = finish_job(tmp_path, start_job(tmp_path, commands, 4, code=code))
     assert [status for status, _ in ends] == [0] * processes, ends
@@ -187,12 +188,22 @@ def test_processes_measure_every_collective_together(processes, tmp_path):
 
 
 def messages(folder):
-    """Measure the messages of a step over 4 devices; returns the mesh and them."""
+    """Measure the messages of a step over 4 devices, of a model with few kinds of parameters; returns them."""
     overrides = ["model.num_layers=2", "train.batch={tokens: 1024, micro_batch: 1}", "data.context=128",
-                 "model.vocab_size=512", "parallel.fsdp=2", "train.remat=dots"]  # fmt: skip
+                 "model.vocab_size=512", "parallel.fsdp=2", "train.remat=dots", "model.attention=gqa",
+                 "model.router=linear", "model.residual_scaling=false"]  # fmt: skip
     arguments = ["--operations", "all_gather", "all_to_all", "--repeats", "1", "--output", f"{folder}/result"]
-    assert main(["collectives", *arguments, "--config", "configs/tiny.yaml", *overrides]) == 0
-    return [message._asdict() for message in model_messages(load_config("configs/tiny.yaml", overrides))[1]]
+    steps = []
+
+    def recorded(config):
+        steps.append(model_messages(config))
+        return steps[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep_module, "model_messages", recorded)
+        assert main(["collectives", *arguments, "--config", "configs/tiny.yaml", *overrides]) == 0
+    ((_, found),) = steps
+    return [message._asdict() for message in found]
 
 
 def test_the_messages_of_a_step_are_measured_at_their_sizes(tmp_path):

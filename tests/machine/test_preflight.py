@@ -102,11 +102,11 @@ def slowed(folder, slow, collectives):
 
 
 def run_slowed(folder, slow, collectives):
-    status = on_devices(8, HERE + "slowed", str(folder), slow, collectives)
+    status = on_devices(4, HERE + "slowed", str(folder), slow, collectives)
     return status, {check["check"]: check for check in json.loads((folder / "result").read_text())["checks"]}
 
 
-@pytest.mark.parametrize("slow", [0, 5])
+@pytest.mark.parametrize("slow", [0, 3])
 def test_a_slow_device_is_named(slow, tmp_path):
     status, checks = run_slowed(tmp_path, slow, collectives=False)
     assert status == 1
@@ -116,9 +116,9 @@ def test_a_slow_device_is_named(slow, tmp_path):
 
 
 def test_a_device_that_slows_collectives_is_named(tmp_path):
-    status, checks = run_slowed(tmp_path, 6, collectives=True)
+    status, checks = run_slowed(tmp_path, 2, collectives=True)
     assert status == 1
-    assert checks["all_gather"]["message"] == checks["all_reduce"]["message"] == "Slow: device 6."
+    assert checks["all_gather"]["message"] == checks["all_reduce"]["message"] == "Slow: device 2."
 
 
 def compared(folder):
@@ -138,7 +138,7 @@ def compared(folder):
 
 
 def test_speeds_are_compared_with_the_recorded_ones(tmp_path):
-    assert on_devices(2, HERE + "compared", str(tmp_path)) == (0, 1)
+    assert on_devices(4, HERE + "compared", str(tmp_path)) == (0, 1)
     second = json.loads((tmp_path / "second").read_text())
     assert second["failed"] == "Checks that fail: matmul, memory, all_reduce, all_gather."
     assert all("% of the baseline, " in row["message"] for row in second["checks"] if row["status"] == "FAIL")

@@ -171,7 +171,8 @@ def test_activations_are_at_least_their_bound(remat, model, parallel):
 
 @pytest.mark.parametrize(("path", "overrides"), [
     ("configs/zaya1_8b.yaml", []),
-    ("configs/tiny.yaml", ["model.layer_pattern=[full, sliding]", "model.sliding_window=64"]),
+    ("configs/tiny.yaml", ["model.layer_pattern=[full, sliding]", "model.sliding_window=64", "model.attention=gqa",
+                           "model.router=linear"]),
 ])  # fmt: skip
 def test_shapes_follow_the_rule(path, overrides):
     model = load_config(path, overrides).model

@@ -49,30 +49,35 @@ def ended(outcomes, status=0):
 
 
 def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
-    said = ended(finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "two")] * 2)))
-    assert "step 12/12" in said[0]
+    # Few kinds of parameters: six trainings are compiled. A soak test has the tiny model with all of them.
+    model = ["model.attention=gqa", "model.router=linear", "model.residual_scaling=false"]
+    short = [*model, 'phases=[{"tokens": 768, "schedule": {"warmup_tokens": 256}}]', "evaluation.every=3",
+             "checkpoint.every=4"]  # fmt: skip
+    said = ended(finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "two", *short)] * 2)))
+    assert "step 6/6" in said[0]
     assert "_proxy" not in said[0] + said[1]
     assert "step" not in said[1]  # process 0 speaks for all
-    configs = [small_run(tmp_path, *SAME, run=run) for run in ("two", "one")]
+    configs = [small_run(tmp_path, *SAME, *short, run=run) for run in ("two", "one")]
     with wide_everywhere():
         run_training(configs[1])
-        together, alone = (restore(config, 12) for config in configs)
+        together, alone = (restore(config, 6) for config in configs)
     np.testing.assert_allclose(losses(tmp_path, "two"), losses(tmp_path, "one"), rtol=1e-6)
     with wide_everywhere():
         assert_close(leaves(together[0]), leaves(alone[0]), 1e-4, least=1e-3)  # Muon iterates in fp32
     assert together[1] == alone[1]  # the position in the data
 
     # Adapters of what they have trained: begun by both, split over them, and gone on with by one.
-    adapters = ["lora.rank=2", "lora.alpha=4", f"init_from={tmp_path / 'two' / 'checkpoints' / '12'}",
-                "checkpoint.every=2", 'phases=[{"tokens": 512}]', "optimizer.adamw.weight_decay=0"]  # fmt: skip
+    adapters = [*model, "lora.rank=2", "lora.alpha=4", f"init_from={tmp_path / 'two' / 'checkpoints' / '6'}",
+                "checkpoint.every=1", 'phases=[{"tokens": 256}]', "optimizer.adamw.weight_decay=0",
+                "sample.tokens=0"]  # fmt: skip
     split = command(tmp_path, "adapters", *adapters, "parallel.fsdp=4")
-    assert "step 4/4" in ended(finish_job(tmp_path, start_job(tmp_path, [split] * 2)))[0]
+    assert "step 2/2" in ended(finish_job(tmp_path, start_job(tmp_path, [split] * 2)))[0]
     rows = losses(tmp_path, "adapters")
-    shutil.rmtree(tmp_path / "adapters" / "checkpoints" / "4")
+    shutil.rmtree(tmp_path / "adapters" / "checkpoints" / "2")
     with wide_everywhere():
         run_training(small_run(tmp_path, *SAME, *adapters, run="adapters"))
     again = losses(tmp_path, "adapters")
-    assert again[:2] == rows[:2]
+    assert again[:1] == rows[:1]
     np.testing.assert_allclose(again, rows, rtol=1e-6)
 
 

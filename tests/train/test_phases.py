@@ -37,11 +37,13 @@ PHASES = (
     # Its step is that of the first phase's small batches, and so need not be compiled.
     PhaseConfig(512, "three", schedule=ScheduleConfig("wsd", 0.5, 0.1, decay_tokens=256)),
 )  # fmt: skip
+# Few kinds of parameters: three steps are compiled, and for the adapters two more.
+PLAIN = {"model.attention": "gqa", "model.router": "linear", "model.residual_scaling": False}
 
 
 def phased(folder, run="run", **changes):
     config = small_run(folder, run=run)
-    return change(config, {"phases": PHASES, "checkpoint.every": 3, "checkpoint.keep": 1, **changes})
+    return change(config, {**PLAIN, "phases": PHASES, "checkpoint.every": 3, "checkpoint.keep": 1, **changes})
 
 
 def altered(config, index, **changes):
@@ -127,9 +129,8 @@ def adapters_in_two_layouts(folder, init_from):
     """After each step on the devices of this process: arrays of the shape of a parameter of the base, and its spec."""
     parallel = ParallelConfig(), ParallelConfig(fsdp=2)
     phases = tuple(PhaseConfig(256, f"fsdp_{layout.fsdp}", parallel=layout) for layout in parallel)
-    config = change(
-        small_run(Path(folder)), {"phases": phases, "lora": LoraConfig(rank=2, alpha=4.0), "init_from": init_from}
-    )
+    changes = {"phases": phases, "lora": LoraConfig(rank=2, alpha=4.0), "init_from": init_from}
+    config = change(small_run(Path(folder)), {**PLAIN, **changes, "sample.tokens": 0})
     after, step = [], Trainer.step
 
     def record(trainer):

@@ -59,6 +59,24 @@ def descent(micro_batches=2, clip=1e9):
     return leaves(metrics), leaves(new), leaves(grads)
 
 
+CLIP = 4  # how many times the clipped gradient fits into the whole one
+
+
+@functools.cache
+def clipped(micro_batches):
+    """`descent` with a gradient that is clipped to a part of its norm, for two tests: each takes long to compile."""
+    return descent(micro_batches, clip=plain_gradient()[2] / CLIP)
+
+
+@functools.cache
+def bare():
+    """A model with few kinds of parameters, whose steps compile sooner; and parameters and biases for it."""
+    changes = {"model.attention": "gqa", "model.router": "linear", "model.residual_scaling": False}
+    config = change(CONFIG, changes)
+    program = make_program(config)
+    return config, fast_jit(lambda: init_state(program))()
+
+
 @functools.cache
 def first_step():
     """State and metrics after one step."""
@@ -129,12 +147,13 @@ def test_positions_are_those_of_the_batch():
 
 @pytest.mark.parametrize("micro_batches", [4, pytest.param(1, marks=pytest.mark.soak)])
 def test_micro_batches_change_nothing_but_rounding(micro_batches):
-    metrics, new, grads = descent(micro_batches)
+    metrics, new, grads = clipped(micro_batches)
     two_metrics, two_new, two_grads = descent()
     assert metrics.keys() == two_metrics.keys()
     for name, value in metrics.items():
-        np.testing.assert_allclose(value, two_metrics[name], rtol=1e-5, err_msg=name)
-    assert_trees_close(grads, two_grads, rtol=1e-3)
+        part = CLIP if name.startswith("['update_norm_by_role']") else 1
+        np.testing.assert_allclose(part * value, two_metrics[name], rtol=1e-5, err_msg=name)
+    assert_trees_close({name: CLIP * g for name, g in grads.items()}, two_grads, rtol=1e-3)
     for name in new:
         if name.startswith((".balance", ".step")):  # from counts, which are exact
             assert_close(new[name], two_new[name], 1e-6)
@@ -142,12 +161,11 @@ def test_micro_batches_change_nothing_but_rounding(micro_batches):
 
 def test_the_gradient_is_clipped_to_its_norm_and_the_metric_is_not():
     norm = plain_gradient()[2]
-    clip = 0.25 * norm
-    metrics, _, clipped = descent(clip=clip)
+    metrics, _, part = clipped(4)
     assert metrics["['grad_norm']"] == pytest.approx(norm, rel=1e-4)
     _, _, whole = descent()
-    assert np.sqrt(sum((g**2).sum() for g in clipped.values())) == pytest.approx(clip, rel=1e-4)
-    assert_trees_close({name: 4 * g for name, g in clipped.items()}, whole, rtol=1e-3)
+    assert np.sqrt(sum((g**2).sum() for g in part.values())) == pytest.approx(norm / CLIP, rel=1e-4)
+    assert_trees_close({name: CLIP * g for name, g in part.items()}, whole, rtol=1e-3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +175,10 @@ class WithOther(OptimizerConfig):
 
 def test_the_rate_that_is_logged_is_that_of_what_moves_the_matrices(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "other", OPTIMIZERS["adamw"])
-    other = setup(change(CONFIG, {"optimizer": WithOther(matrices="other")}))  # pyright: ignore[reportArgumentType]
-    assert float(other.step(other.state, make_batch())[1]["learning_rate"]) == pytest.approx(0.25, rel=1e-3)
+    program = make_program(change(CONFIG, {"optimizer": WithOther(matrices="other")}))  # pyright: ignore[reportArgumentType]
+    # The compiler leaves out what the rate does not need.
+    rate = fast_jit(lambda batch: program.train_step(init_state(program), batch)[1]["learning_rate"])
+    assert float(rate(make_batch())) == pytest.approx(0.25, rel=1e-3)
 
 
 def test_the_rate_follows_the_schedule():
@@ -350,7 +370,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(monkeypatch
         LOCAL, attention=lambda *given, **more: infinite_gradient(LOCAL.attention(*given, **more))
     )
     monkeypatch.setattr(Placement, "ops", ops)
-    state, program = setup().state, setup().program
+    config, state = bare()
+    program = make_program(config)
     placement = dataclasses.replace(program.placement)  # another one, whose operations have not been asked for
     program = dataclasses.replace(program, placement=placement, optimizer=optax.scale(-1.0))
     state = dataclasses.replace(state, opt_state=program.optimizer.init(state.params))
@@ -392,10 +413,10 @@ def test_bfloat16_sums_the_gradient_of_a_repeated_token_in_fp32():
     Only the order of the sum over positions differs, which bf16 would round at each of its terms. Over the vocabulary
     the head's part of the gradient sums to zero.
     """
-    config = change(CONFIG, {"train.compute_dtype": "bfloat16", "train.batch.micro_batch": 8})
-    program = make_program(config)
+    config, state = bare()
+    config = change(config, {"train.compute_dtype": "bfloat16", "train.batch.micro_batch": 8})
+    program, batch = make_program(config), make_batch(config)
     gradient = fast_jit(program.placement.gradient(make_local_loss(program)))
-    state, batch = setup().state, make_batch(config)
     embedding = state.params["embedding"]
     params = {**state.params, "embedding": jnp.broadcast_to(embedding[0], embedding.shape)}
     positions = np.arange(batch["tokens"].size, dtype=np.int32).reshape(batch["tokens"].shape)

@@ -15,7 +15,7 @@ from zaya_jax.machine.dry_run.suggest import suggest, suggestion_lines
 from zaya_jax.main import main
 
 OVERRIDES = ["train.compute_dtype=bfloat16", "train.batch.tokens=4096", "model.num_layers=1", "data.context=256",
-             "model.num_experts=2"]  # fmt: skip
+             "model.num_experts=2", "model.attention=gqa", "model.router=linear"]  # fmt: skip
 H200 = HARDWARE["h200"]
 
 

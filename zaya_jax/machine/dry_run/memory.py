@@ -6,8 +6,9 @@ Muon orthogonalizes the largest stack of matrices.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -90,9 +91,25 @@ def estimate_memory(
     reduces = single or (placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1)
 
     scatters = any(leaf.in_layer and leaf.gathers for leaf in placement.leaves.values())
+    return Memory(
+        parameters=master_weights,
+        optimizer=stored - master_weights,
+        compute=_copy_bytes(program, single),
+        gradients=_gradient_bytes(program, single, reduces, scatters),
+        # XLA clears the memory for those of the last micro-batch ahead of the loop over the others.
+        activations=activations.kept * (2 if scatters and not reduces else 1),
+        temporaries=_temporaries(program, sequences * context, activations.recomputed, single),
+        update=_update(program, master_weights),
+        frozen=device_bytes(frozen),
+    )
+
+
+@functools.lru_cache(maxsize=16)  # estimates of the same program with other micro-batches share it
+def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool, scatters: bool) -> int:
+    """Return bytes of the gradients of a micro-batch, and of those that are accumulated."""
+    placement = program.placement
 
     def gradients_of(copy: Any, _: Any) -> Any:
-        """Those of a micro-batch, and what is accumulated."""
         if not reduces:
             # Layers add theirs in place. If they are gathered one at a time, XLA has three: what a micro-batch starts
             # from, its own, and the sum. The embedding's is there once more before its reduction.
@@ -103,18 +120,7 @@ def estimate_memory(
         micro = differentiated(parts)
         return micro, {} if single else reduce_rest(micro, parts, None, placement.leaves, placement.mesh)
 
-    gradients, accumulated = _on_one_device(program, gradients_of)
-    return Memory(
-        parameters=master_weights,
-        optimizer=stored - master_weights,
-        compute=_copy_bytes(program, single),
-        gradients=_bytes(gradients) + _bytes(accumulated),
-        # XLA clears the memory for those of the last micro-batch ahead of the loop over the others.
-        activations=activations.kept * (2 if scatters and not reduces else 1),
-        temporaries=_temporaries(program, sequences * context, activations.recomputed, single),
-        update=_update(program, master_weights),
-        frozen=device_bytes(frozen),
-    )
+    return _bytes(_on_one_device(program, gradients_of))
 
 
 def _accumulation(x: jax.Array) -> jax.Array:
@@ -150,7 +156,7 @@ def _copy_bytes(program: PhaseProgram, single: bool) -> int:
     them without rematerialization.
     """
     stored, placement, total = {**program.abstract_base, **program.abstract_state.params}, program.placement, 0
-    for name, x in _on_one_device(program, _merge_copies).items():
+    for name, x in _local_copies(program).items():
         leaf = placement.leaves[name]
         reordered = leaf.by_layer and "fsdp" not in leaf.experts_over
         if leaf.gathered:
@@ -166,11 +172,14 @@ def _copy_bytes(program: PhaseProgram, single: bool) -> int:
 
 def local_shapes(program: PhaseProgram) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter's compute copy on one device."""
-    return {name: x.shape for name, x in _on_one_device(program, _merge_copies).items()}
+    return {name: x.shape for name, x in _local_copies(program).items()}
 
 
-def _merge_copies(copy: Mapping[str, Any], frozen_copies: Mapping[str, Any]) -> dict[str, Any]:
-    return {**frozen_copies, **copy}
+@functools.lru_cache(maxsize=16)  # an estimate needs them three times
+def _local_copies(program: PhaseProgram) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shape and dtype of each parameter's compute copy on one device."""
+    copies = _on_one_device(program, lambda copy, frozen_copies: {**frozen_copies, **copy})
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in copies.items()}
 
 
 def _bytes(tree: Any) -> int:
