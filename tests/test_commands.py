@@ -55,6 +55,7 @@ def test_the_version_is_that_of_the_package(capsys):
     (["train", "configs/tiny.yaml"], "the configuration is missing; name it with --config configs/tiny.yaml"),
     (["train", "seed=1"], "the configuration is missing; name it with --config FILE"),
     (["train", "--config", "configs/tiny.yaml", "--dyr-run"], "arguments: --dyr-run. Did you mean --dry-run?"),
+    (["train", "--config", "configs/tiny.yaml", "--run_dir=a"], "Overrides have no dashes: run_dir=a."),
     (["generate", "runs/tiny", "--promt", "def "], "Did you mean --prompt?"),
     (["data", "prepare", "--input", "a", "--tokenizer", "b", "--output", "c", "--wrkers=1"], "Did you mean --workers?"),
 ])  # fmt: skip

@@ -30,6 +30,7 @@ from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.progress_record import Phase, record_from_environment
+from zaya_jax.run.status import mark_stopped
 from zaya_jax.run.supervised import end_with_supervisor
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class _Process:
 
     def _leave(self, sentence: str, status: int) -> NoReturn:
         self.progress.end(status, sentence, is_origin=True)
+        if self.run_dir:
+            mark_stopped(Path(self.run_dir).expanduser(), status, sentence)
         leave = say_and_exit if self.peers is None else self.peers.leave
         leave(sentence, status)
 

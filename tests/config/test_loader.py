@@ -135,6 +135,8 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
 @pytest.mark.parametrize(("override", "said"), [
     ("train.log_evry=5", "The key train.log_evry is unknown. Did you mean train.log_every?"),
     ("trian.log_every=5", "Did you mean train?"),
+    ("num_layers=2", "Did you mean model.num_layers?"),
+    ("tokens=1", "Did you mean phases.train.tokens or phases.train.batch.tokens or train.batch.tokens or"),
     ("optimizer.muon.learning_rat=1", "Did you mean optimizer.muon.learning_rate?"),
     ("model.zzz=1", "The key model.zzz is unknown. Allowed keys: vocab_size, "),
     ("extends=x", "The key extends is unknown"),

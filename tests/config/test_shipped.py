@@ -57,6 +57,7 @@ def test_a_path_does_not_leave_the_shipped_folder(tmp_path):
 
 def test_a_misspelled_file_of_the_user_is_refused_with_the_nearest(tmp_path):
     (tmp_path / "mine.yaml").write_text("run_dir: runs/mine")
+    assert "Did you mean configs/recipe_tiny.yaml?" in refused_to_load(f"{tmp_path}/recipe_tiny.yaml")
     assert f"Did you mean {tmp_path}/mine.yaml?" in refused_to_load(f"{tmp_path}/mine.yml")
     (tmp_path / "configs").mkdir()
     assert "Is a directory" in refused_to_load("configs")

@@ -9,6 +9,7 @@ from tests.train_helpers import change, small_run, snapshot
 from zaya_jax.config import (
     CheckpointConfig,
     EvaluationConfig,
+    LoraConfig,
     ParallelConfig,
     SourceConfig,
     Table,
@@ -136,6 +137,18 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
             assert f"was {shown(old)} and is now {shown(new)}." in message
 
 
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"lora": LoraConfig(4, 8), "init_from": "runs/base", "seed": 7},
+     r"seed was 0 and is now 7\. init_from, lora differ, too\. Restore .*, or choose another run_dir: with "
+     r"init_from=.*/run it starts from that run's weights\.$"),
+    ({"lora": LoraConfig(4, 8)}, r"lora was null and is now set\. Restore"),
+    ({"data.sources": Table({"web": SourceConfig("data/web")})}, r"data\.sources was absent and is now set\. "),
+    ({"model.num_layers": 1}, r" Restore the old value to resume that run, or choose another run_dir\.$"),
+])  # fmt: skip
+def test_the_section_that_differs_is_named_with_what_can_be_done(config, begun, changes, said):
+    refused(change(config, changes), begun, said)
+
+
 def test_changes_are_recorded_once_with_their_step(config, begun):
     (phase,) = config.phases
     changed = change(config, {"train.spike.threshold": 20.0, "train.log_every": 7})
@@ -195,10 +208,10 @@ def test_rows_to_skip_are_recorded_and_their_key_may_be_missing(config, begun):
 @pytest.mark.parametrize(
     ("sources", "key"),
     [
-        ({"web": SourceConfig("web")}, r"data\.sources\.web\.max_epochs was absent and is now null"),
+        ({"web": SourceConfig("web")}, r"data\.sources\.web was absent and is now set"),
         ({"code": SourceConfig("code", 2.0)}, r"data\.sources\.code\.max_epochs was null and is now 2\.0"),
-        ({}, r"data\.sources\.code\.max_epochs was null and is now absent"),
-        ({"code": SourceConfig("code"), "web": SourceConfig("w")}, r"data\.sources\.web\.max_epochs was absent"),
+        ({}, r"data\.sources was set and is now absent"),
+        ({"code": SourceConfig("code"), "web": SourceConfig("w")}, r"data\.sources\.web was absent"),
     ],
 )
 def test_other_sources_are_another_configuration(config, sources, key):

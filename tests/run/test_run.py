@@ -16,7 +16,7 @@ from zaya_jax.run.folder import claim_run, is_locked, lock_folder
 from zaya_jax.run.launcher import detect_launcher
 from zaya_jax.run.run import Run, open_run
 from zaya_jax.run.signals import NAMES, exit_status
-from zaya_jax.run.status import track_status
+from zaya_jax.run.status import mark_stopped, track_status
 from zaya_jax.run.tokenizer import copy_tokenizer, run_tokenizer, special_ids
 
 PROPERTIES = [name for name, value in vars(Run).items() if isinstance(value, property)]
@@ -98,6 +98,12 @@ def test_the_status_of_a_process_that_runs_and_then_is_killed(tmp_path):
     with lock_folder(tmp_path), track_status(tmp_path):
         assert status(tmp_path).state == "running"
     assert (status(tmp_path).state, status(tmp_path).exit_status) == ("finished", ExitCode.OK)
+    with lock_folder(tmp_path), track_status(tmp_path):
+        mark_stopped(tmp_path, 130, "Stopped by Ctrl-C.")
+        stopped = status(tmp_path)
+        mark_stopped(tmp_path, 143, "Stopped by SIGTERM.")  # it has stopped already
+        assert status(tmp_path) == stopped
+    assert (stopped.state, stopped.exit_status, stopped.message) == ("stopped", 130, "Stopped by Ctrl-C.")
     (tmp_path / "status.json").write_text('{"state": "run')
     assert open_run(tmp_path).status is None
 

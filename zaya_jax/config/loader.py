@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zaya_jax.config.checks import item_keys, require_path, shown
+from zaya_jax.config.keys import override_keys
 from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.phases import PhaseConfig
 from zaya_jax.config.renamed import RENAMED
@@ -190,7 +191,7 @@ def _build(cls: type, tree: Any, where: str) -> Any:
             raise InputError(f"The key {_join(where, key)} was renamed; use {_join(where, current)} instead.")
         if key not in fields:
             unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
-            hint = did_you_mean(key, fields, _join(where, ""))
+            hint = did_you_mean(key, fields, _join(where, "")) or ("" if where else _elsewhere(key))
             raise InputError(f"The key {unknown} is unknown.{hint} Allowed keys: {', '.join(fields)}.")
     hints = _type_hints(cls)
     values = {}
@@ -200,6 +201,12 @@ def _build(cls: type, tree: Any, where: str) -> Any:
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise InputError(f"The key {_join(where, name)} is missing and has no default.")
     return cls(**values)
+
+
+def _elsewhere(name: str) -> str:
+    """Return ' Did you mean X or Y?' for keys of that name in sections, where a user wrote the name alone."""
+    keys = [key for key, _ in override_keys({"phases": [{"name": "train"}]}) if key.rpartition(".")[2] == name]
+    return f" Did you mean {' or '.join(keys)}?" if keys else ""
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

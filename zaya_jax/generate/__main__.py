@@ -42,7 +42,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("path", metavar="PATH", help="RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), "
         "RUN_DIR/checkpoints/STEP, or a transformers folder; adapters are merged into their base")  # fmt: skip
-    add("stdin", nargs="?", choices=("-",), metavar="-", help="read one prompt from standard input")
+    add("stdin", nargs="?", metavar="-", help="read one prompt from standard input")
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
     add("--message", action="append", default=[], metavar="TEXT", help="message to answer, through the chat template; "
         "can be given several times")  # fmt: skip
@@ -56,7 +56,8 @@ def _parser() -> Parser:
                              ("top-p", float, "keep the most likely tokens with this probability together"),
                              ("min-p", float, "keep tokens at least this many times as likely as the most likely"),
                              ("repetition-penalty", float, "divide logits of tokens that occurred")):  # fmt: skip
-        add(f"--{name}", type=kind, metavar="X", help=f"{what} (default: that of generation_config.json)")
+        default = "that of generation_config.json" + (", else 0.8" if name == "temperature" else "")
+        add(f"--{name}", type=kind, metavar="X", help=f"{what} (default: {default})")
     add("--seed", type=int, default=0, metavar="N", help="seed of the first continuation (default: 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end a continuation before this text")
     add("--rsa", nargs=4, type=int, metavar=("N", "C", "T", "TAIL"), help="Markovian RSA: N candidates, then T rounds "
@@ -105,6 +106,9 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if sum(map(bool, sources)) != 1:
         raise InputError("Name what to continue with --prompt TEXT, --file FILE or -, or what to answer with "
                          "--message TEXT or --chat: exactly one of them.")  # fmt: skip
+    if options.stdin not in (None, "-"):
+        raise InputError(f"{options.stdin!r} is neither an option nor -: to continue this text, write "
+                         f"--prompt {options.stdin!r}.")  # fmt: skip
     if options.system is not None and not (options.chat or options.message):
         raise InputError("--system is only for --chat and --message: add one, or remove --system.")
     if options.rsa is not None and (options.chat or options.samples > 1 or options.logprobs):

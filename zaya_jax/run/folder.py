@@ -2,7 +2,7 @@
 
 import fcntl
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -159,15 +159,30 @@ def _compare(folder: Path, config: Config) -> None:
                                  "another run_dir.")  # fmt: skip
         return
     old, new = (dict(flatten_keys(tree)) for tree in (read_config(folder), to_dict(config)))
-    for key in [*new, *(key for key in old if key not in new)]:
-        if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key)):
-            was, becomes = (shown(values[key]) if key in values else "absent" for values in (old, new))
-            raise InputError(
-                f"{path.parent} contains a run with a different configuration: {key} was {was} and is now {becomes}. "
-                "Restore the old value to resume that run, or choose another run_dir: with "
-                f"init_from={path.parent} it starts from that run's weights, with resume_from={path.parent} it "
-                "continues that run, if the model, the data and the batches are the same."
-            )
+    differing = [key for key in [*new, *(key for key in old if key not in new)]
+                 if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key))]  # fmt: skip
+    if not differing:
+        return
+    key, *rest = dict.fromkeys(_shortest_new(name, old, new) for name in differing)
+    was, becomes = (shown(values[key]) if key in values else "set" if _has_section(key, values) else "absent"
+                    for values in (old, new))  # fmt: skip
+    others = f" {', '.join(rest[:5])} differ{'s' if len(rest) == 1 else ''}, too." if rest else ""
+    weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
+    raise InputError(
+        f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{others} "
+        f"Restore the old value to resume that run, or choose another run_dir{weights}."
+    )
+
+
+def _shortest_new(key: str, *configs: Mapping[str, Any]) -> str:
+    """Return the outermost section of `key` that one of the configurations lacks; else the key."""
+    parts = key.split(".")
+    sections = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((section for section in sections if not all(_has_section(section, keys) for keys in configs)), key)
+
+
+def _has_section(section: str, keys: Mapping[str, Any]) -> bool:
+    return any(key.startswith(f"{section}.") for key in keys)
 
 
 def _is_free(key: str) -> bool:

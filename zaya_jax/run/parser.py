@@ -13,8 +13,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""
-        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        super().error(message if unknown is None else f"{message}.{did_you_mean(unknown[1], self.flags())}")
+        unknown = re.match(r"unrecognized arguments: --([^\s=]+)(=\S+)?", message)
+        if unknown is None:
+            super().error(message)
+        hint = did_you_mean(f"--{unknown[1]}", self.flags())
+        if not hint and unknown[2] and any(action.dest == "overrides" for action in self._actions):
+            hint = f" Overrides have no dashes: {unknown[1]}{unknown[2]}."
+        super().error(f"{message}.{hint}")
 
     def flags(self) -> Iterator[str]:
         """Yield the flags of this parser and of its verbs."""

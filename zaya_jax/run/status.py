@@ -40,6 +40,13 @@ def track_status(folder: Path) -> Iterator[None]:
     _write(folder, FINISHED, ExitCode.OK)
 
 
+def mark_stopped(folder: Path, exit_status: int, message: str) -> None:
+    """Write that this process has stopped, if `status.json` says that it runs; for an end that skips `track_status`."""
+    status = read_status(folder)
+    if status is not None and (status.state, status.host, status.pid) == (RUNNING, os.uname().nodename, os.getpid()):
+        _write(folder, STOPPED, exit_status, message)
+
+
 def read_status(folder: Path) -> Status | None:
     """Return the status of a run; None if it is missing, as in runs of earlier versions, or unreadable."""
     try:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
-from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.compilers import report as compiler_report
 from zaya_jax.machine.compilers.compiled import CompiledStep, check_devices, compile_step
@@ -93,7 +93,9 @@ def dry_run(
             row["suggestions"] = suggested
         return json.dumps({"devices": devices, "hardware": hardware, "phases": rows}, indent=1)
     summary = [line for phase in phases for line in _answer(phase, device)]
-    if device is not None and len(phases) > 1:
+    if device is None:
+        summary.append(f"For the time of a step, and whether it fits, add --hardware: {', '.join(HARDWARE)}.")
+    elif len(phases) > 1:
         summary.append(f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {_count(devices)}")
     for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
@@ -187,8 +189,7 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     summary, name = _summary(phase, hardware), phase.estimate.phase
     if hardware is None or "fits" not in summary:
         size, unit = _unit(summary["bytes"], "B")
-        return [f"Phase {name}: {summary['bytes'] / size:.3g} {unit} per device",
-                "  For the time of a step, and whether it fits, add --hardware NAME."]  # fmt: skip
+        return [f"Phase {name}: {summary['bytes'] / size:.3g} {unit} per device"]
     needed = f"{summary['bytes'] / _GB:.1f}"
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
     lines = [
