@@ -52,10 +52,13 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["train", "configs/tiny.yaml"], "the configuration is missing; name it with --config configs/tiny.yaml"),
-    (["train", "seed=1"], "the configuration is missing; name it with --config FILE"),
+    (["train", "configs/tiny.yaml"], "the configuration is missing; add --config configs/tiny.yaml"),
+    (["train", "seed=1"], "the configuration is missing; add --config FILE"),
     (["train", "--config", "configs/tiny.yaml", "--dyr-run"], "arguments: --dyr-run. Did you mean --dry-run?"),
-    (["train", "--config", "configs/tiny.yaml", "--run_dir=a"], "Overrides have no dashes: run_dir=a."),
+    (["train", "--config", "configs/tiny.yaml", "--run_dir=a"], "An override has no dashes: run_dir=VALUE."),
+    (["train", "--config", "configs/tiny.yaml", "--model.num_layers", "2"], "no dashes: model.num_layers=VALUE."),
+    (["train", "--config", "configs/tiny.yaml", "--preset=cpu"], "no dashes: preset=VALUE."),
+    (["data", "prepar"], "Did you mean prepare?"),
     (["generate", "runs/tiny", "--promt", "def "], "Did you mean --prompt?"),
     (["data", "prepare", "--input", "a", "--tokenizer", "b", "--output", "c", "--wrkers=1"], "Did you mean --workers?"),
 ])  # fmt: skip

@@ -15,7 +15,7 @@ from tests.pages_helpers import PAGES, ROOT, shell_blocks
 from zaya_jax.__main__ import COMMANDS
 from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.run.options import training_parser
+from zaya_jax.run.options import parse_training
 
 SEPARATORS = {"|", "||", "&&", ";", "&"}
 # Programs that are not ours. What they are given is not checked here, but for make and pip.
@@ -74,7 +74,7 @@ def parse() -> Callable[[str, list[str]], Namespace]:
 
     def parse(module: str, arguments: list[str]) -> Namespace:
         if module == "zaya_jax.main":
-            return training_parser().parse_intermixed_args(arguments)
+            return parse_training(arguments)
         main = importlib.import_module(f"{module}.__main__")
         if hasattr(main, "_parser"):
             return main._parser().parse_args(arguments)

@@ -1,6 +1,7 @@
 """What a person sees who types something wrong: one sentence, status 2, and everything as it was."""
 
 import errno
+import signal
 import subprocess
 import sys
 
@@ -8,13 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from tests.train_helpers import ROOT, compile_once, snapshot, write_run
+from zaya_jax import main as main_module
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.data.text_corpus import open_corpus
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.main import main
 from zaya_jax.run.checkpoints import CHECKPOINTS
-from zaya_jax.run.folder import claim_run, lock_run
+from zaya_jax.run.folder import claim_run, lock_folder, lock_run
+from zaya_jax.run.status import read_status, track_status
 from zaya_jax.train import loop
 
 
@@ -146,6 +149,18 @@ def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, s
     monkeypatch.setattr(loop, "run_training", stop)
     assert main(["--config", str(write_run(tmp_path))]) == status
     assert capsys.readouterr().err == said
+
+
+def test_an_exit_at_once_is_in_the_status_of_the_run(tmp_path, monkeypatch):
+    process = main_module._Process()
+    process.run_dir = str(tmp_path)
+    monkeypatch.setattr(main_module, "say_and_exit", lambda sentence, status: None)
+    with lock_folder(tmp_path), track_status(tmp_path):
+        process.stop(signal.SIGINT)
+        stopped = read_status(tmp_path)
+    assert stopped is not None
+    assert (stopped.state, stopped.exit_status) == ("stopped", 130)
+    assert stopped.message.startswith("Stopped by Ctrl-C. ")
 
 
 def test_a_defect_is_not_taken_for_bad_input(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-_ALIKE = 0.68  # cutoff of difflib: above it 'tiny.yaml' is like 'configs/tiny.yaml', but 'tpu' not like 'cpu'
+_CUTOFF = 0.68  # similarity of difflib: above it 'tiny.yaml' is like 'configs/tiny.yaml', but 'tpu' not like 'cpu'
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "", suffix: str = "") -> str:
@@ -71,11 +71,11 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "", suffix: str 
     Args:
       name: the misspelled name.
       known: all names that exist.
-      prefix: what the answer has before the name.
-      suffix: what the answer has after it.
+      prefix: text before the suggested name.
+      suffix: text after it.
     """
-    near = difflib.get_close_matches(name[:200], list(known), n=1, cutoff=_ALIKE)
-    return f" Did you mean {prefix}{near[0]}{suffix}?" if near else ""
+    matches = difflib.get_close_matches(name[:200], list(known), n=1, cutoff=_CUTOFF)
+    return f" Did you mean {prefix}{matches[0]}{suffix}?" if matches else ""
 
 
 def as_sentence(error: BaseException) -> str:

@@ -4,6 +4,7 @@ import atexit
 import faulthandler
 import signal
 import sys
+import threading
 
 from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
@@ -79,7 +80,7 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
     result = run_training(config, process.peers, progress)
     progress.enter(Phase.FINISH)
     if is_primary() and config.sample.tokens:
-        print("Continuing the sample prompt")
+        print("Continuing the sample prompt", flush=True)
     text = report(config, result)
     if is_primary():
         print(text)
@@ -135,7 +136,10 @@ class _Process:
     def _leave(self, sentence: str, status: int) -> NoReturn:
         self.progress.end(status, sentence, is_origin=True)
         if self.run_dir:
-            mark_stopped(Path(self.run_dir).expanduser(), status, sentence)
+            folder = Path(self.run_dir).expanduser()
+            writer = threading.Thread(target=mark_stopped, args=(folder, status, sentence), daemon=True)
+            writer.start()
+            writer.join(1)  # not longer, since the file system may hang
         leave = say_and_exit if self.peers is None else self.peers.leave
         leave(sentence, status)
 
@@ -169,7 +173,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _prepare_jax(config: Config, platform: str | None = None) -> Preset:
-    """Set the environment and jax's flags, which must happen before jax initialises its backend."""
+    """Set the environment and jax's flags, which must happen before jax initializes its backend."""
     preset = select_preset(config.preset)
     if "jax" not in sys.modules:  # once jax is imported, XLA may have read its flags already
         if platform is None:

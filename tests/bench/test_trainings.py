@@ -165,10 +165,12 @@ def test_the_best_rates_of_an_earlier_result_are_used(tmp_path, monkeypatch):
     assert result["tuned"] == str(recorded)
     again = tmp_path / "again.json"
     again.write_text(json.dumps(result))
-    assert optimizer.read_grid(again) == result["grid"]
-    for text in ("{}", '{"grid": {"muon": {"best": {"matrices": "x"}}}}'):
+    assert optimizer.read_grid(str(again)) == result["grid"]
+    rates = {"best": {"matrices": 0.1, "others": 0.1}}
+    nan = {"best": {"matrices": float("nan"), "others": 0.1}}
+    for text in ("{}", json.dumps({"grid": {"muon": rates}}), json.dumps({"grid": {"muon": rates, "adamw": nan}})):
         again.write_text(text)
-        with pytest.raises(InputError, match=r"--tuned is .*again\.json, but must be a result"):
+        with pytest.raises(InputError, match=r"--tuned is '.*again\.json', but must be a result"):
             optimizer.bench_optimizer(20, None, str(again))
 
 

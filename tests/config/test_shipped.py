@@ -53,11 +53,14 @@ def test_a_suite_that_is_nowhere_is_refused_with_the_suites():
 
 def test_a_path_does_not_leave_the_shipped_folder(tmp_path):
     assert "does not exist" in refused_to_load("configs/../__init__.py")
+    (tmp_path / "configs").mkdir()
+    assert "Is a directory" in refused_to_load("configs")
 
 
 def test_a_misspelled_file_of_the_user_is_refused_with_the_nearest(tmp_path):
     (tmp_path / "mine.yaml").write_text("run_dir: runs/mine")
     assert "Did you mean configs/recipe_tiny.yaml?" in refused_to_load(f"{tmp_path}/recipe_tiny.yaml")
     assert f"Did you mean {tmp_path}/mine.yaml?" in refused_to_load(f"{tmp_path}/mine.yml")
-    (tmp_path / "configs").mkdir()
-    assert "Is a directory" in refused_to_load("configs")
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "tiny.yaml").write_text("run_dir: runs/mine")
+    assert f"Did you mean {tmp_path}/experiments/tiny.yaml?" in refused_to_load(f"{tmp_path}/experiment/tiny.yaml")

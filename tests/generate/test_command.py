@@ -124,7 +124,7 @@ def test_a_message_goes_through_the_template_and_rsa_through_rounds(run, capsys)
     [
         (["nowhere", "--prompt", "a"], "nowhere"),
         (["RUN"], "--prompt TEXT, --file FILE or -"),
-        (["RUN", "def main"], "write --prompt 'def main'."),
+        (["RUN", "def main"], "use --prompt 'def main'; to read standard input, use -."),
         (["RUN", "--prompt", "a", "--rsa", "2", "3", "1", "4"], "--rsa aggregated is 3"),
         (["RUN", "--chat", "--rsa", "2", "1", "1", "4"], "--rsa does not go with --chat"),
         (["RUN", "--prompt", "a", "--chat"], "exactly one of them"),

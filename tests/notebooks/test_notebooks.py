@@ -11,7 +11,7 @@ from tests.notebook_helpers import ROOT, clean, execute, read_notebook
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # What they print is measured after training, and differs between CPUs.
 TRAINED = {"finetune", "model_tour", "muon", "router"}
-QUICK = {"ablations"}  # the others compile or train
+QUICK = {"ablations"}  # the others compile, and most of them train
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

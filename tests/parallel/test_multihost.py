@@ -49,9 +49,7 @@ def ended(outcomes, status=0):
 
 
 def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
-    # Few kinds of parameters: six trainings are compiled. A soak test has the tiny model with all of them.
-    model = ["model.attention=gqa", "model.router=linear", "model.residual_scaling=false"]
-    short = [*model, 'phases=[{"tokens": 768, "schedule": {"warmup_tokens": 256}}]', "evaluation.every=3",
+    short = ['phases=[{"tokens": 768, "schedule": {"warmup_tokens": 256}}]', "evaluation.every=3",
              "checkpoint.every=4"]  # fmt: skip
     said = ended(finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "two", *short)] * 2)))
     assert "step 6/6" in said[0]
@@ -67,7 +65,7 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
     assert together[1] == alone[1]  # the position in the data
 
     # Adapters of what they have trained: begun by both, split over them, and gone on with by one.
-    adapters = [*model, "lora.rank=2", "lora.alpha=4", f"init_from={tmp_path / 'two' / 'checkpoints' / '6'}",
+    adapters = ["lora.rank=2", "lora.alpha=4", f"init_from={tmp_path / 'two' / 'checkpoints' / '6'}",
                 "checkpoint.every=1", 'phases=[{"tokens": 256}]', "optimizer.adamw.weight_decay=0",
                 "sample.tokens=0"]  # fmt: skip
     split = command(tmp_path, "adapters", *adapters, "parallel.fsdp=4")

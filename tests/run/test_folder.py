@@ -139,7 +139,7 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"lora": LoraConfig(4, 8), "init_from": "runs/base", "seed": 7},
-     r"seed was 0 and is now 7\. init_from, lora differ, too\. Restore .*, or choose another run_dir: with "
+     r"seed was 0 and is now 7\. init_from and lora also differ\. Restore .*, or choose another run_dir: with "
      r"init_from=.*/run it starts from that run's weights\.$"),
     ({"lora": LoraConfig(4, 8)}, r"lora was null and is now set\. Restore"),
     ({"data.sources": Table({"web": SourceConfig("data/web")})}, r"data\.sources was absent and is now set\. "),

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.checkpoint.saved_helpers import save_run
 from tests.config_helpers import row_ranges
 from tests.train_helpers import CONFIG, change, small_run
 from zaya_jax.config import BatchConfig, ParallelConfig, ScheduleConfig
@@ -37,12 +38,15 @@ CONSTANT, COSINE = ScheduleConfig("constant", warmup_tokens=256), ScheduleConfig
 WSD = ScheduleConfig("wsd", decay_tokens=512)  # its last four steps of twelve
 
 
-@pytest.mark.parametrize(("saved", "advice"), [
-    ((3, 6, 9), r"resume_from=.*/run/checkpoints/6\.$"), ((9,), r", or start anew in another run_dir\.$"),
+@pytest.mark.parametrize(("saved", "damaged", "advice"), [
+    ([3, 6, 9], [], r"resume_from=.*/run/checkpoints/6\.$"),
+    ([3, 6, 9], [6], r"resume_from=.*/run/checkpoints/3\.$"),
+    ([9], [], r", or start anew in another run_dir\.$"),
 ])  # fmt: skip
-def test_other_rates_are_refused_with_the_newest_checkpoint_before_them(config, saved, advice):
-    for step in saved:
-        (Path(config.run_dir) / "checkpoints" / str(step)).mkdir(parents=True)
+def test_other_rates_are_refused_with_the_newest_checkpoint_before_them(config, saved, damaged, advice):
+    run = save_run(Path(config.run_dir), saved)
+    for step in damaged:
+        next((run / "checkpoints" / str(step)).glob("manifest-*")).unlink()
     (phase,) = config.phases
     before = with_phases(config, dataclasses.replace(phase, schedule=WSD))
     longer = with_phases(config, dataclasses.replace(phase, schedule=WSD, tokens=2 * phase.tokens))

@@ -1,6 +1,7 @@
 """Compare Muon for matrices with AdamW for everything: steps to the same held-out loss, at their best rates."""
 
 import itertools
+import math
 import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +20,7 @@ from zaya_jax.bench.sweep import (
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
 from zaya_jax.errors import InputError
 from zaya_jax.machine.result import describe_run
-from zaya_jax.run.files import read_object
+from zaya_jax.run.files import read_object, require_existing
 
 Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # learning rates of the matrices, and of all other parameters
@@ -54,7 +55,7 @@ def bench_optimizer(steps: int, png: str | None, tuned: str | None = None) -> di
         "AdamW for all parameters", PACKAGES,
     )  # fmt: skip
     kinds: tuple[Kind, ...] = get_args(Kind)
-    grid = None if tuned is None else read_grid(Path(tuned))
+    grid = None if tuned is None else read_grid(tuned)
     with tempfile.TemporaryDirectory() as folder:
 
         def trial(kind: Kind, rates: Rates, seed: int, evaluation_interval: int) -> Trial:
@@ -70,7 +71,7 @@ def bench_optimizer(steps: int, png: str | None, tuned: str | None = None) -> di
                     for kind in kinds}  # fmt: skip
         best = {kind: (grid[kind]["best"]["matrices"], grid[kind]["best"]["others"]) for kind in kinds}
         curves = run_trials({(seed, kind): trial(kind, best[kind], seed, 5) for seed in SEEDS for kind in kinds})
-    result |= {"tuned": tuned or "in this run", "grid": grid}
+    result |= {"tuned": tuned, "grid": grid}
     named = {f"{kind} seed {seed}": curve for (seed, kind), curve in curves.items()}
     result["curves"] = {name: curve.heldout for name, curve in named.items()}
     result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in SEEDS})
@@ -95,14 +96,17 @@ def _grid_rows(losses: dict[Rates, float], matrices: tuple[float, ...]) -> dict[
     }
 
 
-def read_grid(path: Path) -> dict[str, Any]:
-    """Read the grids of an earlier result; InputError if the file has none."""
-    grid = read_object(path).get("grid") or {}
+def read_grid(tuned: str) -> dict[str, Any]:
+    """Read the grids of an earlier result; InputError if the file `tuned` has none."""
+    path = Path(tuned).expanduser()
+    require_existing(path, f"--tuned is {tuned!r}, which")
+    grid: Any = read_object(path).get("grid")
     try:
-        for kind in get_args(Kind):
-            _ = float(grid[kind]["best"]["matrices"]) + float(grid[kind]["best"]["others"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise InputError(f"--tuned is {path}, but must be a result of python -m zaya_jax.bench optimizer.") from error
+        rates = [grid[kind]["best"][role] for kind in get_args(Kind) for role in ("matrices", "others")]
+    except (TypeError, KeyError):
+        rates = [None]
+    if not all(isinstance(rate, float) and 0 < rate < math.inf for rate in rates):
+        raise InputError(f"--tuned is {tuned!r}, but must be a result of python -m zaya_jax.bench optimizer.")
     return grid
 
 

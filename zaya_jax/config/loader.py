@@ -168,8 +168,9 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
             index = int(key)
         else:
             known = [str(place) + (f" ({name})" if isinstance(name, str) else "") for place, name in enumerate(names)]
+            hint = did_you_mean(key, [name for name in names if isinstance(name, str)], f"{where}.")
             raise InputError(f"There is no {shown(_join(where, key))}; the items of {where} are "
-                             f"{', '.join(known[:9]) or 'none'}.")  # fmt: skip
+                             f"{', '.join(known[:9]) or 'none'}.{hint}")  # fmt: skip
         item = merged[index]
         here = _join(where, key)
         merged[index] = _merge(item, value, here) if isinstance(item, dict) and isinstance(value, dict) else value
@@ -191,7 +192,7 @@ def _build(cls: type, tree: Any, where: str) -> Any:
             raise InputError(f"The key {_join(where, key)} was renamed; use {_join(where, current)} instead.")
         if key not in fields:
             unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
-            hint = did_you_mean(key, fields, _join(where, "")) or ("" if where else _elsewhere(key))
+            hint = did_you_mean(key, fields, _join(where, "")) or ("" if where else _suggest_full_keys(key, tree))
             raise InputError(f"The key {unknown} is unknown.{hint} Allowed keys: {', '.join(fields)}.")
     hints = _type_hints(cls)
     values = {}
@@ -203,10 +204,14 @@ def _build(cls: type, tree: Any, where: str) -> Any:
     return cls(**values)
 
 
-def _elsewhere(name: str) -> str:
-    """Return ' Did you mean X or Y?' for keys of that name in sections, where a user wrote the name alone."""
-    keys = [key for key, _ in override_keys({"phases": [{"name": "train"}]}) if key.rpartition(".")[2] == name]
-    return f" Did you mean {' or '.join(keys)}?" if keys else ""
+def _suggest_full_keys(name: str, tree: Mapping[str, Any]) -> str:
+    """Return ' Did you mean X or Y?' for up to three keys that end in `name`, where a user left out the section."""
+    phases = tree.get("phases")
+    named = [phase for phase in phases if isinstance(phase, dict)] if isinstance(phases, list) else []
+    default = {"name": PhaseConfig.name}
+    keys = [key for key, _ in override_keys({"phases": [default | phase for phase in named]})
+            if key.rpartition(".")[2] == name]  # fmt: skip
+    return f" Did you mean {' or '.join(keys[:3])}?" if keys else ""
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

@@ -113,7 +113,7 @@ class PhaseConfig:
     packing: Packing = "windows"
     over_length: OverLength = "split"  # policy for documents longer than a row
     template: str | None = None  # file with a Jinja chat template; null: the built-in template
-    schedule: ScheduleConfig | None = None  # learning rates; null: that of the previous phase, else the default one
+    schedule: ScheduleConfig | None = None  # learning rates; null: the previous phase's, else the default
     batch: BatchConfig | None = None  # batch sizes; null: train.batch
     remat: Remat | None = None  # what the backward pass recomputes; null: train.remat
     parallel: ParallelConfig | None = None  # layout on the devices; null: parallel

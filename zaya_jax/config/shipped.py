@@ -45,8 +45,9 @@ def find(name: str | Path, folder: Path = Path()) -> Path:
     if str(Path(name)) in names:
         return shipped(str(Path(name).relative_to(FOLDER)))
     alike = [each for each in names if Path(each).parent == Path(name).parent] or shipped_names()
-    same_name = [each for each in names if Path(each).name == Path(name).name]
-    hint = nearest_path(path) or did_you_mean(str(name), names)
-    if same_name:
-        hint = f" Did you mean {same_name[0]}?"
+    hint = nearest_path(path)
+    same_name = f"{FOLDER}/{path.name}"
+    if same_name in names and not hint.endswith(f"/{path.name}?"):
+        hint = f" Did you mean {same_name}?"
+    hint = hint or did_you_mean(str(name), names)
     raise InputError(f"The configuration {path} does not exist.{hint} zaya_jax ships {', '.join(alike)}.")

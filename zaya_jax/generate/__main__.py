@@ -107,8 +107,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         raise InputError("Name what to continue with --prompt TEXT, --file FILE or -, or what to answer with "
                          "--message TEXT or --chat: exactly one of them.")  # fmt: skip
     if options.stdin not in (None, "-"):
-        raise InputError(f"{options.stdin!r} is neither an option nor -: to continue this text, write "
-                         f"--prompt {options.stdin!r}.")  # fmt: skip
+        raise InputError(f"The argument {options.stdin!r} is unexpected. To continue this text, use --prompt "
+                         f"{options.stdin!r}; to read standard input, use -.")  # fmt: skip
     if options.system is not None and not (options.chat or options.message):
         raise InputError("--system is only for --chat and --message: add one, or remove --system.")
     if options.rsa is not None and (options.chat or options.samples > 1 or options.logprobs):

@@ -91,7 +91,7 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
     print(json.dumps(machine, indent=2))
     if "failed" not in machine:
         devices = counted(machine["devices"], f"{machine['device']} device")
-        print(f"Nothing is wrong: JAX uses {devices}, with the preset {machine['preset']}.", file=sys.stderr)
+        print(f"OK: JAX uses {devices} with the preset {machine['preset']}.", file=sys.stderr)
     return machine
 
 

@@ -19,7 +19,7 @@ _PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", 
 
 
 def describe_machine() -> dict[str, Any]:
-    """Collect devices, memory in bytes, drivers, network, environment and preset, from JAX and the operating system.
+    """Collect devices, memory in bytes, versions, drivers, network, environment and preset.
 
     Returns:
       The description, for JSON. `failed`: a sentence, if JAX does not use the machine's GPU.

@@ -44,18 +44,22 @@ def require_regular(path: Path) -> None:
 
 
 def require_existing(path: Path, named: str) -> None:
-    """Raise `InputError` if a path does not exist, and suggest an existing one that is spelled alike.
+    """Raise `InputError` if a path does not exist, and suggest an existing one with a similar name.
 
     Args:
       path: the path.
       named: how the message names it, such as 'init_from is runs/tiny, which'.
 
     Raises:
-      OSError: it cannot be known whether the path exists.
+      InputError: the path does not exist, or cannot be checked.
     """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+    try:
         path.stat()
         return
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass
+    except OSError as error:
+        raise InputError(f"{named} cannot be read: {error.strerror}.") from error
     raise InputError(f"{named} does not exist.{nearest_path(path)}")
 
 
@@ -66,11 +70,11 @@ def nearest_path(path: Path) -> str:
         misspelled = misspelled.parent
     rest, folder = path.relative_to(misspelled), misspelled.parent
     try:
-        alike = [each.name for each in folder.iterdir() if os.path.exists(each / rest)]
+        names = [entry.name for entry in folder.iterdir() if os.path.exists(entry / rest)]
     except OSError:
         return ""
     prefix = str(folder / misspelled.name).removesuffix(misspelled.name)
-    return did_you_mean(misspelled.name, alike, prefix, "" if rest == Path() else f"/{rest}")
+    return did_you_mean(misspelled.name, names, prefix, "" if rest == Path() else f"/{rest}")
 
 
 def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
@@ -133,7 +137,6 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
     if path.parent.is_file():
         raise InputError(f"{what} ({path.parent}) is a file, but must be a folder.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         file = _locked_file(path, wait)
     except BlockingIOError as error:
         raise InputError(f"{what} ({path.parent}) is in use by another process; wait until it finishes.") from error
@@ -144,9 +147,13 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
 
 
 def _locked_file(path: Path, wait: bool) -> IO[str]:
-    """Open and lock the file at `path`; retry if its last owner removed it meanwhile."""
+    """Open and lock the file at `path`; retry if its last owner removed it or its folder meanwhile."""
     while True:
-        file = path.open("a")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = path.open("a")
+        except FileNotFoundError:
+            continue
         try:
             _lock(file, wait)
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):

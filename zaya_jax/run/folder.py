@@ -64,8 +64,8 @@ def is_locked(folder: Path) -> bool:
 def lock_run(config: Config) -> Iterator[Path]:
     """Create and lock `config.run_dir` for the duration of the block, and return it.
 
-    Removes what a process that was killed while it wrote a file has left, and at the end the new folder of a
-    run that was refused.
+    Removes partial files of killed processes. At the end, removes the folder if this call created it and it holds only
+    the lock, as after a refused run.
 
     Raises:
       InputError: another process holds the lock, or the folder contains a run with a different configuration or without
@@ -163,18 +163,19 @@ def _compare(folder: Path, config: Config) -> None:
                  if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key))]  # fmt: skip
     if not differing:
         return
-    key, *rest = dict.fromkeys(_shortest_new(name, old, new) for name in differing)
+    key, *rest = dict.fromkeys(_missing_section(name, old, new) for name in differing)
     was, becomes = (shown(values[key]) if key in values else "set" if _has_section(key, values) else "absent"
                     for values in (old, new))  # fmt: skip
-    others = f" {', '.join(rest[:5])} differ{'s' if len(rest) == 1 else ''}, too." if rest else ""
+    listed = [*rest[:5], *([f"{len(rest) - 5} more"] if len(rest) > 5 else [])]
+    others = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
     weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
     raise InputError(
         f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{others} "
-        f"Restore the old value to resume that run, or choose another run_dir{weights}."
+        f"Restore the old value{'s' if rest else ''} to resume that run, or choose another run_dir{weights}."
     )
 
 
-def _shortest_new(key: str, *configs: Mapping[str, Any]) -> str:
+def _missing_section(key: str, *configs: Mapping[str, Any]) -> str:
     """Return the outermost section of `key` that one of the configurations lacks; else the key."""
     parts = key.split(".")
     sections = (".".join(parts[:count]) for count in range(1, len(parts)))

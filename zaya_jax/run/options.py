@@ -18,13 +18,13 @@ def parse_training(arguments: Sequence[str] | None = None) -> argparse.Namespace
     """Parse a training command, whose overrides may stand anywhere; exits with status 2 if it is invalid.
 
     Args:
-      arguments: of the command; None for those of this process.
+      arguments: command-line arguments; None for `sys.argv[1:]`.
     """
     parser = training_parser()
     options = parser.parse_intermixed_args(arguments)
     if options.config is None:
         file = next((text for text in options.overrides if text.endswith((".yaml", ".yml"))), "FILE")
-        parser.error(f"the configuration is missing; name it with --config {file}")
+        parser.error(f"the configuration is missing; add --config {file}")
     return options
 
 
@@ -35,7 +35,7 @@ def training_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--config", metavar="FILE", help="configuration file, such as configs/tiny.yaml")
+    add("--config", metavar="FILE", help="configuration file, such as configs/tiny.yaml (required)")
     add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")

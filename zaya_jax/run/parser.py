@@ -1,30 +1,49 @@
-"""The parser of all commands."""
+"""The argument parser that all commands share."""
 
 import argparse
+import dataclasses
 import re
-from collections.abc import Iterator
-from typing import NoReturn
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
+from zaya_jax.config.schema import Config
 from zaya_jax.errors import did_you_mean
+
+_KEYS = {field.name for field in dataclasses.fields(Config)}  # with which overrides begin
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the flag that is spelled most like an unknown one."""
+    """An argument parser whose errors suggest the nearest flag or verb, and how to write an override."""
+
+    _typed: Sequence[str] = ()
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """See `argparse.ArgumentParser.parse_known_args`."""
+        self._typed = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""
-        unknown = re.match(r"unrecognized arguments: --([^\s=]+)(=\S+)?", message)
-        if unknown is None:
-            super().error(message)
-        hint = did_you_mean(f"--{unknown[1]}", self.flags())
-        if not hint and unknown[2] and any(action.dest == "overrides" for action in self._actions):
-            hint = f" Overrides have no dashes: {unknown[1]}{unknown[2]}."
-        super().error(f"{message}.{hint}")
+        if unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message):
+            message += f".{self._suggest(unknown[1])}"
+        elif wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            choices = re.findall(r"[\w-]+", wrong[2])
+            message += f".{did_you_mean(wrong[1], choices)}"
+        super().error(message)
 
-    def flags(self) -> Iterator[str]:
-        """Yield the flags of this parser and of its verbs."""
+    def _suggest(self, flag: str) -> str:
+        takes_overrides = any(action.dest == "overrides" for parser in self._used() for action in parser._actions)
+        if takes_overrides and flag.split(".", maxsplit=1)[0] in _KEYS:
+            return f" An override has no dashes: {flag}=VALUE."
+        flags = (text for parser in self._used() for action in parser._actions for text in action.option_strings)
+        return did_you_mean(f"--{flag}", flags)
+
+    def _used(self) -> Iterator["Parser"]:
+        """Yield this parser, and that of the verb that was typed."""
+        yield self
         for action in self._actions:
-            yield from action.option_strings
             if isinstance(action, argparse._SubParsersAction):
-                for verb in action.choices.values():
-                    yield from verb.flags()
+                yield from (parser for verb, parser in action.choices.items() if verb in self._typed)

@@ -98,7 +98,7 @@ class WorkProgress:
 def track(label: str, items: Sequence[T], name: Callable[[T], str]) -> Iterator[T]:
     """Yield the items with a bar on stderr that shows the current one's name, the count done, elapsed time and ETA.
 
-    Without a terminal, each item prints a line.
+    Without a terminal, prints a line for each item.
     """
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

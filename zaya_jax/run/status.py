@@ -41,7 +41,10 @@ def track_status(folder: Path) -> Iterator[None]:
 
 
 def mark_stopped(folder: Path, exit_status: int, message: str) -> None:
-    """Write that this process has stopped, if `status.json` says that it runs; for an end that skips `track_status`."""
+    """Record in `status.json` that this process has stopped, if it says that it runs.
+
+    For exits that bypass `track_status`.
+    """
     status = read_status(folder)
     if status is not None and (status.state, status.host, status.pid) == (RUNNING, os.uname().nodename, os.getpid()):
         _write(folder, STOPPED, exit_status, message)

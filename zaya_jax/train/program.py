@@ -38,7 +38,7 @@ class PhaseProgram:
       config: configuration of the run.
       placement: mesh, shardings and operations.
       model: abstract model, with the RoPE settings of the phase.
-      remat: rematerialisation policy of the backward pass.
+      remat: rematerialization policy of the backward pass.
       roles: role of each parameter, adapters included, by name.
       trained: shape of each parameter that the optimizer updates, by name: those of the model, or of its adapters.
       optimizer: updates the trained parameters.

@@ -51,7 +51,7 @@ def report(config: Config, result: TrainResult) -> str:
 
 
 def summary(config: Config, result: TrainResult) -> dict[str, Any]:
-    """Summarise a finished run as a dict for JSON.
+    """Summarize a finished run as a dict for JSON.
 
     Returns:
       `steps`: number of steps.

@@ -14,7 +14,7 @@ from zaya_jax.config.stages import phase_steps, rows_before, schedule_spans, sta
 from zaya_jax.errors import InputError
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.parallel.multihost import is_primary
-from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
+from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
 from zaya_jax.run.folder import run_folder
 
 # Architecture keys that no parameter depends on, so that a longer context can start from a shorter one's state.
@@ -152,12 +152,13 @@ def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> No
         old_schedule, new_schedule = to_dict(was.schedule), to_dict(becomes.schedule)
         change = " and ".join(f"had {key} {shown(value)} and now has {shown(new_schedule[key])}"
                               for key, value in old_schedule.items() if value != new_schedule[key])  # fmt: skip
-    agreeing = [saved for saved in named_steps(run_folder(new) / CHECKPOINTS) if saved <= first]
+    agreeing = [saved.step for saved in usable_checkpoints(run_folder(new) / CHECKPOINTS) if saved.step <= first]
     source = f"{new.run_dir}/{CHECKPOINTS}/{agreeing[-1]}" if agreeing else ""
     other = f"continue in a new run_dir with resume_from={source}" if agreeing else "start anew in another run_dir"
+    steps = f"step {step} has" if first + 1 == step else f"steps {first + 1} to {step} have"
     raise InputError(
-        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}. But steps {first + 1} to {step} "
-        "have already used the old learning rates. Either restore the old values and append a phase with its own "
+        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}. But {steps} already used "
+        "the old learning rates. Either restore the old values and append a phase with its own "
         f"schedule, or {other}."
     )
 

@@ -175,7 +175,7 @@ def local_shapes(program: PhaseProgram) -> dict[str, tuple[int, ...]]:
     return {name: x.shape for name, x in _local_copies(program).items()}
 
 
-@functools.lru_cache(maxsize=16)  # an estimate needs them three times
+@functools.lru_cache(maxsize=16)  # an estimate reads them three times
 def _local_copies(program: PhaseProgram) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape and dtype of each parameter's compute copy on one device."""
     copies = _on_one_device(program, lambda copy, frozen_copies: {**frozen_copies, **copy})

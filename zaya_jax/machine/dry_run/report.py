@@ -94,7 +94,8 @@ def dry_run(
         return json.dumps({"devices": devices, "hardware": hardware, "phases": rows}, indent=1)
     summary = [line for phase in phases for line in _answer(phase, device)]
     if device is None:
-        summary.append(f"For the time of a step, and whether it fits, add --hardware: {', '.join(HARDWARE)}.")
+        names = ", ".join(HARDWARE)
+        summary.append(f"To estimate the step time and check that it fits in memory, add --hardware NAME ({names}).")
     elif len(phases) > 1:
         summary.append(f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {_count(devices)}")
     for phase, suggested in zip(phases, by_phase, strict=False):
@@ -111,8 +112,8 @@ def _duration(seconds: float) -> str:
 
 
 def _unit(largest: float, name: str) -> tuple[float, str]:
-    """Return the largest unit of bytes or FLOPs, `name`, that the largest value of a table reaches, and its size."""
-    return next(((size, f"{prefix}{name}") for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+    """Return the size and the name of the largest unit, such as 1e6 and MB, that the value `largest` reaches."""
+    return next(((size, f"{prefix}{name}") for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
                  if largest >= size), (1.0, name))  # fmt: skip
 
 
@@ -189,7 +190,7 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     summary, name = _summary(phase, hardware), phase.estimate.phase
     if hardware is None or "fits" not in summary:
         size, unit = _unit(summary["bytes"], "B")
-        return [f"Phase {name}: {summary['bytes'] / size:.3g} {unit} per device"]
+        return [f"Phase {name}: {summary['bytes'] / size:.1f} {unit} per device"]
     needed = f"{summary['bytes'] / _GB:.1f}"
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
     lines = [
@@ -223,18 +224,18 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
 
 def _estimate_lines(estimate: PhaseEstimate) -> list[str]:
     memory = estimate.memory
-    byte, bytes_unit = _unit(memory.total, "B")
-    flop, flops_unit = _unit(max(estimate.flops.values()), "FLOP")
+    byte_unit, byte_name = _unit(memory.total, "B")
+    flop_unit, flop_name = _unit(max(estimate.flops.values()), "FLOP")
     lines = [
         "  memory per device",
-        *(f"    {name:<14}{size / byte:10.2f} {bytes_unit}" for name, size in memory._asdict().items()),
-        f"    {'peak':<14}{memory.total / byte:10.2f} {bytes_unit} = parameters + optimizer + frozen + max(update, "
+        *(f"    {name:<14}{size / byte_unit:10.2f} {byte_name}" for name, size in memory._asdict().items()),
+        f"    {'peak':<14}{memory.total / byte_unit:10.2f} {byte_name} = parameters + optimizer + frozen + max(update, "
         "everything else)",
         "  FLOPs per step, all devices",
-        *(f"    {name:<14}{count / flop:12,.1f} {flops_unit}" for name, count in estimate.flops.items()),
+        *(f"    {name:<14}{count / flop_unit:12,.1f} {flop_name}" for name, count in estimate.flops.items()),
         "  sent per device per step" + ("" if estimate.transfers else ": nothing"),
         *(
-            f"    {sent.what}, {sent.kind} over {', '.join(sent.axes)}: {sent.bytes / byte:.3f} {bytes_unit}"
+            f"    {sent.what}, {sent.kind} over {', '.join(sent.axes)}: {sent.bytes / byte_unit:.3f} {byte_name}"
             for sent in estimate.transfers
         ),
     ]
