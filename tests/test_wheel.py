@@ -23,7 +23,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 SMALL = ["data.corpus=texts", "data.suffixes=[.txt]", "data.cache_dir=cache", "data.heldout_fraction=0.3",
          "data.context=64", "model.vocab_size=300", "model.hidden_size=32", "model.num_layers=2", "model.num_experts=4",
          "phases.0.tokens=512", "phases.0.schedule.warmup_tokens=0", "train.batch.tokens=256",
-         "evaluation.batch_size=2", "evaluation.batches=1", "sample.tokens=1"]  # fmt: skip
+         "evaluation.batch_size=2", "evaluation.batches=1", "sample.tokens=4"]  # fmt: skip
 
 
 def run(*command: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
