@@ -102,7 +102,7 @@ def blocks_of(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise, "QUERY_BLOCK", size)
         patch.setattr(blockwise, "KEY_BLOCK", size)
-        rows = (max(size // 2, 1), size, 2 * size)
+        rows = (2 * size, size, max(size // 2, 1))
         patch.setattr(grouped_matmul, "ROW_BLOCKS", rows)
         patch.setattr(loss, "chunk_tokens", lambda tokens, *_, **__: min(size, tokens))
         jax.clear_caches()

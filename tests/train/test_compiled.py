@@ -7,12 +7,14 @@ import jax
 import pytest
 
 from tests.train.test_phases import PHASES
-from tests.train_helpers import CONFIG, change
+from tests.train_helpers import CONFIG, change, small_run
 from zaya_jax.config import BatchConfig, PhaseConfig
 from zaya_jax.config.stages import stages
-from zaya_jax.train import compiled
+from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.train import compiled, loop
 from zaya_jax.train import program as program_module
 from zaya_jax.train.compiled import CompiledSteps
+from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import PhaseProgram, make_programs
 from zaya_jax.train.step import make_train_step
 
@@ -109,3 +111,24 @@ def test_each_shape_is_traced_once(monkeypatch):
     with CompiledSteps(programs) as steps:
         for stage in stages(RUN):
             steps.step(stage)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_step_compiles_while_parameters_are_drawn_once_every_input_is_checked(tmp_path, monkeypatch):
+    begun = threading.Event()
+
+    def compile_step(program, stage):
+        begun.set()
+        return program.train_step
+
+    def draw(*arguments):
+        assert begun.wait(10)
+        raise RunStopped("drawn")
+
+    monkeypatch.setattr(PhaseProgram, "compile", compile_step)
+    monkeypatch.setattr(loop, "initialize", draw)
+    with pytest.raises(InputError, match="init_from"):
+        run_training(small_run(tmp_path, f"init_from={tmp_path}"))
+    assert not begun.is_set()
+    with pytest.raises(RunStopped, match="drawn"):
+        run_training(small_run(tmp_path))

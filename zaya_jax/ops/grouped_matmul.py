@@ -19,7 +19,7 @@ from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
 
-ROW_BLOCKS = (64, 128, 192, 256, 384)
+ROW_BLOCKS = (256, 64)  # descending
 Product = Callable[..., jax.Array]
 
 
@@ -146,27 +146,24 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
                  size: jax.Array, rows: int) -> jax.Array:  # fmt: skip
     """Call `body(carry, first row of a block, mask of the group's rows)` over the rows of a group.
 
-    It uses blocks of the largest size, then the smallest block that holds the rest: each matmul has a fixed cost, and
-    each superfluous row, too.
+    It uses as many blocks of the largest size as the group fills, and smaller ones for the rest: each matmul has a
+    fixed cost, and each superfluous row, too. Each size is compiled, which takes longer than a third size would save.
     """
-    if rows <= ROW_BLOCKS[0]:
-        row = jnp.arange(rows)
-        return body(carry, jnp.zeros((), jnp.int32), (row >= start) & (row < start + size))
     blocks = [block for block in ROW_BLOCKS if block <= rows] or [rows]
-    whole = size // blocks[-1]
-    left = size - whole * blocks[-1]
-    for smaller, block in zip([0, *blocks], blocks, strict=False):
-        needed = ((left > smaller) & (left <= block)).astype(jnp.int32)
-        base, count = (0, whole + needed) if block == blocks[-1] else (whole * blocks[-1], needed)
+    done = jnp.zeros((), jnp.int32)
+    for block in blocks:
+        left = size - done
+        count = left // block if block > blocks[-1] else (left + block - 1) // block
 
-        def one(index: jax.Array, carry: jax.Array, base: Any = base, block: int = block) -> jax.Array:
+        def one(index: jax.Array, carry: jax.Array, done: jax.Array = done, block: int = block) -> jax.Array:
             # A block past the last row is moved back; the mask excludes rows of the block before.
-            wanted = start + base + index * block
+            wanted = start + done + index * block
             first = jnp.minimum(wanted, rows - block)
             row = first + jnp.arange(block)
             return body(carry, first, (row >= wanted) & (row < start + size))
 
         carry = jax.lax.fori_loop(0, count, one, carry)
+        done += count * block
     return carry
 
 

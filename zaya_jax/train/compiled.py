@@ -37,6 +37,10 @@ class CompiledSteps:
         """Cancel compilations that have not started, and wait for the one that has."""
         self._pool.shutdown(cancel_futures=True)
 
+    def start(self, stage: BatchStage) -> None:
+        """Start compiling the step of a stage, without waiting for it."""
+        self._submit(stage)
+
     def step(self, stage: BatchStage) -> Callable:
         """Return the compiled step of a stage, waiting for it if needed, and start compiling the next stage's."""
         config = self.programs.config

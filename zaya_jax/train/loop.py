@@ -140,11 +140,11 @@ def run_training(
         progress.enter(Phase.COMPILE)
         programs = programs.with_kernels(validated_kernels(config))
         progress.enter(Phase.RESTORE)
-        state, first, base = _initialize_or_resume(config, programs, folder, prepared, batches, store)
+        compiled = enter(CompiledSteps(programs, console.say))
+        state, first, base = _initialize_or_resume(config, compiled, folder, prepared, batches, store)
         if is_primary():
             enter(track_status(folder))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
-        compiled = enter(CompiledSteps(programs, console.say))
         step = int(jax.device_get(state.step))
         progress.start_training(step)
         stack.callback(console.close)
@@ -195,14 +195,16 @@ def _checked_programs(config: Config) -> Programs:
 
 
 def _initialize_or_resume(
-    config: Config, programs: Programs, folder: Path, prepared: Prepared, batches: TrainBatches, store: CheckpointStore
-) -> tuple[TrainState, int, Arrays]:
+    config: Config, compiled: CompiledSteps, folder: Path, prepared: Prepared, batches: TrainBatches,
+    store: CheckpointStore,
+) -> tuple[TrainState, int, Arrays]:  # fmt: skip
     """Resume from the newest checkpoint, or initialize a new state, and set the position of `batches`.
 
     Returns:
       The state, the number of steps done before this run folder's first, and the frozen parameters under adapters.
     """
-    program = programs[stage_at(config, first_step(config)).phase]
+    programs, stage = compiled.programs, stage_at(config, first_step(config))
+    program = programs[stage.phase]
     # Process 0 decides: a shared file system may show its files to other machines later.
     resuming = broadcast(has_checkpoint(folder / CHECKPOINTS))
     # Adapters always need `init_from`. Without them it may be deleted once there is a checkpoint.
@@ -213,6 +215,8 @@ def _initialize_or_resume(
         _claim(folder, config, prepared, weights)
         return (*resume(config, programs, store, batches), base.params)
     fresh = config.resume_from is None
+    if fresh and weights is None:
+        compiled.start(stage)  # at once, since every input has been checked
     state = initialize(program, weights, base) if fresh else resume_from(config, programs, batches)
     record_base(folder, config, base)
     _claim(folder, config, prepared, weights)

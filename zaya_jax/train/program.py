@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,8 +102,7 @@ class PhaseProgram:
             fsdp=any(leaf.by_layer for leaf in leaves),
             one_micro_batch=shape[0] == 1 and any(leaf.gathered_in_layers for leaf in leaves),
         )
-        options = {name: value for name, value in options.items() if _is_known(name, value)}
-        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=options or None)
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=known_options(options))
         return step.trace(state, batch, self.abstract_base)
 
     def compile(self, stage: BatchStage) -> Callable[..., Any]:
@@ -111,9 +110,13 @@ class PhaseProgram:
         return self.trace(stage).lower().compile()
 
 
+def known_options(options: Mapping[str, bool | int | str]) -> dict[str, bool | int | str] | None:
+    """Return the compiler options that this version of XLA has; None if there are none. Versions differ in them."""
+    return {name: value for name, value in options.items() if _is_known(name, value)} or None
+
+
 @functools.cache
-def _is_known(name: str, value: bool | str) -> bool:
-    """Return whether this version of XLA has a compiler option; some are flags of the process in a later one."""
+def _is_known(name: str, value: bool | int | str) -> bool:
     try:
         jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError:
