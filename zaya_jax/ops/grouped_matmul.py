@@ -149,7 +149,10 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
     It uses as many blocks of the largest size as the group fills, and smaller ones for the rest: each matmul has a
     fixed cost, and each superfluous row, too. Each size is compiled, which takes longer than a third size would save.
     """
-    blocks = [block for block in ROW_BLOCKS if block <= rows] or [rows]
+    if rows <= ROW_BLOCKS[-1]:
+        row = jnp.arange(rows)
+        return body(carry, jnp.zeros((), jnp.int32), (row >= start) & (row < start + size))
+    blocks = [block for block in ROW_BLOCKS if block <= rows]
     done = jnp.zeros((), jnp.int32)
     for block in blocks:
         left = size - done
