@@ -151,8 +151,8 @@ def _parser() -> Parser:
     drill.add_argument("--folder", required=True, metavar="DIR", help="new folder for the drill")
     drill.add_argument("--processes", type=int, default=2, metavar="N", help="processes of the run (default: 2)")
     drill.add_argument("--faults", type=int, default=10, metavar="N", help="number of faults (default: 10)")
-    drill.add_argument("--hang-seconds", type=float, default=3.0, metavar="SECONDS", help="timeout of the phases of a "
-                       "step (default: 3)")  # fmt: skip
+    drill.add_argument("--hang-seconds", type=float, default=10.0, metavar="SECONDS", help="timeout of the phases of a "
+                       "step (default: 10)")  # fmt: skip
     drill.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
     drill.add_argument("--output", metavar="FILE", help="write the score-card as JSON")
     drill.add_argument("trainer", nargs="*", metavar="-- ARGUMENTS", help="arguments of zaya_jax.main")
