@@ -146,3 +146,4 @@ def test_bad_input_is_one_sentence(run, arguments, said, capsys):
     assert captured.err.startswith("Error: ")
     assert said in captured.err
     assert captured.err.count("\n") == 1
+    assert not captured.out

@@ -126,7 +126,9 @@ def test_the_command_checks_every_phase(tmp_path, capsys, monkeypatch):
     assert found["pretrain_1"]["length of rows"]["loss"] == pytest.approx(0.2)
     assert found["pretrain_1"]["data parallelism first"]["value"] == "fsdp 8"
     assert status == int("failed" in result)
-    assert "Phase sft" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("Sizing rules for training on 8 × mi300x\n")
+    assert "Phase sft" in out
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from zaya_jax.run import progress
-from zaya_jax.run.progress import WorkProgress, track
+from zaya_jax.run.progress import WorkProgress, track, working
 
 DONE = re.compile(r"data: preparing: done, ([\d,]+\.\d) MB in (\d+\.\d) s \(([\d,]+\.\d) MB/s\)\n")
 
@@ -112,3 +112,11 @@ def test_a_terminal_shows_which_item_is_being_done_of_how_many(monkeypatch, caps
         assert next(items) == "decay"
         assert "compiling phase decay" in read_until("compiling phase decay")
         assert list(items) == []
+
+
+def test_a_terminal_shows_what_is_being_done_until_it_is(monkeypatch, capsys):
+    with working("loading runs/[1]"):
+        pass
+    assert capsys.readouterr() == ("", "")  # not a terminal
+    with terminal(monkeypatch) as read_until, working("loading runs/[1]"):
+        assert "loading runs/[1]" in read_until("loading runs/[1]")

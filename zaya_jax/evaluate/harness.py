@@ -6,7 +6,6 @@ lm-eval is imported only here and in `lm_eval_model`, and only when tasks are sc
 # lm-eval's own types are checked only where it is installed, and reject what it accepts.
 # pyright: reportTypedDictNotRequiredAccess=false, reportCallIssue=false, reportArgumentType=false
 
-import difflib
 import hashlib
 import importlib.util
 import os
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.errors import InputError, as_sentence
+from zaya_jax.errors import InputError, as_sentence, did_you_mean
 from zaya_jax.evaluate.results import MakeProgress
 from zaya_jax.evaluate.scoring import Scorer
 from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig
@@ -111,10 +110,8 @@ def load_tasks(
 def _check_task(name: str, index: Mapping[str, Any], runs_code: bool) -> None:
     """Raise `InputError` if a task is unknown, or would execute code without permission."""
     if name not in index:
-        near = difflib.get_close_matches(name[:80], index, n=3)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise InputError(f"The task {name!r} is unknown to the installed lm-eval.{hint} List its tasks with: "
-                         "lm_eval ls tasks.")  # fmt: skip
+        raise InputError(f"The task {name!r} is unknown to the installed lm-eval.{did_you_mean(name, index)} List its "
+                         "tasks with: lm_eval ls tasks.")  # fmt: skip
     unsafe = next((member for member, config in _members(name, index, set()) if config.get("unsafe_code")), None)
     if unsafe is not None and not runs_code:
         raise InputError(f"The task {unsafe} executes code that the model writes, on this machine. Run it in a "

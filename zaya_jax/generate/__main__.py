@@ -3,6 +3,7 @@
 import argparse
 import collections
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from zaya_jax.errors import InputError, last_words
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.parser import Parser
+from zaya_jax.run.progress import working
 
 _EXAMPLES = """examples:
   python -m zaya_jax.generate runs/tiny --prompt "def main"
@@ -82,8 +84,9 @@ def _run(options: argparse.Namespace) -> int:
     from zaya_jax.model.zaya import unrolled
 
     layout = ParallelConfig(data=options.data, context=options.context)
-    opened = open_text_model(options.path, options.dtype, options.tokenizer, layout)
-    opened = opened._replace(model=unrolled(opened.model))
+    with working(f"loading {options.path}"):
+        opened = open_text_model(options.path, options.dtype, options.tokenizer, layout)
+        opened = opened._replace(model=unrolled(opened.model))
     flags = {name: value for name in opened.sampling._fields if (value := getattr(options, name)) is not None}
     sampling = opened.sampling._replace(**flags)
     sampling.check("--")
@@ -129,14 +132,16 @@ def _continue(
     tokenizer = opened.tokenizer
     encoded, shown = [encode(prompt) for prompt in prompts], not options.message
     alone, printed, rows = len(prompts) == 1 and not options.logprobs, 0, []
-    if alone and shown:
-        _print(prompts[0])
-    for rows in stream_text(opened.model, tokenizer, encoded, options.max_new_tokens, sampling,
-                            seeds=range(options.seed, options.seed + len(prompts)), stop=stop,
-                            stop_tokens=opened.stop_tokens, placement=opened.placement):  # fmt: skip
+    blocks = stream_text(opened.model, tokenizer, encoded, options.max_new_tokens, sampling,
+                         seeds=range(options.seed, options.seed + len(prompts)), stop=stop,
+                         stop_tokens=opened.stop_tokens, placement=opened.placement)  # fmt: skip
+    with working("compiling"):
+        first = next(blocks)
+    for rows in itertools.chain([first], blocks):
         if alone:
-            _print(rows[0].text[printed:])
-            printed = len(rows[0].text)
+            text = prompts[0] + rows[0].text if shown else rows[0].text
+            _print(text[printed:])
+            printed = len(text)
     if alone:
         print()
         return 0

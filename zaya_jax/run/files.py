@@ -37,6 +37,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         part.unlink(missing_ok=True)
 
 
+def as_typed(path: Path) -> Path:
+    """Return a path as its user would type it: from the working directory, if it is inside."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def require_regular(path: Path) -> None:
     """Raise `InputError` for a folder, a device or a pipe; reading a pipe would block."""
     if path.exists() and not path.is_file():

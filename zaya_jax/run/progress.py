@@ -1,10 +1,10 @@
-"""Progress bars with rate and ETA, on terminals only."""
+"""What is being done, and progress bars with rate and ETA, on terminals only."""
 
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Self, TypeVar
 
 from rich.console import Console
@@ -93,6 +93,14 @@ class WorkProgress:
         seconds = max(time.monotonic() - self._started, 1e-9)
         print(f"{self._log}: {self._label}: {state}, {self._done / 1e6:,.1f} MB in {seconds:.1f} s "
               f"({self._done / 1e6 / seconds:,.1f} MB/s)", file=sys.stderr, flush=True)  # fmt: skip
+
+
+@contextmanager
+def working(label: str) -> Iterator[None]:
+    """Within the block, show on a terminal what is being done, such as 'loading runs/tiny'."""
+    console = Console(file=sys.stderr, highlight=False, markup=False)
+    with console.status(label) if console.is_terminal else nullcontext():
+        yield
 
 
 def track(label: str, items: Sequence[T], name: Callable[[T], str]) -> Iterator[T]:

@@ -112,9 +112,15 @@ def _measured(results: Mapping[str, Any], model: ModelConfig) -> Measured:
     )
 
 
-def lines(findings: dict[str, list[Finding]]) -> list[str]:
-    """Return the lines of the report: a table for each phase."""
-    report = []
+def lines(findings: dict[str, list[Finding]], devices: int, hardware: str) -> list[str]:
+    """Return the lines of the report, a table for each phase.
+
+    Args:
+      findings: of `check_sizing`.
+      devices: number of devices.
+      hardware: its name.
+    """
+    report = [f"Sizing rules for training on {devices:,} × {hardware}", ""]
     for phase, found in findings.items():
         report += [f"Phase {phase}", f"  {'':<5}{'rule':<30}{'loss':>6}  value"]
         for finding in found:

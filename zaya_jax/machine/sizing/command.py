@@ -68,7 +68,7 @@ def _check(parsed: argparse.Namespace, config: Config, hardware: Hardware, measu
     from zaya_jax.machine.sizing.check import check_sizing, lines
 
     findings = check_sizing(config, parsed.devices, hardware, measured)
-    print("\n".join(lines(findings)))
+    print("\n".join(lines(findings, parsed.devices, parsed.hardware)))
     result: dict[str, Any] = {
         "phases": {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
     }
