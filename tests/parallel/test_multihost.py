@@ -64,8 +64,13 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
         assert_close(leaves(together[0]), leaves(alone[0]), 1e-4, least=1e-3)  # Muon iterates in fp32
     assert together[1] == alone[1]  # the position in the data
 
-    # Adapters of what they have trained: begun by both, split over them, and gone on with by one.
-    adapters = ["lora.rank=2", "lora.alpha=4", f"init_from={tmp_path / 'two' / 'checkpoints' / '6'}",
+
+@pytest.mark.soak
+def test_adapters_are_begun_by_two_processes_and_finished_by_one(tmp_path):
+    base = small_run(tmp_path, *SAME, 'phases=[{"tokens": 256}]', "sample.tokens=0", run="base")
+    with wide_everywhere():
+        run_training(base)
+    adapters = ["lora.rank=2", "lora.alpha=4", f"init_from={base.run_dir}",
                 "checkpoint.every=1", 'phases=[{"tokens": 256}]', "optimizer.adamw.weight_decay=0",
                 "sample.tokens=0"]  # fmt: skip
     split = command(tmp_path, "adapters", *adapters, "parallel.fsdp=4")

@@ -229,7 +229,7 @@ ONE = ["phases.pretrain_1.batch.micro_batch=1", "phases.pretrain_1.remat=full"]
 EXPERT = [*ONE, "parallel.expert=8", "parallel.expert_exchange=ragged"]
 
 
-# make compilers PYTEST_ARGS='-s -m "compilers and soak"'
+# make compilers PYTEST_ARGS='-n 0 -s -m "compilers and soak"'
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("gpu", "devices", "config", "overrides", "launches", "gigabytes"),
