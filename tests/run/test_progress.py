@@ -9,7 +9,7 @@ import time
 import pytest
 
 from zaya_jax.run import progress
-from zaya_jax.run.progress import WorkProgress, track, working
+from zaya_jax.run.progress import WorkProgress, show_status, track
 
 DONE = re.compile(r"data: preparing: done, ([\d,]+\.\d) MB in (\d+\.\d) s \(([\d,]+\.\d) MB/s\)\n")
 
@@ -114,9 +114,11 @@ def test_a_terminal_shows_which_item_is_being_done_of_how_many(monkeypatch, caps
         assert list(items) == []
 
 
-def test_a_terminal_shows_what_is_being_done_until_it_is(monkeypatch, capsys):
-    with working("loading runs/[1]"):
+def test_a_terminal_shows_a_status_that_goes_away(monkeypatch, capsys):
+    with show_status("reading runs/[/x]"):
         pass
     assert capsys.readouterr() == ("", "")  # not a terminal
-    with terminal(monkeypatch) as read_until, working("loading runs/[1]"):
-        assert "loading runs/[1]" in read_until("loading runs/[1]")
+    with terminal(monkeypatch) as read_until:
+        with show_status("reading runs/[/x]"):
+            assert "reading runs/[/x]" in read_until("reading runs/[/x]")
+        assert "\x1b[2K" in read_until("\x1b[2K")  # the line is erased

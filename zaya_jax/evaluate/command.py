@@ -37,7 +37,7 @@ from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.parallel.multihost import broadcast, is_primary
 from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
-from zaya_jax.run.files import as_typed
+from zaya_jax.run.files import display_path
 from zaya_jax.weights.load import open_weights
 
 _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
@@ -79,7 +79,7 @@ def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts
     _show(record)
     if output is not None and is_primary():
         write_record(output, record)
-        print(f"Wrote {as_typed(output)}")
+        print(f"Wrote {display_path(output)}")
 
 
 def _follow(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
@@ -195,7 +195,7 @@ def _show(record: dict[str, Any]) -> None:
     if not is_primary():
         return
     step = "" if record["step"] is None else f", step {record['step']}"
-    print(f"{as_typed(Path(record['model']))}{step}")
+    print(f"{display_path(Path(record['model']))}{step}")
     for kind in ("heldout", "texts"):
         if kind in record:
             print(text_table(record[kind]))

@@ -12,7 +12,7 @@ from typing import Any
 from zaya_jax.errors import InputError, last_words
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.parser import Parser
-from zaya_jax.run.progress import working
+from zaya_jax.run.progress import show_status
 
 _EXAMPLES = """examples:
   python -m zaya_jax.generate runs/tiny --prompt "def main"
@@ -84,9 +84,8 @@ def _run(options: argparse.Namespace) -> int:
     from zaya_jax.model.zaya import unrolled
 
     layout = ParallelConfig(data=options.data, context=options.context)
-    with working(f"loading {options.path}"):
-        opened = open_text_model(options.path, options.dtype, options.tokenizer, layout)
-        opened = opened._replace(model=unrolled(opened.model))
+    opened = open_text_model(options.path, options.dtype, options.tokenizer, layout)
+    opened = opened._replace(model=unrolled(opened.model))
     flags = {name: value for name in opened.sampling._fields if (value := getattr(options, name)) is not None}
     sampling = opened.sampling._replace(**flags)
     sampling.check("--")
@@ -135,7 +134,7 @@ def _continue(
     blocks = stream_text(opened.model, tokenizer, encoded, options.max_new_tokens, sampling,
                          seeds=range(options.seed, options.seed + len(prompts)), stop=stop,
                          stop_tokens=opened.stop_tokens, placement=opened.placement)  # fmt: skip
-    with working("compiling"):
+    with show_status("generating the first tokens"):
         first = next(blocks)
     for rows in itertools.chain([first], blocks):
         if alone:

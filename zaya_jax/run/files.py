@@ -37,8 +37,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def as_typed(path: Path) -> Path:
-    """Return a path as its user would type it: from the working directory, if it is inside."""
+def display_path(path: Path) -> Path:
+    """Return a path relative to the working directory if it is inside, else unchanged."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

@@ -1,4 +1,4 @@
-"""What is being done, and progress bars with rate and ETA, on terminals only."""
+"""Status lines, and progress bars with rate and ETA, on terminals only."""
 
 import sys
 import threading
@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 T = TypeVar("T")
 
@@ -96,10 +97,10 @@ class WorkProgress:
 
 
 @contextmanager
-def working(label: str) -> Iterator[None]:
-    """Within the block, show on a terminal what is being done, such as 'loading runs/tiny'."""
-    console = Console(file=sys.stderr, highlight=False, markup=False)
-    with console.status(label) if console.is_terminal else nullcontext():
+def show_status(label: str) -> Iterator[None]:
+    """Show a status line such as 'generating the first tokens' on a terminal while the block runs."""
+    console = Console(file=sys.stderr, highlight=False)
+    with console.status(Text(label)) if console.is_terminal else nullcontext():
         yield
 
 
