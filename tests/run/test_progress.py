@@ -121,4 +121,4 @@ def test_a_terminal_shows_a_status_that_goes_away(monkeypatch, capsys):
     with terminal(monkeypatch) as read_until:
         with show_status("reading runs/[/x]"):
             assert "reading runs/[/x]" in read_until("reading runs/[/x]")
-        assert "\x1b[2K" in read_until("\x1b[2K")  # the line is erased
+        assert "\x1b[1A\x1b[2K" in read_until("\x1b[1A\x1b[2K")  # back up to the line, which is erased

@@ -12,7 +12,6 @@ from typing import Any
 from zaya_jax.errors import InputError, last_words
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.parser import Parser
-from zaya_jax.run.progress import show_status
 
 _EXAMPLES = """examples:
   python -m zaya_jax.generate runs/tiny --prompt "def main"
@@ -127,6 +126,7 @@ def _continue(
     options: argparse.Namespace, opened: Any, sampling: Any, prompts: list[str], encode: Encode, stop: list[str]
 ) -> int:
     from zaya_jax.generate.text import stream_text
+    from zaya_jax.run.progress import show_status
 
     tokenizer = opened.tokenizer
     encoded, shown = [encode(prompt) for prompt in prompts], not options.message
