@@ -121,4 +121,5 @@ def test_a_terminal_shows_a_status_that_goes_away(monkeypatch, capsys):
     with terminal(monkeypatch) as read_until:
         with show_status("reading runs/[/x]"):
             assert "reading runs/[/x]" in read_until("reading runs/[/x]")
-        assert "\x1b[1A\x1b[2K" in read_until("\x1b[1A\x1b[2K")  # back up to the line, which is erased
+        print("done", file=sys.stderr, flush=True)
+        assert "\x1b[1A\x1b[2Kdone" in read_until("done")  # in place of the status
