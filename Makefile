@@ -22,11 +22,13 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint docs parity compilers bench smoke-gpu soak wheel clean
+.PHONY: help train test test-times quick lint docs parity compilers bench smoke-gpu soak wheel clean
 
 help:
 	@echo "make train      train the tiny model on this machine (CONFIG=configs/... for another model)"
 	@echo "make test       run the tests"
+	@echo "make quick      check what your change can break, in about a minute (BASE=COMMIT: all changes since then)"
+	@echo "make test-times run the tests, and print their CPU-seconds by folder, and the slowest"
 	@echo "make lint       run ruff, basedpyright and the import contracts"
 	@echo "make docs       build the documentation site in build/docs"
 	@echo "make parity     compare with the PyTorch model of transformers, and through lm-eval (installs both)"
@@ -44,6 +46,14 @@ train: $(VENV)/.stamp-run
 
 test: $(VENV)/.stamp-test
 	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+
+# TIMES=FILE also writes them; tests/tools/times.json is what `make quick` plans with.
+test-times: $(VENV)/.stamp-test
+	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile -p tests.tools.times \
+	  $(if $(TIMES),--times-json $(TIMES)) $(PYTEST_ARGS)
+
+quick: $(VENV)/.stamp-dev
+	@$(PY) -m tests.tools.quick $(if $(BASE),--base $(BASE))
 
 lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check .

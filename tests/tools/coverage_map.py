@@ -40,8 +40,10 @@ class CoverageMap:
 
     def __init__(self, path: Path) -> None:
         self._database = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
-        rows = self._database.execute("select context.context, file.path, numbits from line_bits"
-                                      " join context on context.id = context_id join file on file.id = file_id")  # fmt: skip
+        rows = self._database.execute(
+            "select context.context, file.path, numbits from line_bits"
+            " join context on context.id = context_id join file on file.id = file_id"
+        )
         self._lines: dict[str, dict[str, bytes]] = collections.defaultdict(dict)  # by file and test
         for test, file, numbits in rows:
             self._lines[file][test] = numbits

@@ -1,13 +1,13 @@
 """Compare how many faults two test suites find: `python -m tests.tools.mutants draw|cover|run|compare`.
 
-A mutant is the product with one small fault: a comparison turned, a constant changed, a statement left out. A suite kills
-it if one of its tests fails. `draw` draws mutants, `cover` records which test runs which line, `run` runs the tests that
-cover a mutant's line until one fails, and `compare` lists what one suite kills and the other does not.
+A mutant is the product with one small fault: a comparison turned, a constant changed, a statement left out. A suite
+kills it if one of its tests fails. `draw` draws mutants, `cover` records which test runs which line, `run` runs the tests
+that cover a mutant's line until one fails, and `compare` lists what one suite kills and the other does not.
 
     python -m tests.tools.mutants draw --seed 1 --count 60 --output mutants.json
     python -m tests.tools.mutants cover --tree ../old --output old.cover
     python -m tests.tools.mutants run --tree ../old --mutants mutants.json --cover old.cover --output old.json
-    python -m tests.tools.mutants compare --mutants mutants.json --old old.json --new new.json --output benchmarks/X.json
+    python -m tests.tools.mutants compare --mutants mutants.json --old old.json --new new.json --output both.json
 
 `--tree` names a checkout with a `.venv` from `make test`. `cover` and `run` work in copies of it.
 """
@@ -47,8 +47,8 @@ def run_tests(copy: Path, tests: list[str], cache: Path, seconds: float) -> tupl
     """Run `tests` in turn until one fails; returns `killed`, `survived` or `timeout`, and the test that failed."""
     arguments = copy / ".mutant_tests"
     arguments.write_text("\n".join(tests), encoding="utf-8")
-    command = [sys.executable.replace(sys.prefix, str(copy / ".venv")), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-               "--no-header", "--tb=line", f"@{arguments}"]  # fmt: skip
+    command = [copy / ".venv" / "bin" / "python", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header",
+               "--tb=line", f"@{arguments}"]  # fmt: skip
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
     with (copy / ".mutant_log").open("w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -70,7 +70,9 @@ def run_tests(copy: Path, tests: list[str], cache: Path, seconds: float) -> tupl
     return "killed", failed[0] if failed else said.strip().splitlines()[-1][-200:]
 
 
-def run_mutants(tree: Path, mutants: list[Mutant], cover: CoverageMap, workers: int, first: dict[int, str]) -> list[Any]:
+def run_mutants(
+    tree: Path, mutants: list[Mutant], cover: CoverageMap, workers: int, first: dict[int, str]
+) -> list[Any]:
     """Run each mutant on the tests of `tree` that cover its line.
 
     Args:

@@ -1,7 +1,8 @@
 """A pytest plugin that prints the CPU-seconds of tests, by folder: `make test-times`.
 
 Counts this process, the processes that a test starts, and those that tests share. CPU-seconds depend on the machine by
-a factor of two, so a budget is compared after dividing by how much slower this machine is than the one that set it.
+a factor of two, so budgets ([tool.test-budgets] in pyproject.toml) are scaled by how much slower this machine is than
+the one that set them.
 """
 
 import json
@@ -9,13 +10,13 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-BUDGETS = Path(__file__).parent / "budgets.json"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SLOWEST = 15
 
@@ -83,32 +84,39 @@ class Times:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print CPU-seconds by folder, the slowest tests, and the slowest set-ups."""
         write = terminalreporter.write_line
-        rooms, counts = defaultdict(float), defaultdict(int)
+        folders, files, counts = defaultdict(float), defaultdict(float), defaultdict(int)
         for test, phases in self.tests.items():
-            rooms[room(test)] += sum(phases.values())
-            counts[room(test)] += 1
-        budgets = json.loads(BUDGETS.read_text(encoding="utf-8"))
-        slower = reference_seconds() / budgets["reference"]
+            seconds = sum(phases.values())
+            folders[folder(test)] += seconds
+            files[test.split("::")[0]] += seconds
+            counts[folder(test)] += 1
+        with (ROOT / "pyproject.toml").open("rb") as file:
+            budgets = tomllib.load(file)["tool"]["test-budgets"]
+        reference = reference_seconds()
+        slower = reference / budgets.pop("reference")
         terminalreporter.section("CPU-seconds by folder")
         write(f"This machine takes {slower:.2f} times as long as the one that set the budgets, which are scaled by it.")
-        for name, seconds in sorted(rooms.items(), key=lambda one: -one[1]):
-            budget = budgets["folders"].get(name, 0) * slower
-            write(f"{name:<20} {counts[name]:5d} tests {seconds:7.1f} of {budget:6.1f}{'  over' * (seconds > budget)}")
-        budget = slower * sum(budgets["folders"].values())
-        write(f"{'all':<20} {len(self.tests):5d} tests {sum(rooms.values()):7.1f} of {budget:6.1f}")
+        for name, seconds in sorted(folders.items(), key=lambda one: -one[1]):
+            budget = budgets.get(name, 0) * slower
+            write(
+                f"{name:<12} {counts[name]:5d} tests {seconds:7.1f} of {budget:6.1f}{'  over budget' * (seconds > budget)}"
+            )
+        total, budget = sum(folders.values()), slower * sum(budgets.values())
+        write(f"{'all':<12} {len(self.tests):5d} tests {total:7.1f} of {budget:6.1f}")
         for phase, title in (("call", "tests"), ("setup", "set-ups")):
             terminalreporter.section(f"slowest {title}, CPU-seconds")
-            slowest = sorted(self.tests.items(), key=lambda one: -one[1].get(phase, 0.0))[:_SLOWEST]
-            for test, phases in slowest:
+            for test, phases in sorted(self.tests.items(), key=lambda one: -one[1].get(phase, 0.0))[:_SLOWEST]:
                 write(f"{phases.get(phase, 0.0):7.1f} {test}")
         if path := terminalreporter.config.option.times_json:
-            record = {test: round(sum(phases.values()), 3) for test, phases in sorted(self.tests.items())}
+            record = {"reference": round(reference, 2), "total": round(total, 1), "tests": len(self.tests)}
+            for name, group in (("folders", folders), ("files", files)):
+                record[name] = {key: round(seconds, 2) for key, seconds in sorted(group.items())}
             Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def room(test: str) -> str:
+def folder(test: str) -> str:
     """The folder below `tests` of a test; `tests` for those in none."""
-    parts = test.split("::")[0].split("/")
+    parts = test.partition("::")[0].split("/")
     return parts[1] if len(parts) > 2 else parts[0]
 
 
@@ -126,7 +134,7 @@ def reference_seconds() -> float:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--times-json`."""
-    parser.addoption("--times-json", metavar="FILE", help="also write the CPU-seconds of each test to FILE")
+    parser.addoption("--times-json", metavar="FILE", help="also write CPU-seconds by folder and file to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,146 @@
+"""Run what a change can break, in about a minute: `make quick`, or `python -m tests.tools.quick [--base COMMIT]`.
+
+Lints and type-checks the changed files, checks the import contracts, and runs the tests that import what was changed,
+the nearest first, as many as fit in the budget; the others are counted. `make test` runs all.
+"""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parent.parent.parent
+TIMES = Path(__file__).parent / "times.json"
+PACKAGES = ("zaya_jax", "pallas_kernels")
+_ELSEWHERE = ("parity", "soak")  # not part of `make test`
+_UNKNOWN_SECONDS = 1.0  # of a test file that no record has
+
+
+def changed_files(base: str) -> list[str]:
+    """Paths that differ from commit `base`, and untracked ones; deleted ones are left out."""
+    listed = []
+    for command in (
+        ["git", "diff", "--name-only", "-z", base],
+        ["git", "ls-files", "-z", "--others", "--exclude-standard"],
+    ):
+        listed += subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sorted({name for name in listed if name and (ROOT / name).exists()})
+
+
+def module(path: str) -> str:
+    """The module of a Python file."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Which modules of the packages and of the tests import a module, by its name."""
+    graph = grimp.build_graph(*PACKAGES, cache_dir=str(ROOT / ".import_linter_cache"))
+    importers = {name: graph.find_modules_that_directly_import(name) for name in graph.modules}
+    importers = defaultdict(set, importers)
+    for path in (ROOT / "tests").rglob("*.py"):
+        name = module(str(path.relative_to(ROOT)))
+        for imported in _imports(path):
+            importers[imported].add(name)
+    return importers
+
+
+def _imports(path: Path) -> Iterable[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("tests."):
+            yield node.value.partition(":")[0]  # a function that runs in another process
+
+
+def distances(changed: list[str], importers: dict[str, set[str]]) -> dict[str, int]:
+    """Number of imports between each test file and the nearest changed file; those that no change reaches are left out.
+
+    A test in the folder of a changed module is nearer by one than others. A file that is not Python reaches the tests
+    that name it or its folder.
+    """
+    front = {module(path) for path in changed if path.endswith(".py")}
+    rooms = {path.split("/")[1] for path in changed if path.startswith(("zaya_jax/", "tests/")) and path.count("/") > 1}
+    others = {
+        word for path in changed if not path.endswith(".py") for word in (path, Path(path).name, *Path(path).parts[:1])
+    }
+    found: dict[str, int] = {}
+    distance, seen = 0, set(front)
+    while front:
+        found |= {name: distance for name in front if name.rpartition(".")[2].startswith("test_")}
+        front = {importer for name in front for importer in importers[name]} - seen
+        seen |= front
+        distance += 1
+    result = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = str(path.relative_to(ROOT))
+        if name.split("/")[1] in _ELSEWHERE:
+            continue
+        steps = found.get(module(name))
+        if steps is None and others:
+            text = path.read_text(encoding="utf-8")
+            steps = 1 if any(f'"{word}"' in text or f"{word})" in text for word in others) else None
+        if steps is not None:
+            result[name] = 2 * steps - (name.split("/")[1] in rooms)
+    return result
+
+
+def choose(near: dict[str, int], seconds: dict[str, float], budget: float) -> tuple[list[str], list[str]]:
+    """Divide test files into those that fit in `budget` CPU-seconds, the nearest first, and the rest."""
+    chosen, left, used = [], [], 0.0
+    for name in sorted(near, key=lambda name: (near[name], seconds.get(name, _UNKNOWN_SECONDS))):
+        cost = seconds.get(name, _UNKNOWN_SECONDS)
+        if not near[name] or used + cost <= budget:  # a changed test always runs
+            chosen.append(name)
+            used += cost
+        else:
+            left.append(name)
+    return chosen, left
+
+
+def main() -> int:
+    """Run the checks; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="HEAD", help="commit to compare the working tree with (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="CPU-seconds of tests (default: %(default)s)")
+    args = parser.parse_args()
+    changed = changed_files(args.base)
+    if not changed:
+        print(
+            f"No file differs from {args.base}. To check the last commits, name an earlier one: make quick BASE=HEAD~1"
+        )
+        return 0
+    python = [path for path in changed if path.endswith(".py")]
+    recorded = json.loads(TIMES.read_text(encoding="utf-8"))["files"]
+    chosen, left = choose(distances(changed, import_graph()), recorded, args.seconds)
+    print(f"{len(changed)} changed files; {len(chosen)} of {len(chosen) + len(left)} test files that they can break")
+    print("\n".join(f"  {name}" for name in chosen), flush=True)
+
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT)
+
+    typed = [path for path in python if path.startswith(PACKAGES)]
+    beside = (
+        [start("ruff", "check", "-q", *python), start("ruff", "format", "--check", "-q", *python)] if python else []
+    )
+    beside += [start("basedpyright", "--pythonpath", sys.executable, *typed)] if typed else []
+    beside.append(subprocess.Popen([Path(sys.executable).with_name("lint-imports"), "--no-logo"], cwd=ROOT,
+                                   stdout=subprocess.DEVNULL))  # fmt: skip
+    status = start("pytest", "-q", "--no-header", *chosen).wait() if chosen else 0
+    failed = [process.args for process in beside if process.wait()]
+    if left:
+        seconds = sum(recorded.get(name, _UNKNOWN_SECONDS) for name in left)
+        print(f"Not run: {len(left)} test files further away ({seconds:.0f} CPU-seconds); `make test` runs all.")
+    return int(bool(status or failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
