@@ -98,9 +98,8 @@ class Times:
         write(f"This machine takes {slower:.2f} times as long as the one that set the budgets, which are scaled by it.")
         for name, seconds in sorted(folders.items(), key=lambda one: -one[1]):
             budget = budgets.get(name, 0) * slower
-            write(
-                f"{name:<12} {counts[name]:5d} tests {seconds:7.1f} of {budget:6.1f}{'  over budget' * (seconds > budget)}"
-            )
+            over = "  over budget" * (seconds > budget)
+            write(f"{name:<12} {counts[name]:5d} tests {seconds:7.1f} of {budget:6.1f}{over}")
         total, budget = sum(folders.values()), slower * sum(budgets.values())
         write(f"{'all':<12} {len(self.tests):5d} tests {total:7.1f} of {budget:6.1f}")
         for phase, title in (("call", "tests"), ("setup", "set-ups")):
