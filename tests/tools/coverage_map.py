@@ -26,7 +26,7 @@ def record(tree: Path, output: Path) -> None:
     python = tree / ".venv" / "bin" / "python"
     plugin = Path(__file__).parent / "coverage_plugin.py"
     (folder / "coverage_plugin.py").write_bytes(plugin.read_bytes())
-    environment = {**os.environ, "PYTHONPATH": str(folder), "COVERAGE_PROCESS_START": str(settings)}
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{tree}", "COVERAGE_PROCESS_START": str(settings)}
     tests = [python, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-p", "coverage_plugin", "-q",
              "-n", "logical", "--dist", "loadfile", "--no-header"]  # fmt: skip
     done = subprocess.run(tests, cwd=tree, env=environment, check=False)

@@ -50,7 +50,9 @@ def run_tests(copy: Path, tests: list[str], cache: Path, seconds: float) -> tupl
     arguments.write_text("\n".join(tests), encoding="utf-8")
     command = [copy / ".venv" / "bin" / "python", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header",
                "--tb=line", f"@{arguments}"]  # fmt: skip
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+    # The path comes before the environment's own, which names the tree itself.
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1",
+                   "PYTHONPATH": str(copy)}  # fmt: skip
     with (copy / ".mutant_log").open("w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                    start_new_session=True)  # fmt: skip
