@@ -26,7 +26,7 @@ def stop(run, *faults):
 
 def test_a_signal_to_the_whole_group_stops_once_and_saves(tmp_path):
     """As of systemd: the trainer gets the signal, and once more from the supervisor."""
-    small = ["model.attention=gqa", "model.router=linear", "optimizer.matrices=adamw"]
+    small = ["model.attention=gqa", "model.router=linear", "optimizer.matrices=adamw", "checkpoint.every=1000"]
     run = Run(tmp_path, 1, 600, "disturbed", *small)
     supervised, end = stop(run, "term-group@0:6:data")
     assert "saving after this step, then exiting.\n" in supervised.said
