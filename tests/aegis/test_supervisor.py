@@ -92,13 +92,6 @@ def test_a_process_that_is_killed_without_progress_is_given_up(tmp_path):
     assert supervised.verdict["attempts"] == 4  # the first made progress, and two more are allowed
 
 
-def test_the_budget_of_restarts_is_kept(tmp_path):
-    faults = [f"SIGKILL@{step}" for step in (6, 12)]
-    supervised = supervise_light(tmp_path, 40, *faults, policy={"restart": {"delays": [0.0], "per_hour": 1}})
-    assert supervised.wait() == SupervisorExit.BUDGET_SPENT
-    assert supervised.verdict["attempts"] == 2
-
-
 def test_bad_input_ends_at_once(tmp_path):
     supervised = supervise_light(tmp_path, 12, "input@0!")
     assert supervised.wait() == SupervisorExit.CONFIGURATION
