@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import psutil
 
 from tests.train_helpers import ROOT
 from zaya_jax.run.supervision import EVENTS, read_events
 
 LIGHT = ROOT / "tests" / "aegis" / "light_trainer.py"
+SCHEMA = json.loads((ROOT / "zaya_jax" / "aegis" / "event.schema.json").read_text())
 QUICK = {"data": 1.0, "dispatch": 1.0, "device_wait": 1.0, "start": 20.0}  # seconds
 
 
@@ -87,3 +89,12 @@ def left_running(folder: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline", "environ"])
             if str(folder) in " ".join(process.info["cmdline"] or ())
             or str(folder) in ((process.info["environ"] or {}).get("DRILL_FOLDER") or "")]  # fmt: skip
+
+
+def check_events(events: list[dict[str, Any]]) -> None:
+    """Each is one that the schema describes, and follows from one before it."""
+    for event in events:
+        jsonschema.validate(event, SCHEMA)
+    ids = [event["id"] for event in events]
+    assert ids == list(range(1, len(ids) + 1))
+    assert all(event["cause"] is None or event["cause"] < event["id"] for event in events)

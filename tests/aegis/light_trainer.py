@@ -35,14 +35,14 @@ def end(status, sentence, is_origin=True):
     os._exit(status)
 
 
-def flood():
+def flood(lines):
     line = b"\x1b[31m" + os.urandom(4096).replace(b"\n", b"") + b"\n"
-    for _ in range(20_000):
+    for _ in range(lines):
         os.write(1, line)
 
 
 def endless():
-    for _ in range(4000):
+    for _ in range(1000):
         os.write(2, b"x" * 65536)
 
 
@@ -52,7 +52,8 @@ ACTIONS = {
     "raise": lambda: end(1, "ValueError: a bad value (model.py:7 in loss)"),
     "input": lambda: end(2, "Error: seed is -1, but must be at least 0."),
     "exit": lambda: os._exit(1),
-    "flood": flood,
+    "flood": lambda: flood(15_000),  # more than the supervisor may take of memory
+    "spill": lambda: flood(1000),  # more than a pipe and the supervisor keep
     "endless": endless,
     # A child that leaves the session, and one that stays.
     "child": lambda: os.system("setsid sleep 300 & sleep 300 &"),  # noqa: S605

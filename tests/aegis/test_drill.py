@@ -1,4 +1,4 @@
-"""Drills with the real trainer: what is trained through faults is, bit for bit, what is trained without."""
+"""Drills: what is trained through faults is, bit for bit, what is trained without."""
 
 import json
 import random
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.aegis.aegis_helpers import Supervised
+from tests.aegis.drilled_trainer import SITE
 from tests.train_helpers import ROOT, write_run
 from zaya_jax.aegis.drill import CRASHES, HANGS, Drill, draw_faults, format_card, score
 from zaya_jax.aegis.faults import Fault, parse_fault
@@ -42,7 +43,10 @@ def check(card: dict) -> None:
     assert card["attributed"] == 1, card["missed"]
 
 
-def test_a_run_that_is_killed_and_hangs_ends_as_one_that_is_not(tmp_path):
+def test_a_run_that_is_killed_and_hangs_ends_as_one_that_is_not(tmp_path, monkeypatch):
+    """The trainer is a light one; the tests that follow take the real one."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     card = drill(tmp_path, [Fault("sigkill", 0, 6, Phase.DATA), Fault("wait", 0, 11, Phase.DISPATCH)], 1)
     check(card)
     assert card["classes"]["crash"]["detect"]["p50"] < 5

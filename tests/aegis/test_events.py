@@ -1,51 +1,21 @@
-"""Every event is one that the schema describes, and each follows from one before it."""
+"""The log of events: what the schema knows, and what it survives. `check_events` compares those of runs with it."""
 
-import json
 import os
 
-import jsonschema
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.aegis.aegis_helpers import supervise_light
-from tests.aegis.test_rules import with_amd
-from tests.train_helpers import ROOT
+from tests.aegis.aegis_helpers import SCHEMA
 from zaya_jax.aegis.events import EventLog
-from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import FaultClass, Severity
 from zaya_jax.run.progress_record import Phase
 from zaya_jax.run.supervision import EVENTS, read_events
 
-SCHEMA = json.loads((ROOT / "zaya_jax" / "aegis" / "event.schema.json").read_text())
-
-
-def check(events):
-    for event in events:
-        jsonschema.validate(event, SCHEMA)
-    ids = [event["id"] for event in events]
-    assert ids == list(range(1, len(ids) + 1))
-    assert all(event["cause"] is None or event["cause"] < event["id"] for event in events)
-
 
 def test_the_schema_knows_every_class_and_phase():
     assert SCHEMA["properties"]["fault"]["enum"] == [str(fault) for fault in FaultClass]
     assert SCHEMA["properties"]["phase"]["enum"] == [phase.name.lower() for phase in Phase]
-
-
-def test_events_of_restarts_follow_the_schema(tmp_path):
-    supervised = supervise_light(tmp_path, 30, "SIGKILL@7", "wait@12:1", "raise@20", processes=2,
-                                 policy={"restart": {"delays": [0.0]}})  # fmt: skip
-    assert supervised.wait() == SupervisorExit.DONE
-    check(supervised.events)
-    assert [event["cause"] for event in supervised.kinds("recover")] == [event["id"] for event in supervised.faults]
-
-
-def test_events_of_a_faulty_gpu_follow_the_schema(tmp_path):
-    supervised = supervise_light(tmp_path, 5000, **with_amd(tmp_path, log_only=[]))
-    assert supervised.wait() == SupervisorExit.RETRY_ELSEWHERE
-    check(supervised.events)
 
 
 def test_a_log_is_continued_after_a_line_that_is_torn(tmp_path):
@@ -79,10 +49,10 @@ def test_any_text_and_number_makes_one_line(tmp_path_factory, text, number):
     assert event["text"].isprintable()
 
 
-@pytest.mark.parametrize("severity", Severity)
-def test_a_full_disk_does_not_end_the_supervisor(severity, tmp_path):
+def test_a_full_disk_does_not_end_the_supervisor(tmp_path):
     log = EventLog(tmp_path, "node", FileWorker())
     os.close(log._file)
     log._file = os.open("/dev/full", os.O_WRONLY)
-    log.write("detect", "code", severity=severity)
+    for severity in Severity:
+        log.write("detect", "code", severity=severity)
     log.close()

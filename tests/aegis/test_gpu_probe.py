@@ -215,8 +215,7 @@ def test_a_recovery_action_is_an_error_once_even_at_the_start(machine):
     assert codes(nvidia.read(gpu("GPU-1", action=2))) == [("gpu-recovery-action", Severity.ERROR)]
 
 
-@pytest.mark.parametrize("fault", ["raise", "crash", "flood"])
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("library", "fault"), [("amdsmi", "raise"), ("pynvml", "crash"), ("amdsmi", "flood")])
 def test_a_failing_library_is_told_once_as_information(machine, library, fault):
     probed = machine(library)
     [seen] = probed.read(fault=fault)

@@ -26,11 +26,14 @@ def stop(run, *faults):
 
 def test_a_signal_to_the_whole_group_stops_once_and_saves(tmp_path):
     """As of systemd: the trainer gets the signal, and once more from the supervisor."""
-    run = Run(tmp_path, 1, 600)
+    small = ["model.attention=gqa", "model.router=linear", "optimizer.matrices=adamw", "checkpoint.every=1000"]
+    run = Run(tmp_path, 1, 600, "disturbed", *small)
     supervised, end = stop(run, "term-group@0:6:data")
     assert "saving after this step, then exiting.\n" in supervised.said
     assert end["exit_statuses"] == [143]
     assert max(saved_steps(run.run_dir / "checkpoints")) == end["last_step"] >= 6
+    phases = {"join", "open", "restore", "compile", "data", "dispatch", "device_wait", "evaluate", "save"}
+    assert set(end["times"]) >= phases  # that the trainer has entered
 
 
 @pytest.mark.soak

@@ -17,10 +17,11 @@ ROWS = [{"way": way, "turn": turn, "stall": stall * turn, "commit": 1.5 * stall 
         for turn in (1, 2, 3) for way, stall in ((PEER, 10.0), (OURS, 1.0), (BARE, 0.8))]  # fmt: skip
 
 
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(saving, "SMALL", 3)
-    return make_state(2**20)
+@pytest.fixture(scope="module")
+def small():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "SMALL", 3)
+        return make_state(2**20)
 
 
 def test_a_state_has_the_size_asked_for(small):
@@ -28,7 +29,8 @@ def test_a_state_has_the_size_asked_for(small):
     assert len(small) == saving.LARGE + 3
 
 
-def test_every_way_gives_back_what_it_saved(small, tmp_path):
+def test_every_way_gives_back_what_it_saved(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_WIDTH", 64)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), small)
     for name, method in make_methods(tmp_path, small, abstract).items():
         for turn in (0, 1):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.config_helpers import SMALL, refused_to_load, written
@@ -43,6 +43,7 @@ def test_loading_leaves_jax_unimported():
     assert done.returncode == 0
 
 
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 2**31 - 1),
     rate=st.floats(1e-30, 1e6),
@@ -203,10 +204,10 @@ def test_a_path_of_characters_that_are_not_seen_is_refused(character):
 
 
 @pytest.mark.parametrize("override", [
-    f"run_dir=[{'9, ' * 5000}]", f"seed={'x' * 100_000}", f"{'x' * 100_000}=1", f"model.{'x' * 100_000}=1",
+    f"run_dir=[{'9, ' * 2000}]", f"seed={'x' * 100_000}", f"{'x' * 100_000}=1", f"model.{'x' * 100_000}=1",
     f"seed=0x{'f' * 60_000}", f"{'x' * 100_000}", f"phases.{'x' * 10_000}.tokens=1", ".".join("a" * 5000) + "=1",
-    f"model.layer_pattern=[{'full, ' * 19_000}]", f"phases=[{'{tokens: 8192}, ' * 4000}]",
-    f"data.suffixes={{a: {'[' * 30}{']' * 30}}}", "model={a: &x [*x]}", f"seed={'[' * 9000}",
+    f"model.layer_pattern=[{'full, ' * 2000}]",
+    f"data.suffixes={{a: {'[' * 30}{']' * 30}}}", "model={a: &x [*x]}", f"seed={'[' * 1000}",
     f"phases.{'9' * 5000}.tokens=1",
 ])  # fmt: skip
 def test_what_is_huge_is_refused_in_few_words(base, override):

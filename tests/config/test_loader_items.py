@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.config_helpers import SMALL, refused_to_load, written
@@ -62,6 +62,7 @@ def sources_and_phases(draw):
                                start_phase=draw(st.sampled_from([None, *called[: len(phases)]])))  # fmt: skip
 
 
+@settings(max_examples=6)
 @given(sources_and_phases())
 def test_sources_and_phases_are_read_back_equal(tmp_path_factory, config):
     config.check()

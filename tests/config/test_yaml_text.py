@@ -23,7 +23,7 @@ def test_what_is_written_is_read_back(value):
     assert parse_yaml(dump_yaml(value), "It") == value
 
 
-@pytest.mark.parametrize("text", ["[" * 5000, "{a: " * 5000, "- " * 5000, "? " * 5000, "[" * 51 + "]" * 51])
+@pytest.mark.parametrize("text", ["[" * 300, "{a: " * 300, "- " * 300, "? " * 300, "[" * 51 + "]" * 51])
 def test_deep_nesting_is_refused(text):
     with pytest.raises(InputError, match=r"^It is invalid. Line 1 nests more than 50 levels deep\.$"):
         parse_yaml(text, "It")

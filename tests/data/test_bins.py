@@ -31,7 +31,7 @@ def contents(bins):
     return [bins[i].tolist() for i in range(len(bins))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(capacities_and_sizes)
 def test_the_bins_are_those_of_best_fit_item_by_item(capacity_and_sizes):
     capacity, sizes = capacity_and_sizes
@@ -41,7 +41,7 @@ def test_the_bins_are_those_of_best_fit_item_by_item(capacity_and_sizes):
     assert (bins.starts[0], bins.starts[-1]) == (0, len(sizes))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([7, 100, 1000]), st.sampled_from([np.uint16, np.int32, np.uint64]))
 def test_so_they_are_for_many_items(seed, capacity, dtype):
     rng = np.random.default_rng(seed)
@@ -49,9 +49,9 @@ def test_so_they_are_for_many_items(seed, capacity, dtype):
     assert contents(pack(sizes, capacity)) == best_fit_item_by_item(sizes.tolist(), capacity)
 
 
-@pytest.mark.parametrize(("capacity", "median"), [(4096, 700), (32_768, 1000), (131_072, 1500)])
+@pytest.mark.parametrize(("capacity", "median"), [(4096, 700), (131_072, 1500)])
 def test_documents_leave_next_to_no_padding(capacity, median):
-    lengths = np.random.default_rng(0).lognormal(np.log(median), 1.2, 200_000)
+    lengths = np.random.default_rng(0).lognormal(np.log(median), 1.2, 50_000)
     sizes = np.clip(lengths, 1, capacity).astype(np.int64)
     bins = pack(sizes, capacity)
     filled = np.add.reduceat(sizes[bins.members], bins.starts[:-1])

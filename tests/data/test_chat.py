@@ -75,7 +75,7 @@ def merged(pieces):
     return [(joined(run), *kind) for kind, run in itertools.groupby(pieces, lambda piece: piece[1:])]
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(conversation=conversations)
 def test_the_built_in_template_writes_chatml_and_marks_every_part(default, conversation):
     before = copy.deepcopy(conversation)
@@ -85,7 +85,7 @@ def test_the_built_in_template_writes_chatml_and_marks_every_part(default, conve
     assert conversation == before
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.lists(st.builds(Piece, st.text(min_size=1), st.booleans(), st.sampled_from([None, 1, 2]))))
 def test_spans_are_the_maximal_runs_of_pieces(pieces):
     spans = encode_pieces(pieces, lambda text: (list(text), [(i, i + 1) for i in range(len(text))]))
@@ -246,7 +246,7 @@ def test_a_template_comes_from_a_file_and_travels_to_other_processes(tmp_path):
         load_template(str(path))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(texts.filter(lambda text: "</think>" not in text), texts, st.sampled_from(["", " ", "\n\n"]))
 def test_reasoning_in_the_content_is_split_off(reasoning, answer, space):
     inside = parse_conversation([assistant(f"{space}<think>{space}{reasoning}{space}</think>{space}{answer}{space}")])
@@ -254,7 +254,7 @@ def test_reasoning_in_the_content_is_split_off(reasoning, answer, space):
     assert inside == [assistant(answer.strip(), **key)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(reasonings, texts, st.sampled_from(["reasoning", "reasoning_content"]))
 def test_reasoning_under_either_name_stays_and_leaves_the_content_alone(reasoning, content, name):
     messages = [user(name="me"), assistant(content, **{name: reasoning})]

@@ -1,64 +1,22 @@
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from zaya_jax.data.convert import Conversion, Record, Skipped, read_note, remove_notes
+from tests.data.convert_helpers import SIZE, Numbers, Work
+from zaya_jax.data.convert import Conversion, read_note, remove_notes
 from zaya_jax.data.manifest import describe_file
 from zaya_jax.data.shards import Records
 from zaya_jax.errors import InputError, RunStopped
 
 ROOT = Path(__file__).parent.parent.parent
-SIZE = 200_000  # bytes of a unit
-
-
-class Numbers(NamedTuple):
-    """A unit: the numbers from `start` to `stop`, and what happens in the middle the first time."""
-
-    start: int
-    stop: int
-    event: str = ""
-
-
-@dataclass(frozen=True)
-class Work:
-    """Numbers to records: every tenth is held out, every seventh cannot be used; each start is noted in `log`."""
-
-    log: Path
-    bad: bool = False
-
-    def __call__(self, unit: Numbers) -> Iterator[Record | Skipped]:
-        with self.log.open("a") as file:
-            file.write(f"{unit.start} {os.getpid()}\n")
-        part = SIZE // (unit.stop - unit.start)
-        for number in range(unit.start, unit.stop):
-            if number == (unit.start + unit.stop) // 2:
-                self.happen(unit)
-            if self.bad and number % 7 == 0:
-                yield Skipped(f"numbers:{number}", "sevenfold", f"{number} is a multiple")
-                continue
-            split = "train" if number % 10 else "heldout"
-            yield Record(split, str(number).encode(), number, 2 * number, part, "odd" if number % 2 else None)
-
-    def happen(self, unit: Numbers) -> None:
-        once = self.log.with_name(f"happened-{unit.start}")
-        if unit.event == "raise":
-            raise InputError(f"The unit of {unit.start} is bad.")
-        if unit.event == "crash":
-            raise ZeroDivisionError
-        if unit.event == "kill" and not once.exists():
-            once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -241,9 +199,10 @@ def test_all_are_counted_and_the_first_are_listed(folder, tmp_path):
 def test_a_script_that_begins_the_work_unguarded_is_told_so(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom tests.data.test_convert import Work, make_units, run\n"
-        "folder = Path(sys.argv[1])\nfolder.mkdir(exist_ok=True)\n"
-        "run(folder, make_units(3), Work(folder.with_name('log')), workers=2)\n"
+        "import sys\nfrom pathlib import Path\nfrom tests.data.convert_helpers import Numbers, Work\n"
+        "from zaya_jax.data.convert import Conversion\nfolder = Path(sys.argv[1])\nfolder.mkdir(exist_ok=True)\n"
+        "units = [Numbers(1, 9), Numbers(9, 19)]\n"
+        "Conversion(folder, units, [9, 9], '', None, 2, 0).convert(Work(folder.with_name('log')), 'working')\n"
     )
     done = subprocess.run([sys.executable, script, tmp_path / "out"], env={**os.environ, "PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True, timeout=60, check=False)  # fmt: skip

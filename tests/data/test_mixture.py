@@ -22,7 +22,7 @@ def rows_of(mixture, count):
     return [mixture.locate(row) for row in range(count)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(small | hundredths, st.integers(0, 1000))
 def test_counts_are_those_of_the_rows_and_each_source_is_read_in_order(weights, rows):
     mixture = mixture_of(weights)
@@ -33,7 +33,7 @@ def test_counts_are_those_of_the_rows_and_each_source_is_read_in_order(weights, 
     assert mixture.counts(rows) == seen
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(anything, st.integers(0, 10**15))
 def test_a_row_far_on_is_the_next_of_its_source(weights, row):
     mixture = mixture_of(weights)
@@ -44,7 +44,7 @@ def test_a_row_far_on_is_the_next_of_its_source(weights, row):
     assert sum(before) == row
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(small | hundredths | anything, st.data())
 def test_every_stretch_from_the_start_holds_the_shares(weights, data):
     mixture = mixture_of(weights)
@@ -55,7 +55,7 @@ def test_every_stretch_from_the_start_holds_the_shares(weights, data):
             assert abs(count - rows * share) <= (1 + share * (len(weights) - 2)) / 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(small | hundredths)
 def test_a_short_period_has_exactly_the_shares(weights):
     exact = [Fraction(str(weight)) for weight in weights]
@@ -65,7 +65,7 @@ def test_a_short_period_has_exactly_the_shares(weights):
     assert math.gcd(*counts) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(anything)
 def test_any_weights_are_rounded_by_less_than_a_row_a_period_and_none_is_lost(weights):
     mixture = mixture_of(weights)
@@ -77,7 +77,7 @@ def test_any_weights_are_rounded_by_less_than_a_row_a_period_and_none_is_lost(we
         assert abs(count - quota) < len(weights)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(small | anything.map(lambda weights: [round(weight, 3) + 1 for weight in weights]))
 def test_the_unit_of_the_weights_does_not_matter(weights):
     ten_times = [Fraction(str(weight)) * 10 for weight in weights]

@@ -228,7 +228,7 @@ BATCHES = [
 ]  # fmt: skip
 contexts = st.sampled_from([8, 16])  # of every batch 4 sequences and more
 settings = st.fixed_dictionaries(
-    {"tokens": st.integers(1, 1200), "context": contexts, "batch": st.sampled_from(BATCHES),
+    {"tokens": st.integers(1, 600), "context": contexts, "batch": st.sampled_from(BATCHES),
      "packing": st.sampled_from(["windows", "bins"]), "over_length": st.sampled_from(["split", "trim"]),
      "mixture": st.sampled_from([{}, {"a": 1}, {"a": 2, "b": 1}])}
 )  # fmt: skip

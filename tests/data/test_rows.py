@@ -79,7 +79,7 @@ kinds = pytest.mark.parametrize("packed", [windowed, binned])
 # --- windows ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(numbered(), contexts, seeds, st.integers(0, 3), st.sampled_from([1, 3, 64]), st.data())
 def test_an_epoch_holds_each_item_once_and_predicts_each_token_once(documents, context, seed, epoch, lanes, data):
     items = data.draw(items_of(documents))
@@ -102,7 +102,7 @@ def test_an_epoch_holds_each_item_once_and_predicts_each_token_once(documents, c
     assert sorted(predicted(rows)) == sorted(documents.counted(rest))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(numbered(), contexts, seeds, st.integers(0, 3), st.data())
 def test_segments_number_the_items_of_a_window_and_positions_their_tokens(documents, context, seed, epoch, data):
     items = data.draw(items_of(documents))
@@ -145,7 +145,7 @@ def test_the_order_of_an_epoch_is_fixed():
 # --- bins ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(numbered(), st.integers(1, 60), seeds, st.integers(0, 3), st.data())
 def test_each_item_is_whole_in_one_row_once_an_epoch(documents, context, seed, epoch, data):
     items = data.draw(items_of(documents, least=2))
@@ -173,7 +173,7 @@ def test_each_item_is_whole_in_one_row_once_an_epoch(documents, context, seed, e
 
 
 @kinds
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(numbered(), contexts, seeds, st.randoms(use_true_random=False), st.data())
 def test_a_row_depends_on_seed_epoch_and_index_alone(packed, documents, context, seed, random, data):
     items = data.draw(items_of(documents))
@@ -192,7 +192,7 @@ def test_a_row_depends_on_seed_epoch_and_index_alone(packed, documents, context,
 
 @pytest.mark.parametrize("again", [windowed, binned])
 @kinds
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(numbered(), contexts, contexts, seeds, st.integers(0, 3), st.data())
 def test_rows_and_what_they_leave_predict_every_token_once(packed, again, documents, context, later, seed, epoch, data):
     items = data.draw(items_of(documents))
@@ -204,7 +204,7 @@ def test_rows_and_what_they_leave_predict_every_token_once(packed, again, docume
     assert sorted(predicted(rows)) == sorted(documents.counted(firsts))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(numbered(), contexts, seeds, st.integers(0, 3), st.data())
 def test_windows_over_what_windows_leave_are_the_rest_of_the_epoch(documents, context, seed, epoch, data):
     items = data.draw(items_of(documents))

@@ -151,7 +151,7 @@ def assert_same_or_refused(read, texts, shards):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), size=st.sampled_from([1, 1, 1, 8, 500]), seed=st.integers(0, 2**31),
        anywhere=st.booleans(), again=st.booleans())  # fmt: skip
 def test_a_damaged_document_is_read_as_written_or_refused(tmp_path_factory, masked, place, size, seed, anywhere, again):

@@ -29,7 +29,7 @@ def plans(tmp_path_factory):
 stages = st.tuples(st.sampled_from(["windows", "bins"]), st.integers(1, 25), st.integers(0, 40))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), phases=st.lists(stages, min_size=1, max_size=4),
        seed=st.integers(0, 99))  # fmt: skip
 def test_no_token_is_lost_or_repeated_within_an_epoch_whatever_the_phases(plans, lengths, phases, seed):
@@ -48,7 +48,7 @@ def test_no_token_is_lost_or_repeated_within_an_epoch_whatever_the_phases(plans,
     assert seen == Counter({token: epochs - left[token] for token in everything if epochs - left[token]})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12), seed=st.integers(0, 9),
        rows=st.integers(0, 30), more=st.integers(0, 10))  # fmt: skip
 def test_a_phase_that_changes_nothing_changes_nothing(plans, lengths, seed, rows, more):

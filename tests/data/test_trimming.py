@@ -93,7 +93,7 @@ def is_subsequence(part, whole):
 def test_trimming_takes_the_first_choice_that_fits_for_every_limit():
     seen = Counter()
 
-    @settings(max_examples=40)
+    @settings(max_examples=30)
     @given(conversations)
     def check(conversation):
         possible = list(choices(conversation))

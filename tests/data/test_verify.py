@@ -135,7 +135,7 @@ def test_several_processes_at_once_leave_whole_notes(folder, cache, read):
         "from zaya_jax.data.verify import verify_files; folder, cache = map(Path, sys.argv[1:]);"
         "print('ready', flush=True); sys.stdin.read(1);"
         "[([p.unlink(missing_ok=True) for p in cache.glob('*.json')],"
-        "  verify_files(folder, read_manifest(folder, ''), cache, '')) for _ in range(50)]"
+        "  verify_files(folder, read_manifest(folder, ''), cache, '')) for _ in range(20)]"
     )
     command = [sys.executable, "-c", code, str(folder), str(cache)]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]

@@ -5,7 +5,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tests.train_helpers import ROOT, write_run
 from zaya_jax.aegis.command import Nodes, read_command
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.policy import Policy
+from zaya_jax.main import main
 from zaya_jax.run.launcher import detect_launcher, node_index
 
 LAUNCH = ROOT / "launch"
@@ -261,13 +261,14 @@ def test_open_mpi_tells_jax_who_is_who(monkeypatch):
     assert rest == [16, 9, [1]]
 
 
-def test_the_commands_of_the_manual_are_accepted(tmp_path):
+def test_the_commands_of_the_manual_are_accepted(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     manual = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```$", manual, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
     lines = [shlex.split(line) for line in blocks.splitlines()]
     starts = {line[0] for line in lines}
     assert starts == {"sbatch", "mpirun", "kubectl", "launch/ssh.sh", "python", "pip", "docker"}
-    python = program(tmp_path, "python", f'#!/bin/bash\nexec {sys.executable} "$@" --print-config\n')
+    python = program(tmp_path, "python", ECHO)
     program(tmp_path, "mpirun", '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift 2; done\nexec "$@"\n')
     program(tmp_path, "ssh", SSH)
     program(tmp_path, "srun", '#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nshift\nexec "$@"\n')
@@ -280,6 +281,10 @@ def test_the_commands_of_the_manual_are_accepted(tmp_path):
                      OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="16",
                      SLURM_JOB_NODELIST="gpu07", SLURM_NNODES="1")  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), line
-        assert "num_experts" in done.stdout
+        assert done.stdout
+        for dash, module, *arguments in map(shlex.split, done.stdout.splitlines()):
+            assert (dash, module) == ("-m", "zaya_jax.main")
+            assert main([*arguments, "--print-config"]) == 0
+            assert "num_experts" in capsys.readouterr().out
     for path in re.findall(r"\b(?:launch|containers|configs)/[\w.]+\w", manual):
         assert (ROOT / path).is_file(), path

@@ -36,7 +36,7 @@ def test_each_generation_is_newer_than_all_before(tmp_path_factory, first, later
             assert not token.accepts(step, generation + 100)
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(st.data())
 def test_whatever_is_damaged_of_it_makes_no_other_one(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("token")

@@ -107,12 +107,10 @@ def test_a_reader_and_a_kill_see_a_whole_file(tmp_path, begin):
     while not path.exists():
         time.sleep(0.001)
     seen = set()
-    until = time.monotonic() + 0.5
-    while time.monotonic() < until:
+    while len(seen) < 8:  # so many letters were written meanwhile
         text = path.read_text()
         assert text == text[0] * 200_000
         seen.add(text[0])
-    assert len(seen) > 1  # it was being written meanwhile
     writer.kill()
     assert writer.wait() == -signal.SIGKILL
     text = path.read_text()

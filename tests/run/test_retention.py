@@ -24,7 +24,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(SAVED, CONFIGS, st.sets(st.integers(0, 60), max_size=5))
 def test_what_must_stay_stays_and_no_more(saved, config, read):
     kept = steps_to_keep(saved, config, read)
@@ -116,6 +116,7 @@ ACTIONS = ("save", "restart", "prune", "corrupt", "lose_manifest")
 
 
 @pytest.mark.parametrize("verify", ["hash", "readback"])
+@settings(max_examples=5)
 @given(
     actions=st.lists(st.tuples(st.sampled_from((*ACTIONS, "save", "restart")), st.integers(0, 9)), max_size=8),
     keep=st.integers(1, 2),

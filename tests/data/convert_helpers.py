@@ -1,0 +1,52 @@
+"""Work to convert, in a module of its own: worker processes import it, and little else."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from zaya_jax.data.convert import Record, Skipped
+from zaya_jax.errors import InputError
+
+SIZE = 200_000  # bytes of a unit
+
+
+class Numbers(NamedTuple):
+    """A unit: the numbers from `start` to `stop`, and what happens in the middle the first time."""
+
+    start: int
+    stop: int
+    event: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Numbers to records: every tenth is held out, every seventh cannot be used; each start is noted in `log`."""
+
+    log: Path
+    bad: bool = False
+
+    def __call__(self, unit: Numbers) -> Iterator[Record | Skipped]:
+        with self.log.open("a") as file:
+            file.write(f"{unit.start} {os.getpid()}\n")
+        part = SIZE // (unit.stop - unit.start)
+        for number in range(unit.start, unit.stop):
+            if number == (unit.start + unit.stop) // 2:
+                self.happen(unit)
+            if self.bad and number % 7 == 0:
+                yield Skipped(f"numbers:{number}", "sevenfold", f"{number} is a multiple")
+                continue
+            split = "train" if number % 10 else "heldout"
+            yield Record(split, str(number).encode(), number, 2 * number, part, "odd" if number % 2 else None)
+
+    def happen(self, unit: Numbers) -> None:
+        once = self.log.with_name(f"happened-{unit.start}")
+        if unit.event == "raise":
+            raise InputError(f"The unit of {unit.start} is bad.")
+        if unit.event == "crash":
+            raise ZeroDivisionError
+        if unit.event == "kill" and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
