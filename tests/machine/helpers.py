@@ -2,6 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+
+from zaya_jax.train.program import PhaseProgram
+
 
 class Program(SimpleNamespace):
     """What a compiled program is to a benchmark: `run`, and 42 bytes of memory."""
@@ -15,3 +19,16 @@ class Program(SimpleNamespace):
 
     def as_text(self):
         return self.text
+
+
+def share_states(patch: pytest.MonkeyPatch) -> None:
+    """Let the programs of a search share the abstract state of one shape and layout, which is traced."""
+    find, states = PhaseProgram.__dict__["abstract_state"].func, {}
+
+    def shared(program):
+        key = program.config.model, program.placement.mesh, program.placement.config, program.config.optimizer
+        if key not in states:
+            states[key] = find(program)
+        return states[key]
+
+    patch.setattr(PhaseProgram, "abstract_state", property(shared))

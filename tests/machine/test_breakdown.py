@@ -1,27 +1,32 @@
 """Where a step's time goes: attribution of intervals, and a trace of a real run on two devices."""
 
+import contextlib
+import functools
+import io
 import json
-import os
 import re
-import subprocess
-import sys
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.compile_helpers import CHEAP
-from tests.devices_helpers import ROOT
-from tests.hardware.test_measurements import GEMM, MEMORY, write
+from tests.devices_helpers import ROOT, on_devices
+from tests.hardware.test_measurements import COLLECTIVES, GEMM, MEMORY, fit, write
 from tests.train_helpers import write_run
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
-from zaya_jax.generate.decode import BLOCK
+from zaya_jax.generate.decode import BLOCK, compile_generation
 from zaya_jax.machine.__main__ import main
+from zaya_jax.machine.breakdown import generation
 from zaya_jax.machine.breakdown.measure import check_largest_batch
 from zaya_jax.machine.breakdown.timeline import Interval, attribute
+from zaya_jax.machine.dry_run import memory
 from zaya_jax.ops.parts import OTHER, PARTS
+from zaya_jax.train import initialization, loop
 
 SECOND = 10**9
 intervals = st.lists(
@@ -63,23 +68,47 @@ def test_overlap_is_a_share_of_the_time_of_collectives():
     assert attribute([compute]).overlap is None
 
 
+# One step longer than up to the save after step 5, where the window ends early.
+OVERRIDES = ["profile.start=4", "profile.steps=9", 'phases=[{"tokens": 768}]', "sample.tokens=0",
+             "model.attention=gqa", "model.router=linear", "optimizer.matrices=adamw"]  # fmt: skip
+
+
+def zeros(x):
+    return jax.random.key(0) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros(x.shape, x.dtype)
+
+
+def traced(folder):
+    """Train with a traced window, and trace a step of the same configuration; returns what both say."""
+    path, said = write_run(Path(folder)), io.StringIO()
+    links = [fit("all_gather", 2, 1e-4, 1e9), fit("all_reduce", 2, 1e-4, 1e9)]
+    measured = write(Path(folder, "measured"), gemm=GEMM, memory=MEMORY, collectives=COLLECTIVES | {"fits": links})
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        # These take seconds, and times do not depend on values.
+        patch.setattr(initialization, "init_state", lambda program: jax.tree.map(zeros, program.abstract_state))
+        patch.setattr(loop, "plot_run", lambda *_, **__: None)
+        patch.setattr(memory, "residual_bytes", lambda *_: 10**6)
+        loop.run_training(load_config(path, OVERRIDES))
+        more = ["--steps", "1", "--hardware", measured, "--output", f"{folder}/step.json"]
+        assert main(["step", str(path), *OVERRIDES, *more]) == 0
+    return said.getvalue()
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder of a run on two devices, of whose steps two are traced."""
+def said(tmp_path_factory):
+    """The folder of `traced` on two devices, and what was said."""
     folder = tmp_path_factory.mktemp("traced")
-    config = write_run(folder)
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP}
-    # One step longer than up to the save after step 5, where the window ends early.
-    overrides = ["profile.start=4", "profile.steps=9", 'phases=[{"tokens": 768}]', "sample.tokens=0",
-                 "model.attention=gqa", "model.router=linear"]  # fmt: skip
-    command = [sys.executable, "-m", "zaya_jax.main", "--config", str(config), *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"Traced steps 4 to 5 into {folder / 'run' / 'profile'}" in done.stdout
+    return folder, on_devices(2, "tests.machine.test_breakdown:traced", str(folder))
+
+
+@pytest.fixture
+def run(said):
+    """The folder of a run on two devices, of whose steps two are traced."""
+    folder, _ = said
     return folder / "run"
 
 
-def test_a_traced_run_is_broken_down_by_part(run, tmp_path, capsys):
+def test_a_traced_run_is_broken_down_by_part(said, run, tmp_path, capsys):
+    assert f"Traced steps 4 to 5 into {run / 'profile'}" in said[1]
     output, png = tmp_path / "step.json", tmp_path / "step.png"
     assert main(["step", str(run), "--output", str(output), "--png", str(png)]) == 0
     result = json.loads(output.read_text())
@@ -99,44 +128,45 @@ def test_a_traced_run_is_broken_down_by_part(run, tmp_path, capsys):
     assert "Not predicted: There is no data sheet of the device (cpu)." in printed
 
 
-def test_a_configuration_is_traced_here_and_set_beside_the_estimate(tmp_path, capsys):
-    config, folder = write_run(tmp_path), write(tmp_path / "measured", gemm=GEMM, memory=MEMORY)
-    output = tmp_path / "step.json"
-    assert main(["step", str(config), "--steps", "1", "--hardware", folder, "--output", str(output)]) == 0
-    result = json.loads(output.read_text())
+def test_a_configuration_is_traced_here_and_set_beside_the_estimate(said):
+    folder, printed = said
+    result = json.loads((folder / "step.json").read_text())
+    assert result["steps"] == 1
     assert result["untraced_seconds"] > 0
     assert result["estimated_seconds"] > 1  # at 1,000 FLOP/s
-    assert re.search(r"The dry run estimates [\d,.]+ ms, \+[\d,]+% against the measurement.", capsys.readouterr().out)
+    assert re.search(r"The dry run estimates [\d,.]+ ms, \+[\d,]+% against the measurement.", printed)
 
 
-@pytest.mark.parametrize(("work", "steps"), [("prefill", 2), ("decode", 2 * BLOCK)])
-def test_a_prompt_and_a_decode_step_are_broken_down(work, steps, tmp_path):
+def test_a_prompt_and_a_decode_step_are_broken_down(monkeypatch, tmp_path, capsys):
     config, output, png = write_run(tmp_path), tmp_path / "step.json", tmp_path / "step.png"
-    arguments = [
-        "step",
-        str(config),
-        f"model.max_positions={512 if work == 'decode' else 128}",
-        "--work",
-        work,
-        "--batch",
-        "2",
-        "--prompt",
-        "70",
-    ]
-    assert main([*arguments, "--steps", "2", "--output", str(output), "--png", str(png)]) == 0
-    result = json.loads(output.read_text())
-    assert (result["steps"], result["benchmark"].split()[0]) == (steps, work)
-    assert "2 × 128 tokens" in result["size"]  # rounded up to a whole chunk
-    assert {"attention", "cca_mix", "experts", "router", "loss"} <= set(result["parts"]) <= {*PARTS, OTHER}
-    measured = sum(row["measured"] for row in result["parts"].values())
-    assert measured + result["unattributed"] == pytest.approx(result["seconds"], abs=1e-4)
-    assert png.read_bytes()[:4] == b"\x89PNG"
+    step = ["step", str(config), "model.max_positions=512", "model.num_layers=1"]
+    assert main([*step, "--work", "decode", "--prompt", "4096"]) == 2
+    assert "exceeds model.max_positions=512" in capsys.readouterr().err
+    programs, asked = functools.cache(lambda: compile_generation(*models, 2, 70, 5)), []
+    models = []
+
+    def compiled(model, *sizes):  # once: prefill's programs are among those of decoding
+        models[:] = [model]
+        asked.append(sizes)
+        return programs()
+
+    monkeypatch.setattr(generation, "compile_generation", compiled)
+    arguments = [*step, "--batch", "2", "--prompt", "70", "--steps", "2"]
+    for work, steps in (("prefill", 2), ("decode", 2 * BLOCK)):
+        assert main([*arguments, "--work", work, "--output", str(output), "--png", str(png)]) == 0
+        result = json.loads(output.read_text())
+        assert (result["steps"], result["benchmark"].split()[0]) == (steps, work)
+        assert "2 × 128 tokens" in result["size"]  # rounded up to a whole chunk
+        assert {"attention", "cca_mix", "experts", "router", "loss"} <= set(result["parts"]) <= {*PARTS, OTHER}
+        measured = sum(row["measured"] for row in result["parts"].values())
+        assert measured + result["unattributed"] == pytest.approx(result["seconds"], abs=1e-4)
+        assert png.read_bytes()[:4] == b"\x89PNG"
+    assert asked == [(2, 70, 0), (2, 70, 5)]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["configs/tiny.yaml", "--batch", "2"], "--batch is 2, but must be at least 1, and needs --work prefill or"),
     (["configs/tiny.yaml", "--work", "decode", "--prompt", "0"], "--prompt is 0, but must be at least 1"),
-    (["configs/tiny.yaml", "--work", "decode", "--prompt", "4096"], "exceeds model.max_positions=2048"),
     (["configs/tiny.yaml", "--work", "prefill", "--hardware", "h200"], "--hardware is for --work train"),
     (["{run}", "--work", "prefill"], "is a run, whose trace is of training: give a configuration file"),
     (["{empty}"], "config.yaml"),

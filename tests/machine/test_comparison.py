@@ -1,6 +1,7 @@
 """Predictions beside measurements: of a step's compiled program, of kernels, and what has no prediction."""
 
 import dataclasses
+import functools
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,8 @@ from zaya_jax.machine import train_step as module
 from zaya_jax.machine.comparison import Row, as_json, compare, table
 from zaya_jax.machine.compilers.hlo import entry_place, parse
 from zaya_jax.machine.compilers.predict import ASSUMPTIONS, predict
+from zaya_jax.machine.dry_run import memory
+from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
 
 H200 = HARDWARE["h200"]
@@ -56,6 +59,12 @@ class Programs:
         return Program(text=self.text)
 
 
+@functools.cache
+def estimated(config, devices, *more):
+    """The estimate, which takes a second."""
+    return estimate_phase(simulated_programs(config, devices), *more)
+
+
 @pytest.fixture
 def run(monkeypatch):
     """The part on a device of some kind, whose compiler returns some text, without compiling or running."""
@@ -67,6 +76,8 @@ def run(monkeypatch):
         monkeypatch.setattr(module, "validated_kernels", lambda _: None)
         monkeypatch.setattr(module, "available_memory", lambda: None)
         monkeypatch.setattr(module, "time_train_steps", lambda *_: ([0.1, 0.2, 0.1], list(losses), None))
+        monkeypatch.setattr(module, "simulated_programs", lambda *config_and_devices: config_and_devices)
+        monkeypatch.setattr(module, "estimate_phase", lambda programs, *more: estimated(*programs, *more))
         return time_train_step(STEP, "data", 3)
 
     return part
@@ -183,6 +194,7 @@ def test_the_deepest_step_that_fits_is_taken_and_the_micro_batch_reduced_only_if
 
 def test_fewer_layers_are_tried_if_the_compiler_needs_more_than_the_estimate(monkeypatch):
     programs = Programs()
+    monkeypatch.setattr(memory, "residual_bytes", lambda *_: 1)
     monkeypatch.setattr(module, "Programs", lambda *_: programs)
     monkeypatch.setattr(module, "validated_kernels", lambda _: None)
     monkeypatch.setattr(module, "estimated_bytes", needed)
@@ -195,12 +207,13 @@ def test_fewer_layers_are_tried_if_the_compiler_needs_more_than_the_estimate(mon
 
 @pytest.mark.parametrize("devices", [1, 2, 6])
 @pytest.mark.parametrize("layout", ["data", "fsdp"])
-def test_each_device_gets_the_batch_of_one(layout, devices):
+def test_each_device_gets_the_batch_of_one(layout, devices, monkeypatch):
+    monkeypatch.setattr(memory, "residual_bytes", lambda *_: 1)
     config = spread(STEP, layout, devices)
     before, after = stages(STEP)[0], stages(config)[0]
     assert (after.tokens, after.steps) == (devices * before.tokens, before.steps)
     assert config.parallel_for(config.phases[0]).fsdp == (devices if layout == "fsdp" else 1)
-    estimate = module.estimate_phase(module.simulated_programs(config, devices), 0, None)
+    estimate = estimate_phase(simulated_programs(config, devices), 0, None)
     assert (estimate.axes[layout], estimate.sequences, estimate.micro_batches) == (devices, 2, 2)
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.helpers import random_values, tiny_config
 from zaya_jax.config import load_config
 from zaya_jax.machine.__main__ import main
-from zaya_jax.machine.gemm import problems
+from zaya_jax.machine.gemm import problems, sweep
 from zaya_jax.machine.gemm.histograms import scale_counts
 from zaya_jax.machine.gemm.sweep import FAMILIES, Request, make_problems
+from zaya_jax.machine.gemm.timing import Seconds, time_problem
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.target import current_target
@@ -71,7 +72,17 @@ def test_scaled_counts_sum_to_the_tokens_and_keep_their_shares(counts, tokens):
     assert (np.abs(sizes - counts / counts.sum() * tokens) < 1 + 1e-6).all()
 
 
-def test_the_command_measures_all_families_and_a_runs_routing(tmp_path, capsys):
+def test_the_command_measures_all_families_and_a_runs_routing(tmp_path, monkeypatch, capsys):
+    timed = []
+
+    def time_once(problem, flush, repeats):  # one problem of each family, since each is compiled
+        assert (flush.nbytes, repeats) == (2**16, 1)
+        if problem.family not in timed:
+            timed.append(problem.family)
+            return time_problem(problem, flush, repeats)
+        return Seconds(warm=1e-6, cold=2e-6)
+
+    monkeypatch.setattr(sweep, "time_problem", time_once)
     experts = TINY.model.num_experts
     uneven = [4 * experts, *[4] * (experts - 1), 9]
     rows = [{"step": 4, "expert_counts": [[7] * experts + [0], uneven]}, {"step": 5}]
@@ -81,7 +92,9 @@ def test_the_command_measures_all_families_and_a_runs_routing(tmp_path, capsys):
              "--tokens", "32", "--flush", "64K", "--repeats", "1", "--routing", str(tmp_path)]  # fmt: skip
     assert main(["gemm", *flags, "--output", str(output), "--png", str(png)]) == 0
     result = json.loads(output.read_text())
-    assert list(dict.fromkeys(row["family"] for row in result["results"])) == list(FAMILIES)
+    assert list(dict.fromkeys(row["family"] for row in result["results"])) == timed == list(FAMILIES)
+    assert all(row["cold_flops_per_second"] > 0 for row in result["results"])
+    assert result["results"][1]["warm_flops_per_second"] == pytest.approx(2 * 32**3 / 1e-6)
     assert [row["size"] for row in result["results"] if row["family"] == "square"] == [16, 32, 48]
     names = [row["name"] for row in result["results"] if row["family"] == "experts"]
     for name in ("even", "layer 0 at step 4", "layer 1 at step 4"):

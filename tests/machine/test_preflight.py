@@ -1,6 +1,7 @@
-"""Preflight: bisection, slow devices and slow groups of them, the baseline, jobs of several processes, bad input."""
+"""Preflight: bisection, slow devices and slow groups of them, the baseline, bad input."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -8,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.devices_helpers import on_devices
-from tests.parallel.processes_helpers import finish_job, start_job
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.preflight import probes
+from zaya_jax.machine.preflight import run as run_module
 from zaya_jax.machine.preflight.bisection import find_slow
 from zaya_jax.machine.preflight.probes import Sizes
 
@@ -59,103 +60,109 @@ def test_a_half_that_was_slow_once_is_not_slow():
 
 
 def probed():
-    """Where the probes run, by device; one of which has no memory left."""
+    """Where the probes run, by device, one of which has no memory left; speeds; and the bandwidth of two devices."""
     ran: dict[str, set[int]] = {}
+
+    def seconds(call, *arrays):
+        (asked,) = {device.id for array in arrays for device in array.devices()}
+        if asked == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
+        ran.setdefault(asked, set()).update(device.id for device in call(*arrays).devices())
+        return 1.0
+
+    def of_group(call, x):
+        assert {device.id for device in call(x).devices()} == {1, 3}
+        return 2.0
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probes, "CPU", SMALL)
-
-        def seconds(call, *arrays):
-            (asked,) = {device.id for array in arrays for device in array.devices()}
-            if asked == 2:
-                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
-            ran.setdefault(asked, set()).update(device.id for device in call(*arrays).devices())
-            return 1.0
-
         patch.setattr(probes, "_seconds", seconds)
         speeds = {name: probes.device_speeds(name, SMALL) for name in ("matmul", "memory")}
-    return ran, speeds
+        patch.setattr(probes, "_seconds", of_group)
+        together = probes.bandwidth("all_reduce", [jax.devices()[1], jax.devices()[3]], SMALL)
+    return ran, speeds, together
 
 
 def test_each_device_is_probed_where_it_is_and_one_that_fails_is_named():
-    ran, speeds = on_devices(4, HERE + "probed")
-    assert ran == {0: {0}, 1: {1}, 3: {3}}
-    assert speeds["matmul"] == {0: 2 * 256.0**3, 1: 2 * 256.0**3, 2: "RESOURCE_EXHAUSTED: no memory", 3: 2 * 256.0**3}
-    assert speeds["memory"][2] == "RESOURCE_EXHAUSTED: no memory"
+    ran, speeds, together = on_devices(8, HERE + "probed")
+    assert ran == {device: {device} for device in range(8) if device != 2}
+    for name, speed in {"matmul": 2 * 256.0**3, "memory": 2.0**21}.items():
+        assert speeds[name] == dict.fromkeys(range(8), speed) | {2: "RESOURCE_EXHAUSTED: no memory"}
+    assert together == 2**12 / 2  # of two devices an all-reduce has the bandwidth of its size
 
 
-def slowed(folder, slow, collectives):
-    """Run preflight on the devices of this process, one of which does its work twenty times; returns the status."""
-    seconds = probes._seconds
+def checked(folder):
+    """Run preflight three times on devices whose speeds are made up, and return each status.
 
-    def repeatedly(call, *arrays):
-        return sum(seconds(call, *arrays) for _ in range(20 if is_slow(arrays[0]) else 1))
+    All are as fast; then device 3 computes, and device 2 communicates, at a twentieth of the speed, and results of
+    collectives are wrong; then all are as fast again, but the baseline a thousand times as fast.
+    """
+    slow, found = {"alone": None, "together": None}, {}
 
-    def is_slow(array):
-        devices = {device.id for device in array.devices()}
-        return slow in devices if collectives else devices == {slow}
+    def seconds(_, *arrays):
+        return 20.0 if arrays[0].devices() == {slow["alone"]} else 1.0
 
-    arguments = [CONFIG, "--tolerance", "80", "--output", f"{folder}/result"]
+    def bandwidth(_, devices, sizes):
+        assert sizes == SMALL
+        return 5.0 if slow["together"] in devices else 100.0
+
+    def run(name, *more):
+        return main(["preflight", CONFIG, *more, "--output", f"{folder}/{name}"])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probes, "CPU", SMALL)
-        patch.setattr(probes, "_seconds", repeatedly)
-        return main(["preflight", *arguments])
-
-
-def run_slowed(folder, slow, collectives):
-    status = on_devices(4, HERE + "slowed", str(folder), slow, collectives)
-    return status, {check["check"]: check for check in json.loads((folder / "result").read_text())["checks"]}
-
-
-@pytest.mark.parametrize("slow", [0, 3])
-def test_a_slow_device_is_named(slow, tmp_path):
-    status, checks = run_slowed(tmp_path, slow, collectives=False)
-    assert status == 1
-    assert checks["matmul"]["status"] == checks["memory"]["status"] == "FAIL"
-    assert checks["matmul"]["message"].startswith(f"device {slow} reaches ")
-    assert {check["status"] for name, check in checks.items() if name not in ("matmul", "memory")} == {"PASS"}
-
-
-def test_a_device_that_slows_collectives_is_named(tmp_path):
-    status, checks = run_slowed(tmp_path, 2, collectives=True)
-    assert status == 1
-    assert checks["all_gather"]["message"] == checks["all_reduce"]["message"] == "Slow: device 2."
-
-
-def compared(folder):
-    """Run preflight twice, the second time against a baseline that is a thousand times as fast."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probes, "CPU", SMALL)
-        arguments = ["preflight", CONFIG, "--tolerance", "80", "--output", f"{folder}/preflight.json"]
-        first = main(arguments)
-        with open(f"{folder}/preflight.json", encoding="utf-8") as file:
-            result = json.load(file)
-        for check in result["checks"]:
+        patch.setattr(probes, "_seconds", seconds)
+        patch.setattr(probes, "bandwidth", bandwidth)
+        patch.setattr(run_module, "check_collectives", lambda: found)
+        statuses = [run("preflight.json")]
+        slow |= {"alone": jax.devices()[3], "together": jax.devices()[2]}
+        found["failed"] = "Wrong."
+        statuses.append(run("slow"))
+        slow |= {"alone": None, "together": None}
+        found.clear()
+        baseline = json.loads(Path(folder, "preflight.json").read_text(encoding="utf-8"))
+        for check in baseline["checks"]:
             check["value"] = check["value"] and 1000 * check["value"]
-        with open(f"{folder}/preflight.json", "w", encoding="utf-8") as file:
-            json.dump(result, file)
-        second = ["preflight", CONFIG, f"measurements={folder}", *arguments[2:-1], f"{folder}/second"]
-        return first, main(second)
+        Path(folder, "preflight.json").write_text(json.dumps(baseline), encoding="utf-8")
+        return [*statuses, run("compared", f"measurements={folder}")]
 
 
-def test_speeds_are_compared_with_the_recorded_ones(tmp_path):
-    assert on_devices(4, HERE + "compared", str(tmp_path)) == (0, 1)
-    second = json.loads((tmp_path / "second").read_text())
-    assert second["failed"] == "Checks that fail: matmul, memory, all_reduce, all_gather."
-    assert all("% of the baseline, " in row["message"] for row in second["checks"] if row["status"] == "FAIL")
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The results of `checked` by name; those of the first stand in for the baseline it has become."""
+    folder = tmp_path_factory.mktemp("preflight")
+    assert on_devices(8, HERE + "checked", str(folder)) == [0, 1, 1]
+    return {name: json.loads((folder / name).read_text()) for name in ("preflight.json", "slow", "compared")}
 
 
-def test_processes_check_their_devices_together(tmp_path):
-    code = ("import zaya_jax.main\nfrom zaya_jax.machine import __main__ as machine\n"
-            "from zaya_jax.machine.preflight import probes\nfrom tests.machine.test_preflight import SMALL\n"
-            "probes.CPU = SMALL\nzaya_jax.main.main = machine.main")  # fmt: skip
-    commands = [["preflight", CONFIG, "--tolerance", "95", "--output", str(tmp_path / str(index))] for index in (0, 1)]
-    ends = finish_job(tmp_path, start_job(tmp_path, commands, 4, code=code))
-    assert [status for status, _ in ends] == [0, 0], ends
-    assert "All checks pass." in ends[0][1]
-    assert "PASS" not in ends[1][1]  # process 0 speaks
-    result = json.loads((tmp_path / "0").read_text())
-    assert result["hardware"] | {"device": "4 × cpu", "processes": 2} == result["hardware"]
-    assert [check["check"] for check in result["checks"]][-2:] == ["all_reduce", "all_gather"]
+def by_check(result):
+    return {check["check"]: check for check in result["checks"]}
+
+
+def test_devices_that_are_alike_pass(results):
+    assert "failed" not in results["preflight.json"]
+    checks = by_check(results["preflight.json"])
+    assert list(checks) == ["kernels", "matmul", "memory", "collectives", "all_reduce", "all_gather"]
+    assert {(check["status"], check["message"]) for check in checks.values()} == {("PASS", "")}
+
+
+def test_a_slow_device_is_named(results):
+    checks = by_check(results["slow"])
+    assert checks["kernels"]["status"] == "PASS"
+    for name in ("matmul", "memory"):
+        assert (checks[name]["status"], checks[name]["message"]) == ("FAIL", "device 3 reaches 5% of the median.")
+    assert (checks["collectives"]["status"], checks["collectives"]["message"]) == ("FAIL", "Wrong.")
+
+
+def test_a_device_that_slows_collectives_is_named(results):
+    checks = by_check(results["slow"])
+    assert checks["all_gather"]["message"] == checks["all_reduce"]["message"] == "Slow: device 2."
+    assert checks["all_gather"]["status"] == checks["all_reduce"]["status"] == "FAIL"
+
+
+def test_speeds_are_compared_with_the_recorded_ones(results):
+    assert results["compared"]["failed"] == "Checks that fail: matmul, memory, all_reduce, all_gather."
+    failing = [row for row in results["compared"]["checks"] if row["status"] == "FAIL"]
+    assert all(row["message"].startswith("0% of the baseline, ") for row in failing)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -12,8 +12,8 @@ import pytest
 from tests.train_helpers import make_program, on_devices
 from zaya_jax.config import load_config
 from zaya_jax.machine.dry_run import memory as module
-from zaya_jax.machine.dry_run.estimate import TARGET
-from zaya_jax.machine.dry_run.memory import Memory, estimate_memory
+from zaya_jax.machine.dry_run.estimate import TARGET, simulated_programs
+from zaya_jax.machine.dry_run.memory import Activations, Memory, estimate_memory
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.train.program import Programs
@@ -30,13 +30,11 @@ LAYOUTS = {
 NARROW = ["model.vocab_size=512", "model.hidden_size=64"]  # arrays that are there take time to make
 
 
-def memory(config, devices=1, sequences=1, micro_batches=2):
+def memory(config, devices=1, sequences=1, micro_batches=2, count=module.count_activations):
     """Of a device in the first phase."""
     config = dataclasses.replace(config, phases=config.phases[:1])  # another phase may be of other devices
-    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype)
     return estimate_memory(
-        Programs(config, kernels, devices)[0], sequences, config.context_for(config.phases[0]), micro_batches,
-        module.count_activations,
+        simulated_programs(config, devices)[0], sequences, config.context_for(config.phases[0]), micro_batches, count
     )  # fmt: skip
 
 
@@ -89,39 +87,39 @@ def hand_table(remat):
     return worked, written
 
 
-@pytest.fixture
-def activations_alone(monkeypatch):
-    """Temporaries take longer to count than all else."""
-    monkeypatch.setattr(module, "_temporaries", lambda *_: 0)
+def kept(config, *shape):
+    """Bytes of activations."""
+    return memory(config, *shape, count=count_kept).activations
 
 
-@pytest.mark.usefixtures("activations_alone")
+def count_kept(*shape):
+    """Leave out those that are recomputed, which take longer to count."""
+    return Activations(module.residual_bytes(*shape), 0)
+
+
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_activations_of_the_released_model_are_those_of_the_table(remat):
     worked, written = hand_table(remat)
     assert worked == written > 0
     config = load_config("configs/zaya1_8b.yaml", [f"phases.0.remat={remat}"])
-    counted = memory(config).activations
+    counted = kept(config)
     assert counted == pytest.approx(worked, rel=0.05)
     said = float(re.search(rf"With `{remat}` .*?, ([\d.]+) % ", DOC.read_text(encoding="utf-8"), re.DOTALL)[1])
     assert abs(counted / worked - 1) * 100 == pytest.approx(said, abs=0.011)
 
 
-@pytest.mark.usefixtures("activations_alone")
 def test_policies_keep_less_in_their_order():
-    kept = []
-    for remat in ("full", "dots", "none"):
-        config = load_config("configs/tiny.yaml", [f"train.remat={remat}"])
-        kept.append(memory(config, sequences=4).activations)
-    assert kept == sorted(set(kept))
+    configs = (load_config("configs/tiny.yaml", [f"train.remat={remat}"]) for remat in ("full", "dots", "none"))
+    sizes = [kept(config, 1, 4) for config in configs]
+    assert sizes == sorted(set(sizes))
 
 
-@pytest.mark.usefixtures("activations_alone")
 def test_activations_grow_with_sequences_and_shrink_with_context():
-    config = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16"])
-    one, two = (memory(config, sequences=sequences).activations for sequences in (1, 2))
-    halved = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16", "parallel.context=2"])
-    shared = memory(halved, 2).activations
+    plain = ["train.compute_dtype=bfloat16", "model.attention=gqa", "model.router=linear"]
+    config = load_config("configs/tiny.yaml", plain)
+    one, two = (kept(config, 1, sequences) for sequences in (1, 2))
+    halved = load_config("configs/tiny.yaml", [*plain, "parallel.context=2"])
+    shared = kept(halved, 2)
     assert shared / 2 < one < two  # twice: those of the last micro-batch as well
 
 
@@ -178,7 +176,7 @@ def test_under_adapters_parameters_are_stored_once_in_the_compute_dtype():
     assert adapted.compute == 0
     vectors = 4 * layers * 13000  # fp32 norms, scales and biases of a layer
     assert 0 < adapted.frozen - 2 * 8_840_488_784 < vectors
-    assert adapted.total < 26e9 < memory(config).total / 5
+    assert adapted.total < 26e9 < memory(config, count=count_kept).total / 5
 
 
 def test_eight_devices_share_what_is_under_adapters(monkeypatch):

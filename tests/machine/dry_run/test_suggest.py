@@ -5,13 +5,15 @@ import json
 
 import pytest
 
+from tests.machine.helpers import share_states
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.machine.dry_run import report
+from zaya_jax.machine.dry_run import memory, report
 from zaya_jax.machine.dry_run import suggest as module
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
-from zaya_jax.machine.dry_run.suggest import suggest, suggestion_lines
+from zaya_jax.machine.dry_run.memory import count_activations, residual_bytes
+from zaya_jax.machine.dry_run.suggest import ActivationTable, suggest, suggestion_lines
 from zaya_jax.main import main
 
 OVERRIDES = ["train.compute_dtype=bfloat16", "train.batch.tokens=4096", "model.num_layers=1", "data.context=256",
@@ -19,16 +21,29 @@ OVERRIDES = ["train.compute_dtype=bfloat16", "train.batch.tokens=4096", "model.n
 H200 = HARDWARE["h200"]
 
 
+def made_up(patch):
+    """Programs of one shape share their state, and residuals, which take a second to count, are made up."""
+    sizes = {"none": 300, "dots": 200, "full": 100}
+
+    def residuals(program, sequences, context):
+        parallel, layers = program.placement.config, program.config.model.num_layers
+        return (sequences + 1) * context * layers * sizes[program.remat] * (4 - parallel.expert - (parallel.fsdp > 1))
+
+    share_states(patch)
+    for counts in (module, memory):
+        patch.setattr(counts, "residual_bytes", residuals)
+
+
+@pytest.fixture(autouse=True)
+def residuals_made_up(counted_once, monkeypatch):
+    made_up(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def found():
-    return suggest(load_config(ROOT / "configs/tiny.yaml", OVERRIDES), 0, 4, H200)
-
-
-@pytest.fixture
-def counted_once(monkeypatch):
-    """Residuals take a second to count, and most tests need no more than their order."""
-    sizes = {"none": 3e6, "dots": 2e6, "full": 1e6}
-    monkeypatch.setattr(module, "residual_bytes", lambda program, sequences, _: int(sequences * sizes[program.remat]))
+    with pytest.MonkeyPatch.context() as patch:
+        made_up(patch)
+        return suggest(load_config(ROOT / "configs/tiny.yaml", OVERRIDES), 0, 4, H200)
 
 
 def test_suggestions_are_sorted_and_cover_what_may_be_changed(found):
@@ -50,8 +65,21 @@ def test_the_overrides_make_the_configuration_whose_estimate_is_shown(found):
         assert estimate.step_seconds == pytest.approx(suggestion.estimate.step_seconds, rel=0.02)
 
 
+def test_counts_of_more_sequences_follow_from_those_of_one_and_two(monkeypatch):
+    counted = {}
+
+    def residuals(program, *shape):  # the program of one layer is that of a group of layers
+        if (program.remat, *shape) not in counted:
+            counted[program.remat, *shape] = residual_bytes(program, *shape)
+        return counted[program.remat, *shape]
+
+    monkeypatch.setattr(module, "residual_bytes", residuals)
+    config = load_config(ROOT / "configs/tiny.yaml", [*OVERRIDES, "train.remat=full", "parallel.fsdp=2"])
+    program = simulated_programs(config, 2)[0]
+    assert ActivationTable()(program, 4, 256) == pytest.approx(count_activations(program, 4, 256, residuals), rel=0.01)
+
+
 @pytest.mark.soak
-@pytest.mark.usefixtures("counted_once")
 def test_only_what_fits_is_suggested_with_wider_layouts_if_nothing_else_does():
     config = load_config(ROOT / "configs/tiny.yaml", OVERRIDES)
     found = suggest(config, 0, 4, H200)
@@ -68,7 +96,6 @@ def test_only_what_fits_is_suggested_with_wider_layouts_if_nothing_else_does():
     assert suggestion_lines("train", []) == ["No layout, remat and micro-batch of phase train is estimated to fit."]
 
 
-@pytest.mark.usefixtures("counted_once")
 def test_a_phase_with_its_own_sections_has_its_own_keys():
     config = load_config(ROOT / "configs/tiny.yaml", OVERRIDES)
     phase = dataclasses.replace(config.phases[0], remat="full", batch=config.train.batch, parallel=config.parallel)
@@ -78,15 +105,15 @@ def test_a_phase_with_its_own_sections_has_its_own_keys():
     assert keys == {f"phases.train.{key}" for key in (*layout, "remat", "batch.micro_batch")}
 
 
-@pytest.mark.usefixtures("counted_once")
 def test_the_command_lists_the_fastest(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(report, "prove", lambda *_: {"proof": "compiled", "seconds": 1, "host_bytes": 1})
     arguments = ["--config", "configs/tiny.yaml", *OVERRIDES, "--dry-run", "--devices", "2", "--hardware", "h200"]
-    assert main([*arguments, "--suggest"]) == 0
-    text = capsys.readouterr().out
-    assert "Fastest settings of phase train\n    s/step      GB  source     change\n" in text
     assert main([*arguments, "--suggest", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["phases"][0]["suggestions"]
     assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
     assert all(not row["compiled"] and row["bytes"] > 0 for row in rows)
+    monkeypatch.setattr(report, "suggestions", lambda *_: rows)
+    assert main([*arguments, "--suggest"]) == 0
+    text = capsys.readouterr().out
+    assert "Fastest settings of phase train\n    s/step      GB  source     change\n" in text

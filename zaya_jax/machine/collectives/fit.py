@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 SATURATED = 0.9  # share of β that messages of the knee reach
 CONFIDENCE = 0.95
@@ -66,7 +66,7 @@ def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     freedom = len(size) - 2
     variance = float((((time - design @ solution) * weights) ** 2).sum()) / freedom
     deviation = np.sqrt(np.diag(np.linalg.inv(scaled.T @ scaled)) * variance)
-    low, high = solution + np.outer((-1, 1), deviation * stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    low, high = solution + np.outer((-1, 1), deviation * stdtrit(freedom, (1 + CONFIDENCE) / 2))
     if solution[1] <= 0:
         return None
     fastest = 1 / low[1] if low[1] > 0 else float("inf")

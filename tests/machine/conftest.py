@@ -1,0 +1,26 @@
+"""Estimates share what is traced: residuals of a model, policy and layout, and the kernels for a model's shapes."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from zaya_jax.machine.dry_run import estimate, memory
+from zaya_jax.ops.registry import select_kernels
+
+_count, _counted, _select = memory.residual_bytes, {}, functools.cache(select_kernels)
+
+
+def _once(program, sequences, context):
+    config = program.config
+    layout = dataclasses.replace(program.placement.config, data=None, gradient_reduction="step")  # which change nothing
+    key = program.model.config, program.remat, config.lora, config.train.compute_dtype, layout, sequences, context
+    if key not in _counted:
+        _counted[key] = _count(program, sequences, context)
+    return _counted[key]
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch):
+    monkeypatch.setattr(memory, "residual_bytes", _once)
+    monkeypatch.setattr(estimate, "select_kernels", _select)

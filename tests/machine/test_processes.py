@@ -1,0 +1,63 @@
+"""A job of several processes that checks its devices, and measures every collective, together."""
+
+import json
+
+import pytest
+
+from tests.parallel.processes_helpers import finish_job, start_job
+from zaya_jax.machine.collectives.operations import COLLECTIVES
+from zaya_jax.machine.collectives.text import parse_rows
+
+# Both verbs in the same processes, which join their job once.
+CODE = """
+import zaya_jax.main
+from zaya_jax.machine import __main__ as machine
+from zaya_jax.machine.preflight.probes import Sizes
+
+def main(arguments):
+    folder, *job = arguments
+    flags = ["--tolerance", "95", "--output", folder + "preflight"]
+    status = machine.main(["preflight", "configs/tiny.yaml", *flags, *job])
+    from zaya_jax.parallel import multihost
+    multihost.join = lambda *_: None
+    sizes = ["--min-bytes", "512", "--max-bytes", "512", "--repeats", "1"]
+    return status or machine.main(["collectives", *sizes, "--output", folder + "collectives", *job])
+
+from zaya_jax.machine.collectives import check
+from zaya_jax.machine.preflight import probes
+check.COLLECTIVES = {"permute": check.COLLECTIVES["permute"]}  # the second verb checks all
+probes.CPU = Sizes(256, "float32", 2**20, 2**12)
+zaya_jax.main.main = main
+"""
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.soak)])
+def job(request, tmp_path_factory):
+    """The results of process 0, and what each process said."""
+    folder = tmp_path_factory.mktemp("job")
+    ends = finish_job(
+        folder, start_job(folder, [[f"{folder}/{index}"] for index in range(request.param)], 4, code=CODE)
+    )
+    assert [status for status, _ in ends] == [0] * request.param, ends
+    assert sorted(path.name for path in folder.glob("*[!g]")) == ["0collectives", "0preflight"]
+    preflight, collectives = (json.loads((folder / f"0{verb}").read_text()) for verb in ("preflight", "collectives"))
+    return preflight, collectives, [said for _, said in ends]
+
+
+def test_processes_check_their_devices_together(job):
+    result, _, said = job
+    assert "All checks pass." in said[0]
+    assert not any("PASS" in other for other in said[1:])  # process 0 speaks
+    assert result["hardware"] | {"device": "4 × cpu", "processes": len(said)} == result["hardware"]
+    assert [check["check"] for check in result["checks"]][-2:] == ["all_reduce", "all_gather"]
+
+
+def test_processes_measure_every_collective_together(job):
+    _, result, said = job
+    by_sum = {"broadcast": "bcast_via_allreduce", "reduce_scatter": "reduce_scatter_via_allreduce"}
+    assert {row["operation"] for row in result["results"]} == {by_sum.get(name, name) for name in COLLECTIVES}
+    assert {(row["devices"], row["wrong"]) for row in result["results"]} == {(4, 0)}
+    rows = list(parse_rows(said[0]))
+    assert len(rows) == len(result["results"])
+    assert {(row["wrong"], row["wrong_in_place"]) for row in rows} == {("0", "0")}
+    assert not any(list(parse_rows(other)) for other in said[1:])  # process 0 speaks
