@@ -17,7 +17,7 @@ from tests.train_helpers import ROOT
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError
 
-SIZE = 40 * 2**20
+SIZE = 8 * 2**20
 
 
 def make_large(step):
@@ -55,9 +55,13 @@ def saved_when_due(store, step):
     return step if store.wait() else None
 
 
+def disturbed(root):
+    """Run in a file system of its own at `root`; gives what was said while it was full, and while it was read-only."""
+    return full_and_freed(root), read_only_for_a_while(root)
+
+
 def full_and_freed(root):
-    """Run in a file system of its own at `root`; gives what was said."""
-    folder, ballast, said = root / "run", root / "ballast", []
+    folder, ballast, said = root / "full", root / "ballast", []
     with open_store(folder, said, keep=1) as store:
         store.save(1, make_large(1), ABOUT)
         assert store.wait()
@@ -88,7 +92,7 @@ def full_and_freed(root):
 
 
 def read_only_for_a_while(root):
-    folder, said = root / "run", []
+    folder, said = root / "read_only", []
     with open_store(folder, said, keep=2) as store:
         for step in (1, 2):
             store.save(step, make_large(step), ABOUT)
@@ -127,14 +131,17 @@ def in_own_file_system(folder, function):
     return json.loads(done.stdout)
 
 
-def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(tmp_path):
-    said = in_own_file_system(tmp_path, full_and_freed)
-    assert "bytes free, but" in said[0]
-    assert "could not be saved" in said[1]
-    assert said[-1].endswith("is saved.")
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    return in_own_file_system(tmp_path_factory.mktemp("disk"), disturbed)
 
 
-def test_a_folder_that_is_read_only_for_a_while_is_written_again(tmp_path):
-    said = in_own_file_system(tmp_path, read_only_for_a_while)
-    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in said[0]
-    assert said[-1].endswith("is saved.")
+def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(said):
+    assert "bytes free, but" in said[0][0]
+    assert "could not be saved" in said[0][1]
+    assert said[0][-1].endswith("is saved.")
+
+
+def test_a_folder_that_is_read_only_for_a_while_is_written_again(said):
+    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in said[1][0]
+    assert said[1][-1].endswith("is saved.")
