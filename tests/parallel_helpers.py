@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tests.train_helpers import CONFIG, fast_jit, leaves, make_program, placed_step
-from zaya_jax.config import BatchConfig, Config, OptimizerConfig, ParallelConfig
+from zaya_jax.config import BatchConfig, Config, ParallelConfig
 from zaya_jax.config.optimizer import ComputeDtype
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
@@ -68,10 +69,9 @@ def forced(state: Any) -> Any:
 
 
 @functools.cache
-def start(dtype: ComputeDtype, optimizer: OptimizerConfig = WIDE.optimizer) -> Any:
+def start(dtype: ComputeDtype) -> Any:
     """The state that every layout begins with, on one device."""
-    train = dataclasses.replace(WIDE.train, compute_dtype=dtype)
-    config = dataclasses.replace(WIDE, train=train, optimizer=optimizer)
+    config = dataclasses.replace(WIDE, train=dataclasses.replace(WIDE.train, compute_dtype=dtype))
     route = uneven if dtype == "float64" else forced
     program = make_program(config)
     return fast_jit(lambda: route(init_state(program)))()
@@ -85,19 +85,13 @@ def run_layout(
 
     In fp64 tokens choose their experts; in fp32 and bf16 rounding would flip choices, and so they are forced.
     """
-    batch = dataclasses.replace(WIDE.train.batch, micro_batch=micro_batch)
-    train = dataclasses.replace(WIDE.train, compute_dtype=dtype, batch=batch)
-    return run_config(dataclasses.replace(WIDE, parallel=parallel, train=train), devices, gradient)[0]
-
-
-def run_config(config: Config, devices: int, gradient: bool = False) -> tuple[ThreeSteps, str]:
-    """See `run_layout`; also the HLO of the step."""
-    dtype = config.train.compute_dtype
     with jax.enable_x64(dtype == "float64"):
+        batch = dataclasses.replace(WIDE.train.batch, micro_batch=micro_batch)
+        train = dataclasses.replace(WIDE.train, compute_dtype=dtype, batch=batch)
+        config = dataclasses.replace(WIDE, parallel=parallel, train=train)
         config.check()
         program = make_program(config, devices)
-        state = start(dtype, config.optimizer)
-        state = jax.device_put(state, program.placement.shardings(state))
+        state = jax.device_put(start(dtype), program.placement.shardings(start(dtype)))
         # The CPU code of a quick compilation lacks products of bf16.
         step, batch = placed_step(program, jax.jit if dtype == "bfloat16" else fast_jit)
         sums, grads = {}, {}
@@ -105,7 +99,6 @@ def run_config(config: Config, devices: int, gradient: bool = False) -> tuple[Th
             region = fast_jit(program.placement.gradient(make_local_loss(program)))
             sums, grads = jax.device_get(region(state.params, state.balance, batch))
         steps = ThreeSteps([], [], [], [], [], sums, grads)
-        step = step.lower(state, batch).compile()
         for _ in range(3):
             state, metrics = step(state, batch)
             steps.losses.append(float(metrics["loss"]))
@@ -113,7 +106,32 @@ def run_config(config: Config, devices: int, gradient: bool = False) -> tuple[Th
             steps.skip_rates.append(np.array(metrics["skip_rate"]))
             steps.max_loads.append(np.array(metrics["max_load"]))
             steps.states.append(leaves(state))
-        return steps, step.as_text() or ""
+        return steps
+
+
+class Gradient(NamedTuple):
+    """The sums and the gradient of a start, and the HLO of what computes them."""
+
+    sums: dict[str, np.ndarray]
+    gradient: dict[str, np.ndarray]
+    text: str
+
+
+def run_gradient(config: Config, devices: int) -> Gradient:
+    """The gradient of the loss of `config`, which computes in fp64, on so many devices."""
+    with jax.enable_x64(True):
+        config.check()
+        alone, program = (
+            make_program(dataclasses.replace(config, parallel=ParallelConfig())),
+            make_program(config, devices),
+        )
+        drawn = fast_jit(lambda: operator.attrgetter("params", "balance")(uneven(init_state(alone))))()
+        params, balance = jax.device_get(drawn)
+        params = jax.device_put(params, program.placement.shardings(program.abstract_state).params)
+        _, batch = placed_step(program)
+        region = fast_jit(program.placement.gradient(make_local_loss(program)))
+        compiled = region.lower(params, balance, batch).compile()
+        return Gradient(*jax.device_get(compiled(params, balance, batch)), compiled.as_text() or "")
 
 
 def run_layouts(names: list[str], gradient: bool, dtype: ComputeDtype = "float64") -> dict[str, ThreeSteps]:

@@ -86,7 +86,7 @@ def test_micro_batches_add_up_to_the_gradient_of_the_whole(micros, seed):
 
 def test_devices_and_micro_batches_add_up_to_the_gradient_of_the_whole():
     cases = [(4, 1, 24, 0), (3, 2, 24, 1), (2, 2, 24, 2)]
-    for case, result in zip(cases, on_devices(4, "tests.parallel.test_gradient:on_four_devices", cases), strict=True):
+    for case, result in zip(cases, on_devices(8, "tests.parallel.test_gradient:on_four_devices", cases), strict=True):
         check(case, result)
 
 
@@ -167,7 +167,7 @@ def stacked_on_four_devices() -> list[tuple[dict, dict]]:
     roles = {"scale": "norm", **{name: role for name, (role, _) in STACKS.items()}}
     results = []
     for sizes, micros, reduce in LAYOUTS:
-        mesh = make_mesh(ParallelConfig(**sizes))
+        mesh = make_mesh(ParallelConfig(**sizes), jax.devices()[:4])
         leaves = place_leaves({name: value.shape for name, value in params.items()}, roles, mesh)
         dtypes = dict.fromkeys(params, jnp.float32)
         with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +180,7 @@ def stacked_on_four_devices() -> list[tuple[dict, dict]]:
 def test_layers_that_lie_in_parts_have_the_gradient_of_whole_ones():
     params, x = stacked_problem()
     grads, sums = fast_jit(jax.grad(stacked_loss({}), has_aux=True))(params, None, x)
-    results = on_devices(4, "tests.parallel.test_gradient:stacked_on_four_devices")
+    results = on_devices(8, "tests.parallel.test_gradient:stacked_on_four_devices")
     for layout, result in zip(LAYOUTS, results, strict=True):
         for ours, theirs in zip(result, (sums, grads), strict=True):
             assert ours.keys() == theirs.keys(), layout
@@ -214,5 +214,5 @@ def gathered_experts(by_layer: bool) -> list[tuple[int, ...]]:
 
 
 def test_experts_are_the_same_gathered_at_once_or_layer_by_layer():
-    assert len(on_devices(4, "tests.parallel.test_gradient:gathered_experts", True)) == 3
-    assert len(on_devices(4, "tests.parallel.test_gradient:gathered_experts", False)) == 3
+    assert len(on_devices(8, "tests.parallel.test_gradient:gathered_experts", True)) == 3
+    assert len(on_devices(8, "tests.parallel.test_gradient:gathered_experts", False)) == 3

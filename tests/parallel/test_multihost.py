@@ -52,8 +52,7 @@ def ended(outcomes, status=0):
 SHORT = ["model.attention=gqa", "model.router=linear", "model.residual_scaling=false", "optimizer.matrices=adamw",
          "sample.tokens=0", 'phases=[{"tokens": 768, "schedule": {"warmup_tokens": 256}}]', "evaluation.every=6",
          "checkpoint.every=4"]  # fmt: skip
-# Joins once, and compiles the step in process 0 before process 1 does. The last command line has another seed in process
-# 1.
+# Joins once, and compiles the step in process 0 before process 1 does. The last command line differs in its seed.
 SEVERAL = """
 import threading
 import jax
