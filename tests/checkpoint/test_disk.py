@@ -17,7 +17,7 @@ from tests.train_helpers import ROOT
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError
 
-SIZE = 8 * 2**20
+SIZE = 4 * 2**20
 
 
 def make_large(step):
@@ -113,15 +113,15 @@ def read_only_for_a_while(root):
     return said
 
 
-def in_own_file_system(folder, function):
-    """Call a function of a module of tests where `folder` is a file system of 300 MB; gives what it returns."""
+def in_own_file_system(folder, function, megabytes=300):
+    """Call a function of a module of tests where `folder` is a file system of its own; gives what it returns."""
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(folder)], check=False,
                       capture_output=True).returncode:  # fmt: skip
         pytest.skip("This system lets a user mount no file system of their own (unshare -rm).")
     code = (f"import json; from pathlib import Path; import {function.__module__} as here\n"
             f"from zaya_jax.checkpoint import store\nstore._RETRY = 0.2  # seconds, for 10\n"
             f"print(json.dumps(here.{function.__name__}(Path({str(folder)!r}))))")  # fmt: skip
-    command = 'mount -t tmpfs -o size=300m none "$1" && exec "$2" -c "$3"'
+    command = f'mount -t tmpfs -o size={megabytes}m none "$1" && exec "$2" -c "$3"'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command, "sh", str(folder), sys.executable, code],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
@@ -133,7 +133,7 @@ def in_own_file_system(folder, function):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    return in_own_file_system(tmp_path_factory.mktemp("disk"), disturbed)
+    return in_own_file_system(tmp_path_factory.mktemp("disk"), disturbed, megabytes=40)
 
 
 def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(said):

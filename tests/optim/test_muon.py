@@ -11,7 +11,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers
 
 from tests.helpers import assert_close, jit
-from tests.kernel_helpers import TARGETS, kernel_names, kernels, lower
+from tests.kernel_helpers import kernel_names, kernels, lower
 from zaya_jax.config import MuonConfig
 from zaya_jax.ops import LOCAL
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
@@ -102,7 +102,7 @@ def test_the_mean_is_corrected_for_the_steps_it_lacks(nesterov):
 
 @pytest.mark.parametrize("scaling", SCALES)
 def test_an_update_has_the_scale_of_its_shape(scaling):
-    grad = {"wide": draw(0, 6, 24), "tall": draw(1, 2, 24, 6), "square": draw(2, 8, 8)}
+    grad = {"wide": draw(0, 6, 24), "tall": draw(1, 2, 24, 6)}
     init, update = muon(scaling=scaling, newton_schulz_steps=3)
     out, _ = update(grad, init(grad))
     for name, g in grad.items():
@@ -146,7 +146,7 @@ def test_a_zero_gradient_gives_a_zero_update(form, iterates):
 
 
 def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none():
-    grads = {"layers": draw(0, 2, 12, 20), "tall": draw(1, 17, 9)}
+    grads = {"tall": draw(1, 2, 17, 9)}
     transform = scale_by_muon(MuonConfig(momentum_form="ema", newton_schulz_dtype="float32"))
     state = transform.init(grads)
     steps = []
@@ -161,8 +161,8 @@ def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none():
     assert float(jnp.abs(steps[0][0]["tall"]).max()) > 0.1
 
 
-@pytest.mark.parametrize("platform", TARGETS)
-def test_on_gpus_each_leaf_has_its_kernels(platform):
+def test_on_gpus_each_leaf_has_its_kernels():
+    platform = "cuda"  # and for the other, tests/parallel/test_muon.py
     transform, grads = scale_by_muon(MuonConfig()), {"layers": draw(0, 3, 64, 128), "tall": draw(1, 48, 32)}
     state = transform.init(grads)
     update = functools.partial(transform.update, ops=kernels(platform).ops)
