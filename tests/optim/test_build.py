@@ -61,7 +61,7 @@ def rate_and_decay(name, config):
 @functools.cache
 def transform(config):
     optimizer = make_optimizer(config, ROLES_BY_NAME, FUSED)
-    return optimizer.init, jit(functools.partial(optimizer.update, ops=LOCAL))
+    return jit(optimizer.init), jit(functools.partial(optimizer.update, ops=LOCAL))
 
 
 @functools.cache
@@ -124,7 +124,9 @@ def test_adamw_moves_its_roles_as_its_paper_says(which):
 def test_muon_moves_matrices_and_splits_what_it_is_told_to(which):
     config = CONFIGS[which]
     muon = scale_by_muon(config.muon, FUSED if which == "multiplied" else {})
-    names = moved_by_muon(config)
+    # One matrix of each role, and that which may be split.
+    names = {role: name for name, role in sorted(ROLES_BY_NAME.items()) if name in moved_by_muon(config)}.values()
+    names = {*names, *FUSED}
     theirs = {name: PARAMS[name] for name in names}
     state, update = muon.init(theirs), jit(functools.partial(muon.update, ops=LOCAL))
     for grads in GRADIENTS:
@@ -149,7 +151,7 @@ class WithSign(OptimizerConfig):
 def test_a_section_and_an_entry_in_the_table_are_another_optimizer(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "sign", Optimizer(lambda config, fused: optax.scale_by_sign()))
     optimizer = make_optimizer(WithSign(matrices="sign"), ROLES_BY_NAME, FUSED)  # pyright: ignore[reportArgumentType]
-    updates, _ = jit(optimizer.update)(GRADIENTS[0], optimizer.init(PARAMS), PARAMS)
+    updates, _ = jit(optimizer.update)(GRADIENTS[0], jit(optimizer.init)(PARAMS), PARAMS)
     for name, role in ROLES_BY_NAME.items():
         by_sign = np.array_equal(updates[name], -0.5 * np.sign(GRADIENTS[0][name]))
         assert by_sign == (role in MATRIX_ROLES), name

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.config_helpers import SMALL, changed
+from tests.helpers import jit
 from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig
 from zaya_jax.config.stages import phase_steps, schedule_spans, stage_at, tokens_before, total_steps
 from zaya_jax.optim.schedule import learning_rate_factor
@@ -49,10 +50,10 @@ def reference(config, step):
 
 
 def factors(config, steps):
-    """The factors of some steps, at most `MOST`; always as many are reckoned, so that one compilation serves all."""
+    """The factors of some steps, at most `MOST`; always as many are reckoned."""
     padded = np.zeros(MOST, np.int32)
     padded[: len(steps)] = steps
-    return np.asarray(jax.vmap(learning_rate_factor(config))(padded))[: len(steps)]
+    return np.asarray(jit(jax.vmap(learning_rate_factor(config)))(padded))[: len(steps)]
 
 
 @st.composite
