@@ -28,7 +28,7 @@ GRADIENTS = [
     for seed in range(3)
 ]
 OPTIMIZER = OptimizerConfig(
-    muon=MuonConfig(learning_rate=0.01, weight_decay=0.3, newton_schulz_dtype="float32"),
+    muon=MuonConfig(learning_rate=0.01, weight_decay=0.3, newton_schulz_steps=2, newton_schulz_dtype="float32"),
     adamw=AdamWConfig(learning_rate=0.002, b1=0.8, b2=0.9, eps=1e-4, weight_decay=0.7),
 )
 DECAYED = {"attention", "router", "expert", "embedding", "convolution"}
