@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tests.train_helpers import CONFIG, fast_jit, leaves, make_program, placed_step
-from zaya_jax.config import BatchConfig, ParallelConfig
+from zaya_jax.config import BatchConfig, Config, ParallelConfig
 from zaya_jax.config.optimizer import ComputeDtype
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
@@ -106,6 +107,31 @@ def run_layout(
             steps.max_loads.append(np.array(metrics["max_load"]))
             steps.states.append(leaves(state))
         return steps
+
+
+class Gradient(NamedTuple):
+    """The sums and the gradient of a start, and the HLO of what computes them."""
+
+    sums: dict[str, np.ndarray]
+    gradient: dict[str, np.ndarray]
+    text: str
+
+
+def run_gradient(config: Config, devices: int) -> Gradient:
+    """The gradient of the loss of `config`, which computes in fp64, on so many devices."""
+    with jax.enable_x64(True):
+        config.check()
+        alone, program = (
+            make_program(dataclasses.replace(config, parallel=ParallelConfig())),
+            make_program(config, devices),
+        )
+        drawn = fast_jit(lambda: operator.attrgetter("params", "balance")(uneven(init_state(alone))))()
+        params, balance = jax.device_get(drawn)
+        params = jax.device_put(params, program.placement.shardings(program.abstract_state).params)
+        _, batch = placed_step(program)
+        region = fast_jit(program.placement.gradient(make_local_loss(program)))
+        compiled = region.lower(params, balance, batch).compile()
+        return Gradient(*jax.device_get(compiled(params, balance, batch)), compiled.as_text() or "")
 
 
 def run_layouts(names: list[str], gradient: bool, dtype: ComputeDtype = "float64") -> dict[str, ThreeSteps]:

@@ -176,9 +176,9 @@ def test_small_arrays_come_back_out_of_the_packed_ones_bitwise(drawn):
         assert unpacked.tobytes() == np.asarray(x).tobytes()
 
 
-def packed_on_two_devices():
-    mesh = jax.make_mesh((2,), ("data",))
-    split = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec("data")))
+def packed_on_devices():
+    mesh = jax.make_mesh((8,), ("data",))
+    split = jax.device_put(jnp.arange(8), NamedSharding(mesh, PartitionSpec("data")))
     whole = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec()))
     packed = pack_arrays({"split": split, "whole": whole, "large": jnp.zeros(2**14 // 4 + 1)})
     written, held, leaves = packed.arrays, packed.small, packed.leaves()
@@ -193,7 +193,7 @@ def packed_on_two_devices():
 
 
 def test_what_is_large_or_split_over_devices_stays_an_array_of_its_own():
-    names, held, at, other, same, content = on_devices(2, f"{__name__}:packed_on_two_devices")
+    names, held, at, other, same, content = on_devices(8, f"{__name__}:packed_on_devices")
     assert names == {"split", "large", SMALL_ARRAYS}
     assert held == {"whole"}
     assert (at, other) == (0, False)

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -153,7 +154,7 @@ def changing(tmp_path_factory):
     return folder, json.loads(next(folder.glob("manifest-*")).read_bytes())
 
 
-@settings(max_examples=3 * settings.default.max_examples)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(data=st.data())
 def test_a_manifest_of_any_json_ends_in_a_sentence(changing, data):
     folder, tree = changing
@@ -183,14 +184,19 @@ def test_files_that_are_nested_without_end_are_answered(tmp_path, capsys):
     assert said(capsys, "inspect", tmp_path / "run")[0] == 0  # the newest checkpoint that has a manifest
 
 
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("five"), [1, 2, 3, 4, 5], {2: 2.0, 3: 1.0, 4: 1.5})
+
+
 @pytest.mark.parametrize(("config", "kept"), [
     ({"keep": 1}, [5]),
     ({"keep": 2}, [4, 5]),
     ({"keep": 1, "keep_every": 2}, [2, 4, 5]),
     ({"keep": 1, "keep_best": 1}, [3, 5]),
 ])  # fmt: skip
-def test_what_is_to_be_kept_is(tmp_path, config, kept):
-    run = save_run(tmp_path, [1, 2, 3, 4, 5], {2: 2.0, 3: 1.0, 4: 1.5})
+def test_what_is_to_be_kept_is(five, tmp_path, config, kept):
+    run = Path(shutil.copytree(five, tmp_path / "run"))
     (run / "checkpoints" / "1.stale-20260101T000000").mkdir()
     text = prune(run, CheckpointConfig(**config), quarantined=True, dry_run=True)
     assert text.startswith("Would remove 1")

@@ -17,7 +17,7 @@ from tests.train_helpers import ROOT
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError
 
-SIZE = 40 * 2**20
+SIZE = 4 * 2**20
 
 
 def make_large(step):
@@ -55,9 +55,13 @@ def saved_when_due(store, step):
     return step if store.wait() else None
 
 
+def disturbed(root):
+    """Run in a file system of its own at `root`; gives what was said while it was full, and while it was read-only."""
+    return full_and_freed(root), read_only_for_a_while(root)
+
+
 def full_and_freed(root):
-    """Run in a file system of its own at `root`; gives what was said."""
-    folder, ballast, said = root / "run", root / "ballast", []
+    folder, ballast, said = root / "full", root / "ballast", []
     with open_store(folder, said, keep=1) as store:
         store.save(1, make_large(1), ABOUT)
         assert store.wait()
@@ -88,7 +92,7 @@ def full_and_freed(root):
 
 
 def read_only_for_a_while(root):
-    folder, said = root / "run", []
+    folder, said = root / "read_only", []
     with open_store(folder, said, keep=2) as store:
         for step in (1, 2):
             store.save(step, make_large(step), ABOUT)
@@ -109,15 +113,15 @@ def read_only_for_a_while(root):
     return said
 
 
-def in_own_file_system(folder, function):
-    """Call a function of a module of tests where `folder` is a file system of 300 MB; gives what it returns."""
+def in_own_file_system(folder, function, megabytes=300):
+    """Call a function of a module of tests where `folder` is a file system of its own; gives what it returns."""
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(folder)], check=False,
                       capture_output=True).returncode:  # fmt: skip
         pytest.skip("This system lets a user mount no file system of their own (unshare -rm).")
     code = (f"import json; from pathlib import Path; import {function.__module__} as here\n"
             f"from zaya_jax.checkpoint import store\nstore._RETRY = 0.2  # seconds, for 10\n"
             f"print(json.dumps(here.{function.__name__}(Path({str(folder)!r}))))")  # fmt: skip
-    command = 'mount -t tmpfs -o size=300m none "$1" && exec "$2" -c "$3"'
+    command = f'mount -t tmpfs -o size={megabytes}m none "$1" && exec "$2" -c "$3"'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command, "sh", str(folder), sys.executable, code],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
@@ -127,14 +131,17 @@ def in_own_file_system(folder, function):
     return json.loads(done.stdout)
 
 
-def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(tmp_path):
-    said = in_own_file_system(tmp_path, full_and_freed)
-    assert "bytes free, but" in said[0]
-    assert "could not be saved" in said[1]
-    assert said[-1].endswith("is saved.")
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    return in_own_file_system(tmp_path_factory.mktemp("disk"), disturbed, megabytes=40)
 
 
-def test_a_folder_that_is_read_only_for_a_while_is_written_again(tmp_path):
-    said = in_own_file_system(tmp_path, read_only_for_a_while)
-    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in said[0]
-    assert said[-1].endswith("is saved.")
+def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(said):
+    assert "bytes free, but" in said[0][0]
+    assert "could not be saved" in said[0][1]
+    assert said[0][-1].endswith("is saved.")
+
+
+def test_a_folder_that_is_read_only_for_a_while_is_written_again(said):
+    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in said[1][0]
+    assert said[1][-1].endswith("is saved.")

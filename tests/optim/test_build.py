@@ -28,7 +28,7 @@ GRADIENTS = [
     for seed in range(3)
 ]
 OPTIMIZER = OptimizerConfig(
-    muon=MuonConfig(learning_rate=0.01, weight_decay=0.3, newton_schulz_dtype="float32"),
+    muon=MuonConfig(learning_rate=0.01, weight_decay=0.3, newton_schulz_steps=2, newton_schulz_dtype="float32"),
     adamw=AdamWConfig(learning_rate=0.002, b1=0.8, b2=0.9, eps=1e-4, weight_decay=0.7),
 )
 DECAYED = {"attention", "router", "expert", "embedding", "convolution"}
@@ -40,10 +40,9 @@ MULTIPLIED = RolesConfig(
 CONFIGS = {
     "default": OPTIMIZER,
     "multiplied": dataclasses.replace(
-        OPTIMIZER, roles=MULTIPLIED, muon=dataclasses.replace(OPTIMIZER.muon, scaling="original")
+        OPTIMIZER, roles=MULTIPLIED, muon=dataclasses.replace(OPTIMIZER.muon, scaling="original", gate_up="split")
     ),
     "adamw": dataclasses.replace(OPTIMIZER, roles=MULTIPLIED, matrices="adamw"),
-    "split": dataclasses.replace(OPTIMIZER, muon=dataclasses.replace(OPTIMIZER.muon, gate_up="split")),
 }
 
 
@@ -62,7 +61,7 @@ def rate_and_decay(name, config):
 @functools.cache
 def transform(config):
     optimizer = make_optimizer(config, ROLES_BY_NAME, FUSED)
-    return optimizer.init, jit(functools.partial(optimizer.update, ops=LOCAL))
+    return jit(optimizer.init), jit(functools.partial(optimizer.update, ops=LOCAL))
 
 
 @functools.cache
@@ -105,28 +104,29 @@ def test_decay_is_of_the_role_and_of_the_base_rate(which):
 
 
 @pytest.mark.parametrize("which", CONFIGS)
-def test_adamw_moves_its_roles_as_optax_adamw_does(which):
+def test_adamw_moves_its_roles_as_its_paper_says(which):
     config = CONFIGS[which]
 
-    def alone(name, x, grads):
-        rate, decay = rate_and_decay(name, config)
-        adamw = optax.adamw(rate, b1=0.8, b2=0.9, eps=1e-4, weight_decay=decay)
-        state = adamw.init(x)
-        for grad in grads:
-            updates, state = adamw.update(grad[name], state, x)
-            x = x + updates
+    def alone(name):
+        """Loshchilov & Hutter's Algorithm 2, in float64."""
+        (rate, decay), x, mean, square = rate_and_decay(name, config), PARAMS[name].astype(np.float64), 0.0, 0.0
+        for step, grads in enumerate(GRADIENTS, 1):
+            mean, square = 0.8 * mean + 0.2 * grads[name], 0.9 * square + 0.1 * np.square(grads[name], dtype=np.float64)
+            direction = mean / (1 - 0.8**step) / (np.sqrt(square / (1 - 0.9**step)) + 1e-4)
+            x = x - rate * (direction + decay * x)
         return x
 
     names = set(PARAMS) - moved_by_muon(config)
-    theirs = jit(lambda params, grads: {name: alone(name, params[name], grads) for name in names})(PARAMS, GRADIENTS)
-    assert_moves_close(follow(config), theirs, names)
+    assert_moves_close(follow(config), {name: alone(name) for name in names}, names)
 
 
-@pytest.mark.parametrize("which", ["default", "multiplied", "split"])
+@pytest.mark.parametrize("which", ["default", "multiplied"])
 def test_muon_moves_matrices_and_splits_what_it_is_told_to(which):
     config = CONFIGS[which]
-    muon = scale_by_muon(config.muon, FUSED if which == "split" else {})
-    names = moved_by_muon(config)
+    muon = scale_by_muon(config.muon, FUSED if which == "multiplied" else {})
+    # One matrix of each role, and that which may be split.
+    names = {role: name for name, role in sorted(ROLES_BY_NAME.items()) if name in moved_by_muon(config)}.values()
+    names = {*names, *FUSED}
     theirs = {name: PARAMS[name] for name in names}
     state, update = muon.init(theirs), jit(functools.partial(muon.update, ops=LOCAL))
     for grads in GRADIENTS:
@@ -135,13 +135,6 @@ def test_muon_moves_matrices_and_splits_what_it_is_told_to(which):
             rate, decay = rate_and_decay(name, config)
             theirs[name] = (1 - rate * decay) * theirs[name] - rate * np.asarray(directions[name])
     assert_moves_close(follow(config), theirs, names)
-
-
-def test_gate_and_up_apart_are_another_update():
-    joint, split = follow(CONFIGS["default"]), follow(CONFIGS["split"])
-    # Two programs may round apart; another update is another by far more.
-    changed = {name for name in joint if not np.allclose(joint[name], split[name], rtol=1e-5, atol=1e-6)}
-    assert changed == {"blocks.0.mixture.experts.gate_up"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +151,7 @@ class WithSign(OptimizerConfig):
 def test_a_section_and_an_entry_in_the_table_are_another_optimizer(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "sign", Optimizer(lambda config, fused: optax.scale_by_sign()))
     optimizer = make_optimizer(WithSign(matrices="sign"), ROLES_BY_NAME, FUSED)  # pyright: ignore[reportArgumentType]
-    updates, _ = optimizer.update(GRADIENTS[0], optimizer.init(PARAMS), PARAMS)
+    updates, _ = jit(optimizer.update)(GRADIENTS[0], jit(optimizer.init)(PARAMS), PARAMS)
     for name, role in ROLES_BY_NAME.items():
         by_sign = np.array_equal(updates[name], -0.5 * np.sign(GRADIENTS[0][name]))
         assert by_sign == (role in MATRIX_ROLES), name

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.config_helpers import SMALL, changed
+from tests.helpers import jit
 from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig
 from zaya_jax.config.stages import phase_steps, schedule_spans, stage_at, tokens_before, total_steps
 from zaya_jax.optim.schedule import learning_rate_factor
@@ -49,10 +50,10 @@ def reference(config, step):
 
 
 def factors(config, steps):
-    """The factors of some steps, at most `MOST`; always as many are reckoned, so that one compilation serves all."""
+    """The factors of some steps, at most `MOST`; always as many are reckoned."""
     padded = np.zeros(MOST, np.int32)
     padded[: len(steps)] = steps
-    return np.asarray(jax.vmap(learning_rate_factor(config))(padded))[: len(steps)]
+    return np.asarray(jit(jax.vmap(learning_rate_factor(config)))(padded))[: len(steps)]
 
 
 @st.composite
@@ -67,9 +68,9 @@ def schedules(draw, tokens):
 
 @st.composite
 def runs(draw):
-    """Up to four phases, some with schedules and batches of their own."""
+    """Up to three phases, some with schedules and batches of their own."""
     phases = []
-    for index in range(draw(st.integers(1, 4))):
+    for index in range(draw(st.integers(1, 3))):
         tokens = draw(st.integers(2, 3000))
         batch = draw(st.sampled_from([
             None, BatchConfig(96), BatchConfig(160, start=32, ramp_tokens=2000),
@@ -80,6 +81,7 @@ def runs(draw):
     return run(*phases)
 
 
+@settings(max_examples=6 * settings.default.max_examples // 10)
 @given(runs())
 def test_every_step_has_the_factor_of_the_reference(config):
     steps = range(total_steps(config))
@@ -92,8 +94,7 @@ BATCHES = [{"tokens": 1024, "start": 64, "ramp_tokens": 9000}, {"tokens": 512, "
            {"tokens": 128, "stepped": (BatchSizeConfig(1024, 32), BatchSizeConfig(8192, 256))}]  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "batch"), [*zip(SHAPES, [*BATCHES, BATCHES[0]], strict=True)], ids=str)
 def test_no_batch_size_bends_it(shape, batch):
     schedule = ScheduleConfig(shape, 0.7, 0.05, 5000, 10_000 if shape == "wsd" else None)
     bent = run(PhaseConfig(2**15, schedule=schedule), PhaseConfig(2**14, "b"), **batch)
@@ -151,7 +152,7 @@ def test_after_the_end_it_is_the_final_one():
 class Variants(chex.TestCase):
     """Whatever it is called by, the factor is that of the reference."""
 
-    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+    @chex.variants(with_jit=True, without_jit=True)
     def test_the_factor_does_not_depend_on_how_it_is_called(self):
         config = run(PhaseConfig(640, "a"), PhaseConfig(640, "b", schedule=ScheduleConfig("linear", 0.3, 0.0, 100)))
         steps = [0, 1, total_steps(config) // 2, total_steps(config) - 1]

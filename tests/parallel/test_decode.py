@@ -17,7 +17,7 @@ from zaya_jax.parallel.mesh import make_mesh
 
 B, T, H, K, C = 2, 23, 4, 2, 8
 DEVICES, SLOTS = 3, 8  # on each, one slot more than there are tokens
-SIZES = [(9, 1, 1, 10, 1, 1), (10, 10, 1, 1, 1)]  # more than a device has slots, on two devices and on three
+SIZES = [(10, 1, 1, 10, 1), (10, 10, 1, 1, 1)]  # more than a device has slots, on two devices and on three
 
 
 def drawn():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.helpers import assert_close
-from tests.train_helpers import on_devices
+from tests.train_helpers import fast_jit, on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.experts import dispatch_experts
 from zaya_jax.parallel.experts import gathered_experts, ragged_experts
@@ -65,7 +65,7 @@ def both_ways(cases):
                 specs = (rows, rows, experts, experts, rows, rows)
                 run = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=(rows, (rows, rows, experts, experts)),
                                     check_vma=False)  # fmt: skip
-                results.append(jax.device_get(jax.jit(run)(h, weight, gate_up, down, expert, out)))
+                results.append(jax.device_get(fast_jit(run)(h, weight, gate_up, down, expert, out)))
     return results
 
 
@@ -88,9 +88,7 @@ def check(cases):
                 result = dispatch_experts(h, jnp.asarray(expert), weight, gate_up, down)
                 return (result * out).sum(), result
 
-            grads, result = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(
-                *map(jnp.asarray, (h, weight, gate_up, down))
-            )
+            grads, result = fast_jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(h, weight, gate_up, down)
             for _ in ("gathered", "ragged"):
                 output, output_grads = next(results)
                 assert_close(output, result, 1e-12)

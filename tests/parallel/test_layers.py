@@ -19,7 +19,7 @@ from zaya_jax.parallel.rules import place_leaves
 
 def gathered():
     """On four devices: the matrix that each sees, and the gradient of a sum to which each adds its own factor."""
-    mesh = make_mesh(ParallelConfig(fsdp=4))
+    mesh = make_mesh(ParallelConfig(fsdp=4), jax.devices()[:4])
     matrix = np.arange(1, 41, dtype=np.float32).reshape(5, 8)
 
     def region(part):
@@ -37,7 +37,7 @@ def gathered():
 
 
 def test_every_device_sees_the_whole_in_the_compute_dtype_and_keeps_its_part_of_the_exact_sum():
-    whole, gradient = on_devices(4, "tests.parallel.test_layers:gathered")
+    whole, gradient = on_devices(8, "tests.parallel.test_layers:gathered")
     matrix = np.arange(1, 41).reshape(5, 8)
     chex.assert_type([whole, gradient], [jnp.bfloat16, jnp.float32])
     np.testing.assert_array_equal(whole.astype(np.float32), [matrix] * 4)
@@ -66,7 +66,7 @@ def test_a_matrix_and_its_adapters_become_their_sum():
 def gathered_sum():
     """On two devices: the sum of a matrix and adapters that lie in parts, and the gradients of the adapters."""
     names = ("blocks.0.w", *adapter_names("blocks.0.w"))
-    mesh = make_mesh(ParallelConfig(fsdp=2))
+    mesh = make_mesh(ParallelConfig(fsdp=2), jax.devices()[:2])
     values = dict(zip(names, whole_and_adapters(), strict=True))
     placed = place_leaves({name: x.shape for name, x in values.items()}, dict.fromkeys(names, "attention"), mesh)
     stored = {name: place.stored for name, place in placed.items()}
@@ -93,7 +93,7 @@ def whole_and_adapters():
 
 def test_parts_are_gathered_before_they_are_added_up():
     """Each of the two devices has the whole loss, so that their gradients add up to twice that of one."""
-    axes, whole, a_gradient, b_gradient = on_devices(2, "tests.parallel.test_layers:gathered_sum")
+    axes, whole, a_gradient, b_gradient = on_devices(8, "tests.parallel.test_layers:gathered_sum")
     assert axes == [-2, -2, -1]
     w, a, b = (x[0] for x in whole_and_adapters())
     expected = w + 0.5 * a @ b

@@ -28,9 +28,9 @@ def test_all_devices_stand_along_data():
 
 
 def layout() -> dict[str, list]:
-    """Where four devices hold what, and what the meshes of some of them are."""
+    """Where eight devices hold what, and what the meshes of some of them are."""
     mesh = make_mesh()
-    array = np.arange(2 * 8 * 3).reshape(2, 8, 3)
+    array = np.arange(2 * 16 * 3).reshape(2, 16, 3)
 
     def shards(sharding: jax.sharding.NamedSharding) -> list:
         placed = jax.device_put(array, sharding).addressable_shards
@@ -45,15 +45,15 @@ def layout() -> dict[str, list]:
 
 
 def test_each_device_holds_its_sequences_in_order_or_everything():
-    placed = on_devices(4, "tests.parallel.test_mesh:layout")
-    array = np.arange(2 * 8 * 3).reshape(2, 8, 3)
-    assert sorted(device for device, _ in placed["split"]) == [0, 1, 2, 3]
+    placed = on_devices(8, "tests.parallel.test_mesh:layout")
+    array = np.arange(2 * 16 * 3).reshape(2, 16, 3)
+    assert sorted(device for device, _ in placed["split"]) == list(range(8))
     for device, part in placed["split"]:
         assert np.array_equal(part, array[:, 2 * device : 2 * device + 2])
-    assert len(placed["whole"]) == 4
+    assert len(placed["whole"]) == 8
     assert all(np.array_equal(part, array) for _, part in placed["whole"])
     assert placed["some"] == [1, 2]
-    assert placed["sizes"] == [4, 2]
+    assert placed["sizes"] == [8, 2]
 
 
 @given(sizes=st.tuples(*[st.sampled_from([1, 2, 3])] * 4), sequences=st.integers(1, 40), micro=st.integers(1, 4))

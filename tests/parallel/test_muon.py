@@ -4,7 +4,6 @@ import math
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
@@ -13,7 +12,7 @@ from tests.hlo_helpers import collectives, product_flops
 from tests.kernel_helpers import TARGETS, abstract_device, kernel_names, kernels
 from tests.parallel_helpers import LAYOUTS as MODEL_LAYOUTS
 from tests.parallel_helpers import WIDE
-from tests.train_helpers import change, make_program, on_devices
+from tests.train_helpers import change, fast_jit, make_program, on_devices
 from zaya_jax.config import MuonConfig, ParallelConfig
 from zaya_jax.ops import LOCAL
 from zaya_jax.optim.muon import scale_by_muon
@@ -25,12 +24,12 @@ SHAPES = {"blocks.0.attention.query": (5, 32, 24), "blocks.0.mixture.experts.gat
           "blocks.0.router.output": (3, 7, 9), "blocks.0.attention.output": (40, 16, 64)}  # fmt: skip
 ROLES = {"blocks.0.attention.query": "attention", "blocks.0.mixture.experts.gate_up": "expert",
          "blocks.0.router.output": "router", "blocks.0.attention.output": "attention"}  # fmt: skip
-LAYOUTS = [(ParallelConfig(), "float32"), (ParallelConfig(fsdp=8), "float32"), (ParallelConfig(expert=4), "float32"),
-           (ParallelConfig(fsdp=2, context=2), "float32"), (ParallelConfig(fsdp=2, context=2), "bfloat16")]  # fmt: skip
+LAYOUTS = [(ParallelConfig(), "float32"), (ParallelConfig(expert=4), "float32"),
+           (ParallelConfig(fsdp=2, context=2), "bfloat16")]  # fmt: skip
 # Stacks of 5, 15 and 40 matrices, which eight devices do not divide but for the last.
 STACKS = {"blocks.0.attention.query": (5, 32, 24), "blocks.0.mixture.experts.down": (3, 5, 32, 24),
           "blocks.0.attention.output": (40, 32, 24)}  # fmt: skip
-STATES = ("data", "fsdp", "hybrid", "expert4", "fsdp_expert_context")
+STATES = ("data", "expert4", "fsdp_expert_context")
 
 
 def gradients():
@@ -62,7 +61,7 @@ def compiled_update(muon, mesh, shapes, roles):
     def update(grads):
         return muon.update(grads, muon.init(grads), on_matrices=on_matrices, ops=LOCAL)[0]
 
-    return jax.jit(update, out_shardings=shardings).lower(grads).compile(), shardings
+    return fast_jit(update, out_shardings=shardings).lower(grads).compile(), shardings
 
 
 def flops():
@@ -107,13 +106,13 @@ def results():
 
 
 def test_an_update_over_devices_is_that_of_one(results):
-    grads, alone = jax.tree.map(jnp.asarray, gradients()), {}
+    grads, alone = gradients(), {}
     for iterates in {iterates for _, iterates in LAYOUTS}:
         muon = muon_of(iterates)
-        alone[iterates] = jax.jit(lambda grads, muon=muon: muon.update(grads, muon.init(grads), ops=LOCAL)[0])(grads)
+        alone[iterates] = fast_jit(lambda grads, muon=muon: muon.update(grads, muon.init(grads), ops=LOCAL)[0])(grads)
     for (parallel, iterates), (update, calls) in zip(LAYOUTS, results[0], strict=True):
         for name, value in update.items():
-            expected = alone[iterates][name]
+            expected = np.asarray(alone[iterates][name])
             # A sum in another order may round to the next bf16, which the iteration makes larger.
             tolerance = {"float32": 5e-6, "bfloat16": 0.05}[iterates] * np.abs(expected).max()
             np.testing.assert_allclose(value, expected, rtol=0, atol=tolerance, err_msg=name)
@@ -139,9 +138,9 @@ def test_a_device_holds_an_eighth_of_the_optimizer(results, name):
     assert whole < total / 1000
 
 
-@pytest.mark.parametrize("platform", TARGETS)
-def test_on_gpus_kernels_see_what_a_device_has(platform):
+def test_on_gpus_kernels_see_what_a_device_has():
     """Also of the leaf that is not split: outside a region the compiler would have to gather for them."""
+    platform = "rocm"
     target = TARGETS[platform]
     mesh = AbstractMesh((8, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES), **abstract_device(target))
     muon, placed = scale_by_muon(MuonConfig()), place_leaves(SHAPES, ROLES, mesh)
