@@ -108,7 +108,7 @@ class Times:
 
 def room(test: str) -> str:
     """The folder below `tests` of a test; `tests` for those in none."""
-    parts = test.split("::", maxsplit=1)[0].split("/")
+    parts = test.split("::")[0].split("/")
     return parts[1] if len(parts) > 2 else parts[0]
 
 
