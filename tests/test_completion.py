@@ -76,8 +76,8 @@ def test_commands_verbs_flags_files_and_keys_are_offered(folder):
 
 def test_every_command_has_a_parser_that_imports_no_jax():
     code = ("import sys; from zaya_jax.__main__ import COMMANDS; from zaya_jax.completion import _parser; "
-            "print(len([_parser(module).format_usage() for (module, *_), _ in COMMANDS.values()]), 'jax' in sys.modules)"
-            )  # fmt: skip
+            "print(len([_parser(module).format_usage() for (module, *_), _ in COMMANDS.values()]), "
+            "'jax' in sys.modules)")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(len(COMMANDS)), "False"], done.stderr
 

@@ -69,7 +69,7 @@ class Recorder:
         key = tuple(static.values())
         if key not in self.programs:
             self.programs[key] = self.function.lower(model, state, *arguments, **static).compile()
-        self.hlo = self.programs[key].as_text()
+            self.hlo = self.programs[key].as_text()
         if not self.logits and isinstance(state, decode.DecodeState):
             self.logits.append(np.array(state.logits_bv))  # after the prompts
         self.state, *rest = self.programs[key](model, state, *arguments)

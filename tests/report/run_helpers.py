@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.aegis.metrics_helpers import write_node
 from tests.trained_helpers import trained_run
-from zaya_jax.config import from_dict, to_dict, to_yaml
+from zaya_jax.config import from_dict, to_yaml
 from zaya_jax.run.folder import read_config
 from zaya_jax.run.metrics import read_rows
 
