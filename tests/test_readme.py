@@ -1,12 +1,15 @@
 """README.md does what it says: its Python runs, its commands are accepted; links and keys of all pages exist."""
 
+import dataclasses
 import re
 import shlex
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock, create_autospec
 
 import pytest
 
+import zaya_jax
 from tests.data_helpers import small_tokenizer
 from zaya_jax.checkpoint.__main__ import _parser as checkpoint_parser
 from zaya_jax.config import load_config
@@ -15,15 +18,20 @@ from zaya_jax.data.__main__ import __file__ as data_main_file
 from zaya_jax.data.__main__ import _parser as data_parser
 from zaya_jax.data.__main__ import main as data
 from zaya_jax.evaluate.__main__ import _parser as evaluate_parser
+from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.generate.__main__ import _parser as generate_parser
+from zaya_jax.generate.decode import Continuation
 from zaya_jax.main import main
 from zaya_jax.parallel.mesh import axis_sizes
 from zaya_jax.report.__main__ import _parser as report_parser
+from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
+from zaya_jax.run.folder import CONFIG, METRICS, STATUS, TIMINGS
+from zaya_jax.run.tokenizer import TOKENIZER_FOLDER
+from zaya_jax.train.loop import TrainResult
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-IN_A_RUN = {"config.yaml", "metrics.jsonl", "timings.jsonl", "phases.json", "checkpoints/", "tokenizer/", "loss.png",
-           "status.json"}  # fmt: skip
+IN_A_RUN = {CONFIG, METRICS, TIMINGS, PHASES, STATUS, f"{CHECKPOINTS}/", f"{TOKENIZER_FOLDER}/", "loss.png"}
 NOT_IN_EACH_RUN = {"changes.jsonl", "summary.json"}  # of settings that change, and of the command
 OF_A_READER = {"mine.yaml", "tokenizer.json", "benchmarks/smoke_DEVICE.json"}
 
@@ -55,19 +63,26 @@ def test_every_command_is_of_a_kind_that_is_checked_here():
 
 
 def test_the_python_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """But for its training and generation: tests/soak/test_docs.py runs them, and pastes twice."""
+    result = Mock(spec_set=[field.name for field in dataclasses.fields(TrainResult)], heldout=HeldoutLoss(2.5, 2))
+    train = create_autospec(zaya_jax.run_training, return_value=result)
+    generate = create_autospec(zaya_jax.generate_tokens, return_value=[Continuation([1, 2], [-1.0, -1.0], False)])
+    monkeypatch.setattr(zaya_jax, "run_training", train)
+    monkeypatch.setattr(zaya_jax, "generate_tokens", generate)
     for name in ("configs", "zaya_jax"):  # what it reads, beside which it may write `runs/`
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     assert blocks("python")
-    for block in blocks("python") * 2:  # pasted twice
+    for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)  # noqa: S102
-    shape, rows = capsys.readouterr().out.splitlines()[:2]
+    shape, *rows, loss = capsys.readouterr().out.splitlines()
     assert shape == "(1, 4, 512)"
-    assert len(rows.split(",")) == 8
-    assert 0 < names["result"].heldout.nats_per_token < 20
-    for name in IN_A_RUN:
-        assert (tmp_path / "runs" / "short" / name).exists(), name
+    assert rows == ["[1, 2]"] * 2
+    assert loss.startswith("1.25 ")
+    assert [call.args[1].shape for call in generate.call_args_list] == [(1, 4)] * 2
+    ((config,), _) = train.call_args
+    assert (config.run_dir, stages(config)[-1].end) == ("runs/short", 4)
 
 
 def test_the_layouts_shown_are_those_of_the_devices_that_are_asked_for(tmp_path: Path):
@@ -103,8 +118,9 @@ def test_the_data_commands_prepare_and_describe(tmp_path: Path, monkeypatch: pyt
     small_tokenizer().save(trained / "tokenizer.json")
     monkeypatch.chdir(tmp_path)
     exec(compile(WRITE_DATA, "README.md", "exec"), {})  # noqa: S102
-    for arguments in commands("python -m zaya_jax.data") * 2:  # pasted twice
-        assert data(arguments) == 0
+    for arguments in commands("python -m zaya_jax.data"):
+        alone = ["--workers", "1"] if arguments[0] == "prepare" else []  # in this process
+        assert data([*arguments, *alone]) == 0
     assert (tmp_path / "runs" / "lengths.png").is_file()
     assert not (tmp_path / "runs" / "mine").exists()  # describing a run is not starting it
     text = capsys.readouterr().out

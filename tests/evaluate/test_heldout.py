@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import random_values
 from tests.train.test_step import mean_loss
-from tests.train_helpers import CONFIG, fast_jit, make_batch, setup
+from tests.train_helpers import CONFIG, fast_jit, make_batch, make_program
 from zaya_jax.evaluate import heldout
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss, heldout_loss
+from zaya_jax.model.tree import is_balancing_bias
 
 
 @given(nats=st.floats(0, 1e9), tokens=st.integers(1, 10**9), text_bytes=st.integers(1, 10**9))
@@ -20,13 +22,15 @@ def test_a_loss_is_spread_over_tokens_or_bytes(nats, tokens, text_bytes):
 
 
 def snapshot(loss_sums):
-    state = setup().state
-    return ModelSnapshot(state.params, state.balance, {}, setup().program.placement, loss_sums)
+    values = random_values(CONFIG.model)
+    params, balance = ({name: x for name, x in values.items() if is_balancing_bias(name) == biases}
+                       for biases in (False, True))  # fmt: skip
+    return ModelSnapshot(params, balance, {}, make_program(CONFIG).placement, loss_sums)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return snapshot(fast_jit(setup().program.evaluation_step))
+    return snapshot(fast_jit(make_program(CONFIG).evaluation_step))
 
 
 def batch(seed):

@@ -12,7 +12,7 @@ from tests.helpers import jit, random_model, tiny_config
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
-from zaya_jax.evaluate import scoring
+from zaya_jax.evaluate import scoring, writing
 from zaya_jax.evaluate.scoring import Request, Score, Scorer
 from zaya_jax.evaluate.texts import windows
 from zaya_jax.evaluate.writing import Prompt, Writer, prompt_seed
@@ -165,27 +165,41 @@ LONG = {"max_positions": 256}
 def test_continuations_depend_neither_on_the_batch_nor_on_its_order():
     before = {name: getattr(decode, name)._cache_size() for name in ("_prefill", "_decode")}
     ready = writer(random_model(tiny_config(**LONG)))
-    written = ready.write(prompts())
+    seen = []
+    written = ready.write(prompts(), progress=lambda *counts: seen.append(counts))
     compiled = {name: getattr(decode, name)._cache_size() - count for name, count in before.items()}
     assert compiled == {"_prefill": 1, "_decode": 2}  # greedy and sampled
+    assert seen == sorted(seen)
+    assert seen[-1] == (11, 11)
     assert ready.write(prompts()[::-1]) == written[::-1]
     assert ready.write(prompts()[3:8]) == written[3:8]
-    alone = decode.generate_tokens(ready.model, [prompts()[0].tokens], 9, stop_tokens=[7])[0]
+    (first, *_), capacity = prompts(), 256  # of the batches above
+    *_, (alone, _) = decode.continuations(ready._unrolled, [first.tokens, [1]], 9, stop_tokens=[7], capacity=capacity,
+                                          placement=ready.placement)  # fmt: skip
     assert written[0] == alone.tokens
     assert len({tuple(tokens) for tokens in written}) > 5
 
 
-def on_one_or_more() -> tuple[list[Score], list[list[int]]]:
-    """What all devices here score and write."""
-    model = random_model(tiny_config(**LONG))
-    shared = make_scorer(model, tokens=512)
+def on_one_or_more() -> tuple[list[Score], list[list[int]], set[int]]:
+    """What all devices here score and, by a stand-in, write; and the numbers of rows in batches."""
+    model, rows = random_model(tiny_config()), set()
     asked = [*requests(40), *(Request([1, 2], [letter]) for letter in range(9))]
-    return shared.score(asked), writer(model).write(prompts())
+
+    def continuations(_model, prompts, most, _sampling, *, seeds, stopped, **_):
+        rows.add(len(prompts))
+        written = [[sum(prompt) % 37, seed % 37, most] for prompt, seed in zip(prompts, seeds, strict=True)]
+        ended = [stopped(index, tokens) for index, tokens in enumerate(written)]
+        yield [decode.Continuation(tokens, [], end) for tokens, end in zip(written, ended, strict=True)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "continuations", continuations)
+        patch.setattr(scoring, "ROW", 8)
+        return make_scorer(model, max_length=LENGTH, tokens=16).score(asked), writer(model).write(prompts()), rows
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_several_devices_score_and_write_what_one_does(devices):
-    scores, written = on_one_or_more()
-    others, also = on_devices(devices, "tests.evaluate.test_scoring:on_one_or_more")
+def test_several_devices_score_and_write_what_one_does():
+    scores, written, (rows,) = on_one_or_more()
+    others, also, (shared,) = on_devices(4, "tests.evaluate.test_scoring:on_one_or_more")
     assert_same([Score(*score) for score in others], scores)
     assert also == written
+    assert (rows, shared) == (2, 8)

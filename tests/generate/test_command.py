@@ -1,96 +1,136 @@
 """`python -m zaya_jax.generate` on a run, a phase, an export and bad input."""
 
 import contextlib
+import dataclasses
+import functools
 import io
-import re
 
+import jax
 import pytest
 
-from tests.train_helpers import compile_once, on_devices, small_run
-from zaya_jax.checkpoint.__main__ import main as checkpoint
-from zaya_jax.generate import text
+from tests.helpers import random_model
+from tests.train_helpers import MODEL, on_devices
+from tests.trained_helpers import trained_run
+from zaya_jax.generate import source, text
 from zaya_jax.generate.__main__ import main
-from zaya_jax.train.loop import run_training
+from zaya_jax.generate.decode import Continuation
+
+_open = functools.cache(source.open_text_model)
+
+
+@pytest.fixture(autouse=True)
+def open_once(monkeypatch):
+    monkeypatch.setattr(source, "open_text_model", _open)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A trained run and its export."""
-    folder = tmp_path_factory.mktemp("generate")
-    with pytest.MonkeyPatch.context() as patch:
-        compile_once(patch)
-        config = small_run(folder)
-        run_training(config)
-    assert checkpoint(["export-hf", config.run_dir, str(folder / "export"), "--dtype", "float32"]) == 0
-    return config.run_dir, str(folder / "export")
+    trained = trained_run(tmp_path_factory.getbasetemp())
+    return str(trained.folder), str(trained.export)
 
 
 ARGUMENTS = ["--prompt", "the model", "--max-new-tokens", "6", "--temperature", "0"]
 
 
-def test_every_kind_of_path_gives_the_same_text(run, capsys):
+def test_every_kind_of_path_and_of_prompt_gives_the_same_text(run, tmp_path, capsys, monkeypatch):
     folder, export = run
-    paths = [folder, f"{folder}@train", export, f"hf:{export}"]
+    (tmp_path / "prompt.txt").write_text("the model")
+    monkeypatch.setattr("sys.stdin", io.StringIO("the model"))
     printed = []
-    for path in paths:
-        assert main([path, *ARGUMENTS]) == 0
+    for arguments in ([folder, *ARGUMENTS], [f"{folder}@train", *ARGUMENTS], [export, *ARGUMENTS],
+                      [f"hf:{export}", *ARGUMENTS], [folder, "--file", str(tmp_path / "prompt.txt"), *ARGUMENTS[2:]],
+                      [folder, "-", *ARGUMENTS[2:]]):  # fmt: skip
+        assert main(arguments) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0].startswith("the model")
     assert len(printed[0]) > len("the model\n")
     assert len(set(printed)) == 1
 
 
-def printed(*arguments):
-    """What the command prints, and the sizes of the mesh that it generates on."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-        meshes, compute = [], text.continuations
+def test_weights_are_computed_with_in_the_dtype_that_is_asked_for(run):
+    folder, _ = run
+    opened = _open(folder, "bfloat16")
+    assert {x.dtype.name for x in jax.tree.leaves(opened.model)} == {"bfloat16", "float32"}
+    assert opened.model.dtype == "bfloat16"
+    assert _open(folder).model.dtype == "float32"
 
-        def record(*arguments, placement, **options):
-            meshes.append(dict(placement.mesh.shape))
-            return compute(*arguments, placement=placement, **options)
 
+# --- what the model writes, by a stand-in ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(run, monkeypatch):
+    """What the command opens: the run's tokenizer, and a model with positions for a conversation."""
+    larger = random_model(dataclasses.replace(MODEL, max_positions=512))
+    opened = _open(run[0])._replace(model=larger)
+    monkeypatch.setattr(source, "open_text_model", lambda *_: opened)
+    return opened
+
+
+@pytest.fixture
+def calls(opened, monkeypatch):
+    """Calls of `continuations`, each of whose rows writes four tokens: seed + 40, one more, and so on."""
+    calls = []
+
+    def continuations(_model, rows, most, sampling, *, seeds, block, **options):
+        calls.append({"rows": rows, "most": most, "sampling": sampling, "seeds": list(seeds), **options})
+        tokens = [[seed + 40 + index for index in range(4)] for seed in seeds]
+        for count in (2, 4):
+            yield [Continuation(row[:count], [-0.5, -1.25, -2.0, -3.0][:count], stopped=False) for row in tokens]
+
+    monkeypatch.setattr(text, "continuations", continuations)
+    return calls
+
+
+def written(opened, seed):
+    """The text that the stand-in writes."""
+    return opened.tokenizer.decode([seed + 40 + index for index in range(4)])
+
+
+def sizes_and_devices(*arguments):
+    """The sizes of the mesh that the command generates on, and the devices that hold the model."""
+    seen = []
+
+    def record(model, *_, placement, **__):
+        seen.append((dict(placement.mesh.shape), [len(x.sharding.device_set) for x in jax.tree.leaves(model)]))
+        yield [Continuation([], [], stopped=True)]
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(text, "continuations", record)
         assert main(arguments) == 0
-    return out.getvalue(), meshes
+    return seen
 
 
-def test_several_devices_give_the_same_text(run, capsys):
-    folder, _ = run
-    main([folder, *ARGUMENTS])
+def test_several_devices_are_those_of_the_flags(run):
     over = ["--data", "2", "--context", "2"]
-    there, (mesh,) = on_devices(8, "tests.generate.test_command:printed", folder, *ARGUMENTS, *over)
-    assert there == capsys.readouterr().out
+    ((mesh, devices),) = on_devices(8, "tests.generate.test_command:sizes_and_devices", run[0], *ARGUMENTS, *over)
     assert mesh == {"data": 2, "fsdp": 1, "expert": 1, "context": 2}
+    assert set(devices) == {4}
 
 
-def test_prompts_come_from_flags_files_and_standard_input(run, tmp_path, capsys, monkeypatch):
-    folder, _ = run
-    main([folder, *ARGUMENTS])
-    expected = capsys.readouterr().out
-    (tmp_path / "prompt.txt").write_text("the model")
-    assert main([folder, "--file", str(tmp_path / "prompt.txt"), *ARGUMENTS[2:]]) == 0
-    monkeypatch.setattr("sys.stdin", io.StringIO("the model"))
-    assert main([folder, "-", *ARGUMENTS[2:]]) == 0
-    assert capsys.readouterr().out == expected * 2
+def test_samples_have_seeds_of_their_own_and_flags_set_how_they_are_drawn(opened, calls, capsys):
+    prompt = ["RUN", "--prompt", "the model", "--seed", "3", "--max-new-tokens", "6"]
+    drawn = ["--temperature", "2", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.5"]
+    assert main([*prompt, "--samples", "2", *drawn]) == 0
+    assert capsys.readouterr().out == "".join(f"=== 'the model'\nthe model{written(opened, seed)}\n" for seed in (3, 4))
+    (call,) = calls
+    assert call["seeds"] == [3, 4]
+    assert call["rows"][0] == call["rows"][1]
+    assert call["most"] == 6
+    assert tuple(call["sampling"]) == (2.0, 5, 0.9, 0.1, 1.5)
+    assert main([*prompt, "--stop", written(opened, 3)[2:]]) == 0  # in what is printed, too
+    assert capsys.readouterr().out == f"the model{written(opened, 3)[:2]}\n"
+    assert calls[1]["sampling"].temperature == 0.8
+    assert main([*prompt, "--logprobs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "=== 'the model'"
+    assert [line.split()[0] for line in lines[1:]] == ["-0.5000", "-1.2500", "-2.0000", "-3.0000"]
+    assert "".join(line.split("  ")[-1].strip("'") for line in lines[1:]) == written(opened, 3)
 
 
-def test_samples_differ_by_their_seeds_and_repeat(run, capsys):
-    folder, _ = run
-    hot = [folder, "--prompt", "the model", "--max-new-tokens", "6", "--temperature", "2", "--samples", "2"]
-    assert main(hot) == 0
-    first = capsys.readouterr().out
-    one, two = re.split("^=== 'the model'\n", first, flags=re.MULTILINE)[1:]
-    assert one != two
-    assert main([*hot[:-2], "--seed", "1"]) == 0
-    assert capsys.readouterr().out == two
-    assert main([*hot, "--logprobs"]) == 0
-    rows = re.findall(r"^ +-[0-9.]+  ['\"]", capsys.readouterr().out, re.MULTILINE)
-    assert 2 <= len(rows) <= 12
-
-
-def test_a_conversation_in_the_terminal(run, capsys, monkeypatch):
-    folder, _ = run
-    said = iter(["the model", "/reset", "the rows"])
+def test_a_conversation_in_the_terminal(opened, calls, capsys, monkeypatch):
+    said = iter(["the model", "", "/reset", "the rows"])
 
     def ask(prompt):
         print(prompt, end="")
@@ -100,23 +140,48 @@ def test_a_conversation_in_the_terminal(run, capsys, monkeypatch):
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", ask)
-    assert main([folder, "--chat", "--max-new-tokens", "4", "--system", "Be brief."]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Type a message.")
-    assert out.count("> ") >= 4
-    assert "A new conversation." in out
+    assert main(["RUN", "--chat", "--max-new-tokens", "4", "--system", "Be brief."]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Type a message.")
+    assert lines[1:] == [f"> {written(opened, 0)}", "> > A new conversation.", f"> {written(opened, 1)}", "> "]
+    assert [call["most"] for call in calls] == [4, 4]
 
 
-def test_a_message_goes_through_the_template_and_rsa_through_rounds(run, capsys):
-    folder, _ = run
-    message = [folder, "--message", "the model", "--max-new-tokens", "4"]
-    assert main(message) == 0
-    answer = capsys.readouterr().out
-    assert not answer.startswith("the model")
-    assert main([*message, "--rsa", "3", "2", "0", "2"]) == 0
-    assert capsys.readouterr().out == answer  # without rounds, the first candidate
-    assert main([*message, "--rsa", "3", "1", "1", "1"]) == 2  # the prompt of a round is longer than the positions
-    assert "3 candidates" in capsys.readouterr().err
+def test_what_stops_an_answer_does_not_end_the_conversation(opened, monkeypatch, capsys):
+    said = [KeyboardInterrupt, "the model", "the " * 600]
+
+    def ask(_):
+        if said[-1] is KeyboardInterrupt:
+            raise said.pop()
+        return said.pop()
+
+    def interrupted(*_, **__):
+        yield [Continuation([40, 41], [0.0, 0.0], stopped=False)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(text, "continuations", interrupted)
+    assert main(["RUN", "--chat"]) == 0
+    too_long, cut, last = capsys.readouterr().out.splitlines()[1:]
+    assert too_long.startswith("Error: The conversation has ")
+    assert cut == f"{opened.tokenizer.decode([40, 41])} …"
+    assert last == ""
+
+
+def test_a_message_goes_through_the_template_and_rsa_through_rounds(opened, calls, capsys):
+    tokenizer = opened.tokenizer
+    message = ["RUN", "--message", "the model", "--max-new-tokens", "4"]
+    assert main([*message, "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out == f"{written(opened, 0)}\n"
+    (asked,) = calls[0]["rows"]
+    assert tokenizer.decode(asked).endswith("user\nthe model<|im_end|>\n<|im_start|>assistant\n")
+    assert "system\nBe brief." in tokenizer.decode(asked)
+    assert main([*message, "--rsa", "3", "2", "1", "2", "--seed", "5"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{written(opened, 8)}\n"  # the first candidate of the last round
+    assert [line for line in captured.err.splitlines() if "candidates" in line] == ["3 candidates", "6 candidates"]
+    assert [call["seeds"] for call in calls[1:]] == [[5, 6, 7], [8, 9, 10]]
+    assert "Attempt 2:" in tokenizer.decode(calls[2]["rows"][0])
 
 
 @pytest.mark.parametrize(
@@ -138,6 +203,10 @@ def test_a_message_goes_through_the_template_and_rsa_through_rounds(run, capsys)
         (["RUN", "--prompt", "a", "--tokenizer", "nowhere"], "--tokenizer is 'nowhere'"),
         (["RUN", "--prompt", "a " * 500], "exceed model.max_positions"),
         (["RUN", "--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (
+            ["RUN", "--message", "a", "--rsa", "3", "1", "1", "1", "--max-new-tokens", "50"],
+            "exceed model.max_positions",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(run, arguments, said, capsys):

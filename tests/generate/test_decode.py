@@ -7,23 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers import random_model
 from tests.train_helpers import MODEL, fast_jit
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.generate import decode
 from zaya_jax.generate import placement as generate_placement
-from zaya_jax.generate.decode import continuations, generate_tokens
-from zaya_jax.generate.sampling import Sampling
+from zaya_jax.generate.decode import BLOCK, cache_capacity, continuations, generate_tokens
+from zaya_jax.generate.sampling import Sampling, draw
 from zaya_jax.hf.exporter import save_pretrained
 from zaya_jax.model.tree import roles, shapes
-from zaya_jax.model.zaya import Zaya, logits, unrolled
+from zaya_jax.model.zaya import logits, unrolled
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.placement import make_placement
 
-STEPS = 6
+# Compilation takes most of the time: nearly all tests share the programs of three rows, two chunks and three blocks.
+STEPS, CHUNK = 2 * BLOCK + 4, 4
 PROMPTS = [[5, 17, 250], [9], [3, 3, 8, 120, 44, 7, 299]]
+UNUSED = [0, 1]  # stop tokens that no row draws, since another number of them is another program
+HOT = Sampling(1.5, top_k=40, top_p=0.95, repetition_penalty=1.3)
 _compiled = {
     "_decode": fast_jit(decode._decode.__wrapped__, static_argnames=("size", "branches", "placement"),
                         donate_argnums=1),
@@ -34,153 +38,175 @@ _logits = fast_jit(logits)
 
 @pytest.fixture(autouse=True)
 def fast_decode(monkeypatch):
+    monkeypatch.setattr(decode, "CHUNK", CHUNK)
     for name, function in _compiled.items():
         monkeypatch.setattr(decode, name, function)
 
 
 @functools.cache
 def model():
-    """A model whose tokens depend on the whole context: embeddings of size one make the head decided."""
-    made = fast_jit(functools.partial(Zaya, MODEL))(jax.random.key(3))
-    spread = [x if x.ndim < 2 else x + 0.2 * jax.random.normal(jax.random.key(i), x.shape)
-              for i, x in enumerate(jax.tree.leaves(made))]  # fmt: skip
-    made = jax.tree.unflatten(jax.tree.structure(made), spread)
-    router = made.blocks[0].mixture.router
-    router.balancing_bias[...] = jnp.zeros_like(router.balancing_bias[...]).at[:, -1].set(-1.0)
-    return made
+    """A model on its device, as weights are that were read."""
+    return jax.device_put(random_model(MODEL, seed=1), jax.devices()[0])
 
 
-def scores_after(row):
-    """fp32 [v] logits of the token after `row`, by a forward pass over it all."""
-    tokens = np.zeros((1, 16), np.int32)
-    tokens[0, : len(row)] = row
-    segments = (np.arange(16) < len(row)).astype(np.int32)[None]
-    return np.array(_logits(model(), tokens, segments))[0, len(row) - 1]
-
-
-def generate(prompts, steps=STEPS, sampling=None, **options):
+def generate(prompts, sampling=None, stop_tokens=UNUSED, **options):
     """The tokens of each row."""
-    return [row.tokens for row in generate_tokens(model(), prompts, steps, sampling, **options)]
+    rows = generate_tokens(model(), prompts, STEPS, sampling, stop_tokens=stop_tokens, **options)
+    return [row.tokens for row in rows]
 
 
 @functools.cache
+def greedy():
+    """The most likely continuations, and how often the programs were compiled for them."""
+    before = [function._cache_size() for function in _compiled.values()]
+    rows = generate_tokens(model(), PROMPTS, STEPS, stop_tokens=UNUSED)
+    compiled = [function._cache_size() for function in _compiled.values()]
+    return rows, [count - earlier for count, earlier in zip(compiled, before, strict=True)]
+
+
 def continued():
-    return generate(PROMPTS)
+    return [row.tokens for row in greedy()[0]]
+
+
+def whole(continuations):
+    """fp32 [rows, STEPS, v] logits of each new token, by a forward pass over everything before it."""
+    rows = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, continuations, strict=True)]
+    tokens, segments = np.zeros((2, len(rows), MODEL.max_positions), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)], segments[index, : len(row)] = row, 1
+    scores = np.array(_logits(model(), tokens, segments))
+    return np.stack([x[len(row) - STEPS - 1 : len(row) - 1] for x, row in zip(scores, rows, strict=True)])
 
 
 def test_greedy_decoding_takes_what_a_whole_forward_pass_finds_likeliest():
-    seen = set()
-    for prompt, new in zip(PROMPTS, generate_tokens(model(), PROMPTS, STEPS), strict=True):
+    scores = whole(continued())
+    for row, new in zip(scores, greedy()[0], strict=True):
         assert len(new.tokens) == len(new.logprobs) == STEPS
         assert not new.stopped
-        row = list(prompt)
-        for token, logprob in zip(new.tokens, new.logprobs, strict=True):
-            scores = scores_after(row)
-            assert scores[token] >= scores.max() - 1e-4
-            assert logprob == pytest.approx(float(jax.nn.log_softmax(scores)[token]), abs=1e-4)
-            row.append(token)
-            seen.add(token)
-    assert len(seen) > 4  # not one token over and over
+        chosen = row[np.arange(STEPS), new.tokens]
+        assert (chosen >= row.max(-1) - 1e-4).all()
+        np.testing.assert_allclose(new.logprobs, chosen - np.logaddexp.reduce(row, -1), rtol=0, atol=1e-4)
+    assert len({token for row in continued() for token in row}) > 4  # not one token over and over
 
 
-@pytest.mark.parametrize("row", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_prompt_goes_on_in_a_batch_as_it_does_alone(row):
-    assert generate([PROMPTS[row]]) == [continued()[row]]
-    hot = Sampling(temperature=2.0)
-    together = generate(PROMPTS, sampling=hot, seeds=[7, 8, 9])
-    assert generate([PROMPTS[row]], sampling=hot, seeds=[7 + row]) == [together[row]]
+def test_a_model_on_its_device_needs_one_compilation_for_all_chunks_and_blocks():
+    assert greedy()[1] == [1, 1]
 
 
-@pytest.mark.parametrize("chunk", [3, pytest.param(2, marks=pytest.mark.soak)])
-def test_prefill_in_chunks_is_prefill_at_once(monkeypatch, chunk):
-    expected = continued()
-    monkeypatch.setattr(decode, "CHUNK", chunk)
-    assert generate(PROMPTS) == expected
+def test_sampled_tokens_are_those_drawn_from_a_whole_forward_pass():
+    seeds = [7, -8, 9]
+    rows = generate_tokens(model(), PROMPTS, STEPS, HOT, seeds=seeds)
+    scores = whole([row.tokens for row in rows])
+    occurred = np.zeros(scores.shape, bool)
+    for seen, prompt, row in zip(occurred, PROMPTS, rows, strict=True):
+        seen[:, prompt] = True
+        for step, token in enumerate(row.tokens):
+            seen[step + 1 :, token] = True
 
+    @fast_jit
+    def expected(scores, occurred, seeds):
+        keys = jax.vmap(lambda seed: jax.vmap(lambda step: jax.random.fold_in(jax.random.key(seed), step))(
+            jnp.arange(STEPS)))(seeds)  # fmt: skip
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (scores, keys, occurred)]
+        return draw(flat[0], flat[1], HOT, HOT.branches, flat[2])
 
-@pytest.mark.parametrize("block", [4, pytest.param(1, marks=pytest.mark.soak)])
-def test_blocks_of_steps_change_nothing(block):
-    hot, seen = Sampling(temperature=1.5, top_p=0.9, repetition_penalty=1.3), []
-    for rows in continuations(model(), PROMPTS, STEPS, hot, block=block):
-        seen.append([len(row.tokens) for row in rows])
-        last = [row.tokens for row in rows]
-    assert last == generate(PROMPTS, sampling=hot)
-    assert seen == [[min(end, STEPS)] * 3 for end in range(block, STEPS + block, block)]
-
-
-def test_a_row_ends_before_the_stop_token_and_the_others_go_on():
-    stop = continued()[2][3]
-    expected = [row[: row.index(stop)] if stop in row else row for row in continued()]
-    rows = generate_tokens(model(), PROMPTS, STEPS, stop_tokens=[stop])
-    assert [row.tokens for row in rows] == expected
-    assert [row.stopped for row in rows] == [len(row) < STEPS for row in expected]
-    assert len(expected[2]) < STEPS
-    first = continued()[0][0]
-    assert generate(PROMPTS, stop_tokens=[first, stop])[0] == []
-
-
-def test_a_batch_ends_when_all_its_rows_have():
-    blocks = list(continuations(model(), PROMPTS, STEPS, block=2, stopped=lambda row, tokens: len(tokens) > 2 * row))
-    assert [[len(row.tokens) for row in rows] for rows in blocks] == [[2, 2, 2], [2, 4, 4], [2, 4, 6]]
-    everything = [row[0] for row in continued()]
-    assert len(list(continuations(model(), PROMPTS, STEPS, block=2, stop_tokens=everything))) == 1
+    tokens, logprobs = expected(scores, occurred, np.array([seed % 2**32 for seed in seeds], np.uint32))
+    assert [token for row in rows for token in row.tokens] == tokens.tolist()
+    np.testing.assert_allclose([x for row in rows for x in row.logprobs], logprobs, rtol=0, atol=1e-4)
+    # A row depends on its own prompt and seed, not on how many tokens its neighbours have.
+    _, row, _ = generate([[4, 8], PROMPTS[0], [2]], HOT, (), seeds=[1, 7, 3])
+    assert row == rows[0].tokens
 
 
 def test_sampling_is_a_function_of_the_seed():
-    def sample(seed, temperature=1.0):
-        return generate(PROMPTS, sampling=Sampling(temperature), seeds=[seed, seed + 1, seed + 2])
+    def sample(sampling=HOT, **options):
+        return generate(PROMPTS, sampling, (), **options)
 
-    assert sample(0) == sample(0) == generate(PROMPTS, sampling=Sampling(1.0))
-    assert sample(0) != sample(1)
-    assert sample(0) != sample(0, temperature=3.0)
-    assert sample(5, temperature=1e-4) == continued()  # so cold that only the likeliest is left
-    assert generate(PROMPTS, sampling=Sampling(5.0, top_k=1)) == continued()
-
-
-def test_prompts_of_one_length_class_share_a_compilation():
-    generate([[1] * 5])
-    before = _compiled["_prefill"]._cache_size(), _compiled["_decode"]._cache_size()
-    for length in (1, 20, 33):
-        generate([[1] * length], sampling=Sampling(0.0), stop_tokens=[7])
-    assert (_compiled["_prefill"]._cache_size(), _compiled["_decode"]._cache_size()) == before
+    assert sample(seeds=[0, 1, 2]) == sample() != sample(seeds=[1, 2, 3])
+    assert sample() != sample(HOT._replace(temperature=3.0))
+    likeliest = HOT._replace(top_k=1, repetition_penalty=1 + 1e-9)  # which is 1 in fp32
+    assert sample(likeliest) == continued()
+    assert sample(likeliest._replace(temperature=1e-4, top_k=0)) == continued()  # so cold that nothing else is left
 
 
-def test_a_model_on_its_device_needs_one_compilation_for_all_chunks_and_blocks(monkeypatch):
-    monkeypatch.setattr(decode, "CHUNK", 4)
-    committed = jax.device_put(model(), jax.devices()[0])  # as weights are that were read
-    before = _compiled["_prefill"]._cache_size(), _compiled["_decode"]._cache_size()
-    generate_tokens(committed, [[1] * 9], 3)
-    list(continuations(committed, [[1] * 9], 3, block=1))
-    after = _compiled["_prefill"]._cache_size(), _compiled["_decode"]._cache_size()
-    assert after == (before[0] + 1, before[1] + 2)  # one for each size of blocks
+def test_a_row_ends_before_a_stop_token_and_the_others_go_on():
+    first, second, third = continued()
+    stop = next(token for token in third if token not in (*second, third[0]))
+    expected = [row[: row.index(stop)] if stop in row else row for row in (first, second, third)]
+    rows = generate_tokens(model(), PROMPTS, STEPS, stop_tokens=[stop, UNUSED[0]])
+    assert [row.tokens for row in rows] == expected
+    assert [len(row.logprobs) for row in rows] == list(map(len, expected))
+    assert [row.stopped for row in rows] == [stop in first, False, True]
+
+
+def test_a_batch_ends_when_all_its_rows_have():
+    blocks = list(continuations(model(), PROMPTS, STEPS, stop_tokens=UNUSED,
+                                stopped=lambda row, tokens: len(tokens) > 2 * BLOCK * row))  # fmt: skip
+    lengths = [[len(row.tokens) for row in rows] for rows in blocks]
+    assert lengths == [[BLOCK] * 3, [BLOCK, 2 * BLOCK, 2 * BLOCK], [BLOCK, STEPS, STEPS]]
+    assert [[row.stopped for row in rows] for rows in blocks] == [[True, False, False]] * 2 + [[True, True, False]]
+    (first, *_), (second, *_), _ = continued()
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+    (rows,) = continuations(model(), prompts, STEPS, stop_tokens=[first, second])
+    assert [(row.tokens, row.logprobs, row.stopped) for row in rows] == [([], [], True)] * 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new", "capacity", "chunk", "expected"),
+    [
+        ((1, 20, 33), 6, None, 512, ([58], 64)),  # one class; as many positions as the model has
+        ((7,), 36, None, 4, ([4, 4], 48)),
+        ((10,), 53, None, 4, ([4, 4, 3], 64)),
+        ((7, 33), 10, 48, 512, ([38], 48)),
+    ],
+)
+def test_prompts_of_one_length_class_have_arrays_of_one_shape(monkeypatch, lengths, new, capacity, chunk, expected):
+    monkeypatch.setattr(decode, "CHUNK", chunk)
+    placement = generate_placement.decode_placement(model(), generate_placement.FIRST_DEVICE)
+    for length in lengths:
+        widths = []
+
+        def record(_model, cache, tokens, segments, *, placement, widths=widths):
+            widths.append(tokens.shape[1])
+            return cache, np.zeros((2, MODEL.vocab_size), np.float32)
+
+        monkeypatch.setattr(decode, "_prefill", record)
+        prompts = [[1] * length, [2]]
+        state = decode._prefilled(unrolled(model()), prompts, new, capacity, Sampling().branches, placement)
+        assert (widths, state.cache.layers[0].kv.k_btx.shape[1]) == expected
+
+
+def test_a_capacity_is_enough_for_whole_chunks_and_no_more_than_the_positions():
+    assert [cache_capacity(prompt, 20, MODEL) for prompt in (8, 9, 24, 25, 60)] == [32, 48, 48, 64, 64]
 
 
 def test_each_call_uses_the_kernels_that_are_left_unless_a_placement_is_given(monkeypatch):
-    target, used, compute = current_target(), [], decode._decode
+    target, used = current_target(), []
     selections = [KernelSelection(target), KernelSelection(target, reasons={("attention", "pallas"): "it fails."})]
     left = iter(selections)
     monkeypatch.setattr(generate_placement, "validate_kernels", lambda *_, **__: next(left))
 
-    def record(*arguments, placement, **options):
-        used.append(placement.kernels)
-        return compute(*arguments, placement=placement, **options)
+    def record(*arguments):
+        used.append(arguments[-1].kernels)
+        raise NotImplementedError
 
-    monkeypatch.setattr(decode, "_decode", record)
-    expected = [generate(PROMPTS) for _ in selections]
-    assert used == selections  # a kernel that was rejected between two calls is not used by the second
+    monkeypatch.setattr(decode, "_prefilled", record)
     placement = make_placement(ParallelConfig(), make_mesh(devices=jax.devices()[:1]), shapes(model()), roles(model()),
                                "float32", KernelSelection(target))  # fmt: skip
-    assert generate(PROMPTS, placement=placement.replicated) == expected[0] == expected[1]
-    assert used[2:] == [placement.kernels]  # and nothing is tried
+    for options in ({}, {}, {"placement": placement.replicated}):
+        with pytest.raises(NotImplementedError):
+            generate(PROMPTS, **options)
+    # A kernel that was rejected between two calls is not used by the second, and with a placement nothing is tried.
+    assert used == [*selections, placement.kernels]
 
 
 def test_a_step_does_not_copy_the_cache():
     made, placement = unrolled(model()), generate_placement.decode_placement(model(), generate_placement.FIRST_DEVICE)
     branches = Sampling().branches
-    state = decode._prefilled(made, [[1] * 9], 40, None, branches, placement)
-    keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
+    state = decode._prefilled(made, PROMPTS, STEPS, None, branches, placement)
+    keys = jax.vmap(jax.random.key)(np.zeros(len(PROMPTS), np.uint32))
     text = decode._decode.lower(
-        made, state, keys, jax.tree.map(np.float32, Sampling()), np.array([7], np.int32), np.int32(2), size=2,
+        made, state, keys, jax.tree.map(np.float32, Sampling()), np.array(UNUSED, np.int32), np.int32(2), size=BLOCK,
         branches=branches, placement=placement,
     ).compile().as_text()  # fmt: skip
     shape = ",".join(map(str, state.cache.layers[0].kv.k_btx.shape))
@@ -189,8 +215,9 @@ def test_a_step_does_not_copy_the_cache():
 
 
 def test_an_unrolled_model_generates_the_same_and_is_not_exported(tmp_path):
-    made = unrolled(model())
-    assert [row.tokens for row in generate_tokens(made, PROMPTS, STEPS)] == continued()
+    expected, made = continued(), unrolled(model())
+    rows = generate_tokens(made, PROMPTS, STEPS, stop_tokens=UNUSED)
+    assert [row.tokens for row in rows] == expected
     assert unrolled(made) is made
     with pytest.raises(InputError, match="This model was unrolled to generate"):
         save_pretrained(made, tmp_path / "folder")
@@ -198,14 +225,10 @@ def test_an_unrolled_model_generates_the_same_and_is_not_exported(tmp_path):
 
 
 def test_prompts_can_be_arrays():
-    prompts = np.array([[5, 17, 250]])
-    assert generate(jnp.array(prompts)) == generate(prompts) == [continued()[0]]
-
-
-def test_a_prompt_may_fill_the_positions_of_the_model():
-    longest = MODEL.max_positions - STEPS
-    (row,) = generate([[5] * longest])
-    assert len(row) == STEPS
+    prompts = [PROMPTS[0], [9, 8, 7], PROMPTS[0]]
+    rows = generate(prompts)
+    assert rows[0] == rows[2] == continued()[0]
+    assert generate(jnp.array(prompts)) == generate(np.array(prompts)) == rows
 
 
 @pytest.mark.parametrize(
@@ -229,4 +252,4 @@ def test_a_prompt_may_fill_the_positions_of_the_model():
 )
 def test_bad_input_is_refused_in_a_sentence(prompts, steps, options, match):
     with pytest.raises(InputError, match=rf"{match}.*\.$"):
-        generate(prompts, steps, **options)
+        generate_tokens(model(), prompts, steps, **options)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +13,12 @@ from zaya_jax.data.tokenizer import EOT_TEXT, train_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.generate import text as module
 from zaya_jax.generate.chat import Chat
-from zaya_jax.generate.decode import Continuation
+from zaya_jax.generate.decode import BLOCK, Continuation
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel
 from zaya_jax.generate.text import encode_prompt, generate_text, stream_text
-from zaya_jax.model.zaya import Zaya
+from zaya_jax.model.zaya import abstract_model
 
 STEPS = 8
 
@@ -31,7 +30,8 @@ def tokenizer():
 
 @functools.cache
 def model():
-    return Zaya(change(MODEL, {"vocab_size": 300, "max_positions": 256}), jax.random.key(0))
+    """Its shapes alone: all texts are drawn by stand-ins."""
+    return abstract_model(change(MODEL, {"max_positions": 256}))
 
 
 @pytest.fixture
@@ -58,15 +58,27 @@ def answers(monkeypatch):
     return drawn
 
 
-def test_a_text_is_what_its_tokens_say_and_rows_have_their_own_seeds():
-    prompts = ["the model", "", "a table of rows"]
-    hot = Sampling(1.5)
-    texts = generate_text(model(), tokenizer(), prompts, STEPS, hot, seeds=[3, 4, 5])
-    assert generate_text(model(), tokenizer(), prompts[1:], STEPS, hot, seeds=[4, 5]) == texts[1:]
+def test_a_text_is_what_its_tokens_say_and_rows_have_their_own_seeds(monkeypatch):
+    prompts, calls = ["the model", "", "a table of rows"], []
+
+    def continuations(_model, rows, most, sampling, *, seeds, stop_tokens, **options):
+        calls.append((rows, most, sampling, seeds, stop_tokens, options))
+        for count in (1, 2):
+            tokens = [[row[-1], seed][:count] for row, seed in zip(rows, seeds, strict=True)]
+            yield [Continuation(row, [-1.0] * count, stopped=False) for row in tokens]
+
+    monkeypatch.setattr(module, "continuations", continuations)
     encoded = [encode_prompt(tokenizer(), prompt) for prompt in prompts]
-    assert all(row[0] == tokenizer().eot for row in encoded)
-    *_, rows = stream_text(model(), tokenizer(), encoded, STEPS, hot, seeds=[3, 4, 5])
-    assert [row.text for row in rows] == texts == [tokenizer().decode(row.tokens) for row in rows]
+    assert [tokenizer().decode(row) for row in encoded] == [EOT_TEXT + prompt for prompt in prompts]
+    hot, seeds = Sampling(1.5), [70, 71, 72]
+    texts = generate_text(model(), tokenizer(), prompts, STEPS, hot, seeds=seeds)
+    assert texts == [tokenizer().decode([row[-1], seed]) for row, seed in zip(encoded, seeds, strict=True)]
+    *_, rows = stream_text(model(), tokenizer(), encoded, STEPS, hot, seeds=seeds, block=2)
+    assert [row.text for row in rows] == texts
+    assert [(row.logprobs, row.stopped) for row in rows] == [([-1.0, -1.0], False)] * 3
+    options = {"placement": None, "stopped": None}
+    for call, block in zip(calls, (BLOCK, 2), strict=True):
+        assert call == (encoded, STEPS, hot, seeds, [tokenizer().eot], {**options, "block": block})
 
 
 @given(text=st.text("ab<|é€", max_size=12), stop=st.sampled_from(["<|a", "bé", "€"]), block=st.integers(1, 4))

@@ -35,7 +35,8 @@ OF_ONE = ["Held-out bits per byte", "Expert load", "Entropy of the expert load b
 def runs(tmp_path_factory) -> list[Path]:
     """A run over text, and a supervised one of two phases; read only."""
     folder = tmp_path_factory.mktemp("runs")
-    return [corpus_run(folder / "text"), supervised(phased_run(folder / "phased", "phased"))]
+    text = corpus_run(tmp_path_factory.getbasetemp(), folder)
+    return [text, supervised(phased_run(text, folder))]
 
 
 @pytest.fixture(scope="module")
