@@ -6,7 +6,7 @@ import chex
 import jax
 import pytest
 
-from tests.train.test_phases import PHASES
+from tests.train.test_phases import PHASES, PLAIN
 from tests.train_helpers import CONFIG, change, small_run
 from zaya_jax.config import BatchConfig, PhaseConfig
 from zaya_jax.config.stages import stages
@@ -18,7 +18,9 @@ from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import PhaseProgram, make_programs
 from zaya_jax.train.step import make_train_step
 
-RUN = change(CONFIG, {"phases": (*PHASES, PhaseConfig(512, "four", batch=BatchConfig(tokens=256, micro_batch=2)))})
+RUN = change(
+    CONFIG, {**PLAIN, "phases": (*PHASES, PhaseConfig(512, "four", batch=BatchConfig(tokens=256, micro_batch=2)))}
+)
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests.parallel_helpers import WIDE, uneven
-from tests.train.test_step import mean_loss
+from tests.train.test_step import BARE, drawn, mean_loss
 from tests.train_helpers import (
-    CONFIG,
     change,
     differing,
     fast_jit,
@@ -20,7 +19,6 @@ from tests.train_helpers import (
     make_program,
     on_devices,
     placed_step,
-    setup,
 )
 from zaya_jax.config import LoraConfig, ParallelConfig
 from zaya_jax.machine.dry_run.estimate import simulated_programs
@@ -30,7 +28,7 @@ from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
 
 LORA = LoraConfig(rank=3, alpha=6.0)
-TUNED = change(CONFIG, {"lora": LORA, "init_from": "a run", "optimizer.adamw.weight_decay": 0.0})
+TUNED = change(BARE, {"lora": LORA, "init_from": "a run", "optimizer.adamw.weight_decay": 0.0})
 FOUR = {
     "data": ParallelConfig(),
     "micro_batch": ParallelConfig(gradient_reduction="micro_batch"),
@@ -44,7 +42,7 @@ FOUR = {
 
 @functools.cache
 def tuned(config=TUNED):
-    """State and compiled step of adapters on the parameters of `setup`, on one device."""
+    """State and compiled step of adapters on the parameters of `base`, on one device."""
     program = make_program(config)
     state = fast_jit(lambda: init_state(program), out_shardings=replicated(program.placement.mesh))()
     return state, fast_jit(program.train_step)
@@ -56,8 +54,14 @@ def filled(adapters, seed=0):
     return {name: x + np.asarray(0.1 * rng.normal(size=x.shape), x.dtype) for name, x in adapters.items()}
 
 
+@functools.cache
+def model():
+    """Parameters and balancing biases of the model under the adapters, and the roles of the former."""
+    return *drawn(BARE), make_program(BARE).roles
+
+
 def base():
-    return setup().state.params
+    return model()[0]
 
 
 # --- what a step computes --------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ def first_step():
 def test_the_state_holds_adapters_alone_and_all_of_them_move():
     state, _ = tuned()
     new, _ = first_step()
-    matrices = {name for name, role in setup().program.roles.items() if role in ("attention", "expert")}
+    matrices = {name for name, role in model()[2].items() if role in ("attention", "expert")}
     assert state.params.keys() == {f"{name}.lora_{part}" for name in matrices for part in "ab"}
     held = sum(x.size for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim)
     assert held == 3 * sum(x.size for x in state.params.values())  # with both moments
@@ -88,8 +92,7 @@ def test_the_gradient_is_that_through_the_merged_matrices():
     with jax.enable_x64(True):
         config = change(TUNED, {"train.compute_dtype": "float64"})
         program = make_program(config)
-        drawn, balance = jax.device_get((base(), setup().state.balance))
-        whole, balance = ({name: np.float64(x) for name, x in some.items()} for some in (drawn, balance))
+        whole, balance = ({name: np.float64(x) for name, x in some.items()} for some in model()[:2])
         adapters = filled({name: np.zeros(shape) for name, shape in program.trained.items()})
         gradient = fast_jit(program.placement.gradient(make_local_loss(program)))
         sums, grads = gradient(adapters, balance, make_batch(), whole)
@@ -106,19 +109,6 @@ def test_the_gradient_is_that_through_the_merged_matrices():
         for name, x in expected.items():
             assert np.abs(x).max() > 1e-6 * largest, name
             np.testing.assert_allclose(grads[name], x, rtol=1e-10, atol=1e-10 * np.abs(x).max(), err_msg=name)
-
-
-def test_a_merged_model_is_the_model_with_adapters():
-    """With the same loss to the bit, since both have the same matrices."""
-    adapters, balance = filled(tuned()[0].params), setup().state.balance
-    whole = merged(base(), adapters, LORA.scale)
-    batch = {name: array.reshape(-1, array.shape[-1]) for name, array in make_batch().items()}
-    ours = fast_jit(make_program(TUNED).evaluation_step)
-    plain = fast_jit(setup().program.evaluation_step)
-    loss, expected, without = (float(sums["loss"]) for sums in (
-        ours(adapters, balance, batch, base()), plain(whole, balance, batch), plain(base(), balance, batch)
-    ))  # fmt: skip
-    assert loss == expected != without
 
 
 def test_the_loss_falls_on_a_repeated_batch():
@@ -139,8 +129,7 @@ def test_no_stack_of_matrices_is_there_in_fp32():
     config = change(TUNED, {"train.compute_dtype": "bfloat16", "train.remat": "full", "model.num_layers": 5})
     program = make_program(config)
     text = jax.jit(program.train_step).lower(program.abstract_state, make_batch(), program.abstract_base).as_text()
-    stacks = {shape for name, shape in setup().program.trained.items()
-              if setup().program.roles[name] in ("attention", "expert")}  # fmt: skip
+    stacks = {x.shape for name, x in base().items() if model()[2][name] in ("attention", "expert")}
     named = {"x".join(str(size) for size in (5, *shape[1:])) for shape in stacks}
     kinds = {(shape, kind) for shape, kind in re.findall(r"tensor<((?:\d+x)+)(bf16|f32)>", text)}
     assert {kind for shape, kind in kinds if shape.rstrip("x") in named} == {"bf16"}
