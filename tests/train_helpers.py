@@ -26,9 +26,11 @@ from tests.helpers import jit as fast_jit
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import (
     AdamWConfig,
+    BalanceConfig,
     BatchConfig,
     Config,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
@@ -64,11 +66,24 @@ CONFIG = Config(
     MODEL, (PhaseConfig(tokens=100 * 8 * 32, schedule=FALLING),), data=DataConfig(context=32), optimizer=RATES,
     train=TrainConfig(batch=BatchConfig(tokens=8 * 32, micro_batch=4)),
 )  # fmt: skip
+# Fewer kinds of parameters, which compile in half the time; `transformers` has no form of it.
+PLAIN = {"attention": "gqa", "router": "linear", "residual_scaling": False}
 STEADY = ScheduleConfig("constant", warmup_tokens=256)
 # What runs of `small_run` compile, so that tests of a step and of runs share it.
 STEP = dataclasses.replace(
     CONFIG, phases=(PhaseConfig(tokens=128, schedule=STEADY),),
     train=TrainConfig(batch=BatchConfig(tokens=4 * 32, micro_batch=2)),
+)  # fmt: skip
+# What runs of adapters compile in tests/train/test_finetune.py, so that tests of a step share it.
+ADAPTERS = Config(
+    dataclasses.replace(MODEL, **PLAIN, max_positions=128),
+    (PhaseConfig(tokens=128, name="chat", schedule=ScheduleConfig("constant")),),
+    data=DataConfig(context=96, sources=Table({"talk": SourceConfig("talk")})), lora=LoraConfig(4, 8.0),
+    optimizer=OptimizerConfig(
+        balance=BalanceConfig(rule="none"), muon=dataclasses.replace(RATES.muon, learning_rate=0.05),
+        adamw=AdamWConfig(learning_rate=0.05, weight_decay=0.0),
+    ),
+    train=TrainConfig(batch=BatchConfig(tokens=8 * 96)), init_from="a run",
 )  # fmt: skip
 
 
@@ -257,7 +272,8 @@ def _same_step(config: Config) -> Config:
     data = DataConfig(context=config.data.context, sources=Table(sources))
     phases = tuple(dataclasses.replace(phase, mixture=Table(), template=None, packing="windows", over_length="split")
                    for phase in config.phases)  # fmt: skip
-    if len(phases) == 1 and phases[0].schedule.shape == "constant":  # whose steps are alike, however many there are
+    schedule = phases[0].schedule
+    if len(phases) == 1 and schedule and schedule.shape == "constant":  # whose steps are alike, however many
         phases = (dataclasses.replace(phases[0], tokens=STEP.phases[0].tokens),)
     return Config(config.model, phases, lora=config.lora, optimizer=config.optimizer, train=train, data=data)
 

@@ -6,8 +6,8 @@ import chex
 import jax
 import pytest
 
-from tests.train.test_phases import PHASES, PLAIN
-from tests.train_helpers import CONFIG, change, small_run
+from tests.train.test_phases import PHASES
+from tests.train_helpers import CONFIG, PLAIN, change, small_run
 from zaya_jax.config import BatchConfig, PhaseConfig
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError, RunStopped

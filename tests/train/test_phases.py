@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.test_interruption import metric_rows, train_until
 from tests.train.test_loop import refused
-from tests.train_helpers import change, differing, on_devices, restore, small_run, trained
+from tests.train_helpers import PLAIN, change, differing, on_devices, restore, small_run, trained
 from zaya_jax.config import (
     BatchConfig,
     LoraConfig,
@@ -37,13 +37,20 @@ PHASES = (
     # Its step is that of the first phase's small batches, and so need not be compiled.
     PhaseConfig(512, "three", schedule=ScheduleConfig("wsd", 0.5, 0.1, decay_tokens=256)),
 )  # fmt: skip
-# Few kinds of parameters: three steps are compiled, and for the adapters two more.
-PLAIN = {"model.attention": "gqa", "model.router": "linear", "model.residual_scaling": False}
 
 
 def phased(folder, run="run", **changes):
     config = small_run(folder, run=run)
-    return change(config, {**PLAIN, "phases": PHASES, "checkpoint.every": 3, "checkpoint.keep": 1, **changes})
+    return change(
+        config,
+        {
+            "model": dataclasses.replace(config.model, **PLAIN),
+            "phases": PHASES,
+            "checkpoint.every": 3,
+            "checkpoint.keep": 1,
+            **changes,
+        },
+    )
 
 
 def altered(config, index, **changes):

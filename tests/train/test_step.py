@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close, assert_trees_close, random_model
-from tests.train_helpers import CONFIG, STEP, change, differing, fast_jit, leaves, make_program, setup
+from tests.train_helpers import CONFIG, MODEL, PLAIN, STEP, change, differing, fast_jit, leaves, make_program, setup
 from tests.train_helpers import make_batch as any_batch
 from zaya_jax.config import AdamWConfig, OptimizerConfig, ScheduleConfig, SourceConfig, SpikeConfig, Table
 from zaya_jax.model.tree import balancing_biases, parameters, with_values
@@ -68,8 +68,7 @@ def first_step(scale=1):
     return jax.device_get(setup().step(scaled(scale), make_batch()))
 
 
-# A model with few kinds of parameters, whose steps compile sooner.
-BARE = change(CONFIG, {"model.attention": "gqa", "model.router": "linear", "model.residual_scaling": False})
+BARE = change(CONFIG, {"model": dataclasses.replace(MODEL, **PLAIN)})
 
 
 def drawn(config):
