@@ -50,7 +50,7 @@ from zaya_jax.train import compiled, initialization, loop, resumption
 from zaya_jax.train import program as program_module
 from zaya_jax.train.loop import TrainResult, run_training
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
-from zaya_jax.train.state import TrainState, init_state
+from zaya_jax.train.state import TrainState, init_counters, init_state
 from zaya_jax.train.step import Batch
 
 MODEL = ModelConfig(
@@ -243,6 +243,37 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "plot_run", _plot_run)
     for function in (resumption.to_yaml, resumption.versions):  # slow, and asked for at each checkpoint
         monkeypatch.setattr(resumption, function.__name__, functools.cache(function))
+
+
+def compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps count themselves, with a loss that tells them apart, where only what is written of them matters."""
+
+    def compile_step(program: PhaseProgram, stage: BatchStage) -> Callable:
+        layers = np.zeros(program.config.model.num_layers, np.float32)
+
+        @jax.jit
+        def step(state: TrainState, batch: Batch, base: Any) -> tuple[TrainState, dict[str, Any]]:
+            del batch, base
+            metrics = {"loss": 9.0 / (1 + state.step), "grad_norm": 1.0, "learning_rate": 0.5, "tokens": 2.0,
+                       "skipped": 0, "skip": 0, "expert_counts": layers[:, None], "load_entropy": layers,
+                       "max_load": layers, "skip_rate": layers, "bias_range": layers,
+                       "grad_norm_by_role": {"matrix": 1.0}, "update_norm_by_role": {"matrix": 0.5}}  # fmt: skip
+            return dataclasses.replace(state, step=state.step + 1), metrics
+
+        return step
+
+    def zeros(program: PhaseProgram) -> TrainState:
+        state = program.abstract_state
+        kinds = ("params", "balance", "opt_state", "balance_state")
+        drawn = {kind: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), getattr(state, kind)) for kind in kinds}
+        return TrainState(**drawn, **init_counters(program.config))
+
+    compile_once(monkeypatch)
+    monkeypatch.setattr(PhaseProgram, "compile", compile_step)
+    monkeypatch.setattr(compiled, "check_compiled", lambda *_: None)
+    sums = {"loss": np.float32(2.0), "tokens": np.float32(1.0)}
+    monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: lambda *_, **__: sums)
+    monkeypatch.setattr(initialization, "init_state", zeros)
 
 
 def trained(config: Config) -> tuple[Config, TrainResult]:
