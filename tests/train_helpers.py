@@ -83,7 +83,7 @@ ADAPTERS = Config(
         balance=BalanceConfig(rule="none"), muon=dataclasses.replace(RATES.muon, learning_rate=0.05),
         adamw=AdamWConfig(learning_rate=0.05, weight_decay=0.0),
     ),
-    train=TrainConfig(batch=BatchConfig(tokens=8 * 96)), init_from="a run",
+    train=TrainConfig(batch=BatchConfig(tokens=4 * 96)), init_from="a run",
 )  # fmt: skip
 
 

@@ -62,13 +62,13 @@ def tuned(tmp_path_factory):
             "sources": {name: {"path": str(folder / name)} for name in ("code", "talk")},
         },
         "phases": [
-            {"name": "text", "tokens": 6 * 8 * 96, "mixture": {"code": 1}},
-            {"name": "chat", "tokens": 14 * 8 * 96, "mixture": {"talk": 1}, "packing": "bins", "over_length": "trim"},
+            {"name": "text", "tokens": 6 * 4 * 96, "mixture": {"code": 1}},
+            {"name": "chat", "tokens": 14 * 4 * 96, "mixture": {"talk": 1}, "packing": "bins", "over_length": "trim"},
         ],
-        "train": {"batch": {"tokens": 8 * 96}, "log_every": 5},
+        "train": {"batch": {"tokens": 4 * 96}, "log_every": 5},
         "optimizer": {"muon": {"learning_rate": 0.05, "newton_schulz_dtype": "float32"},
                       "adamw": {"learning_rate": 0.05}},
-        "evaluation": {"every": 6, "batch_size": 8},
+        "evaluation": {"every": 6, "batch_size": 4},
         "checkpoint": {"every": 6},
         "sample": {"prompt": "return", "tokens": 4},
     }  # fmt: skip
@@ -140,7 +140,7 @@ def test_describe_shows_the_conversations(tuned, capsys):
     _, _, folder = tuned
     assert data_main(["describe", str(folder / "tune.yaml")]) == 0
     text = capsys.readouterr().out
-    assert "Phase chat: steps 6 to 20, 8 rows of 96 tokens per step, bins" in text
+    assert "Phase chat: steps 6 to 20, 4 rows of 96 tokens per step, bins" in text
     sample = text.partition("Phase chat, source talk, row 0")[2].partition("\n")[2]
     assert "<|im_start|>user\n" in sample
     assert "[[" in sample
