@@ -112,6 +112,7 @@ def test_a_run_becomes_a_picture_that_stays_where_a_new_one_fails(tmp_path, monk
     path = tmp_path / "loss.png"
     plot_run(rows(30), path)
     image = matplotlib.image.imread(path)
+    assert image.shape[:2] == (660, 825)
     assert image[..., :3].min() < 0.5  # something is drawn
     assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
     before = path.read_bytes()
