@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import random
@@ -25,9 +26,11 @@ from tests.helpers import jit as fast_jit
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import (
     AdamWConfig,
+    BalanceConfig,
     BatchConfig,
     Config,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
@@ -47,7 +50,7 @@ from zaya_jax.train import compiled, initialization, loop, resumption
 from zaya_jax.train import program as program_module
 from zaya_jax.train.loop import TrainResult, run_training
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
-from zaya_jax.train.state import TrainState, init_state
+from zaya_jax.train.state import TrainState, init_counters, init_state
 from zaya_jax.train.step import Batch
 
 MODEL = ModelConfig(
@@ -62,6 +65,25 @@ FALLING = ScheduleConfig(final=0.05)
 CONFIG = Config(
     MODEL, (PhaseConfig(tokens=100 * 8 * 32, schedule=FALLING),), data=DataConfig(context=32), optimizer=RATES,
     train=TrainConfig(batch=BatchConfig(tokens=8 * 32, micro_batch=4)),
+)  # fmt: skip
+# Fewer kinds of parameters, which compile in half the time; `transformers` has no form of it.
+PLAIN = {"attention": "gqa", "router": "linear", "residual_scaling": False}
+STEADY = ScheduleConfig("constant", warmup_tokens=256)
+# What runs of `small_run` compile, so that tests of a step and of runs share it.
+STEP = dataclasses.replace(
+    CONFIG, phases=(PhaseConfig(tokens=128, schedule=STEADY),),
+    train=TrainConfig(batch=BatchConfig(tokens=4 * 32, micro_batch=2)),
+)  # fmt: skip
+# What runs of adapters compile in tests/train/test_finetune.py, so that tests of a step share it.
+ADAPTERS = Config(
+    dataclasses.replace(MODEL, **PLAIN, max_positions=128),
+    (PhaseConfig(tokens=128, name="chat", schedule=ScheduleConfig("constant")),),
+    data=DataConfig(context=96, sources=Table({"talk": SourceConfig("talk")})), lora=LoraConfig(4, 8.0),
+    optimizer=OptimizerConfig(
+        balance=BalanceConfig(rule="none"), muon=dataclasses.replace(RATES.muon, learning_rate=0.05),
+        adamw=AdamWConfig(learning_rate=0.05, weight_decay=0.0),
+    ),
+    train=TrainConfig(batch=BatchConfig(tokens=4 * 96)), init_from="a run",
 )  # fmt: skip
 
 
@@ -78,16 +100,17 @@ class Setup(NamedTuple):
     program: PhaseProgram
     state: TrainState
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-    hlo: str
+    compiled: jax.stages.Compiled
 
 
 @functools.cache
-def setup(config: Config = CONFIG) -> Setup:
-    """What one step needs, on one device; the arrays are not donated."""
-    program = make_program(config)
-    state = fast_jit(lambda: init_state(program), out_shardings=replicated(program.placement.mesh))()
-    step = fast_jit(program.train_step).lower(state, make_batch(config)).compile()
-    return Setup(config, program, state, step, step.as_text())
+def setup(config: Config = STEP) -> Setup:
+    """What one step needs, on one device, as runs of `small_run` have it; the arrays are not donated."""
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch)
+        program = _shared(make_program(config))
+        compiled_step = program.compile(stages(config)[0])
+    return Setup(config, program, start(config), lambda state, batch: compiled_step(state, batch, {}), compiled_step)
 
 
 def make_batch(config: Config = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
@@ -161,7 +184,7 @@ def run_tree(folder: Path, run: str = "run") -> dict[str, Any]:
         "model": dataclasses.asdict(MODEL) | {"layer_pattern": ["full"]},
         "data": {"corpus": str(folder / "corpus"), "suffixes": [".txt"], "heldout_fraction": 0.3,
                  "cache_dir": str(folder / "cache"), "context": 32},
-        "phases": [{"tokens": 12 * 128, "schedule": {"warmup_tokens": 256}}],
+        "phases": [{"tokens": 12 * 128, "schedule": {"shape": "constant", "warmup_tokens": 256}}],
         "optimizer": {"adamw": {"learning_rate": 0.01},
                       "muon": {"learning_rate": 0.01, "newton_schulz_dtype": "float32"}},
         "train": {"batch": {"tokens": 128, "micro_batch": 2}, "log_every": 4},
@@ -196,7 +219,8 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all runs of one shape in this process share their compiled functions, the drawn start and their pictures.
 
-    What is compiled, and when, is left to the tests that start `python -m zaya_jax.main`.
+    Nothing is donated. What is compiled and donated, and when, is left to the tests that start
+    `python -m zaya_jax.main`.
     """
 
     class Jax:
@@ -205,15 +229,51 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(jax, name)
 
-    monkeypatch.setattr(initialization, "jax", Jax())
+    class Drawn(Jax):
+        jit = staticmethod(_drawn)
+
+    monkeypatch.setattr(initialization, "jax", Drawn())
     monkeypatch.setattr(resumption, "jax", Jax())
     monkeypatch.setattr(compiled, "jax", Jax())
     monkeypatch.setattr(program_module, "jax", Jax())
     monkeypatch.setattr(PhaseProgram, "compile", _compiled_step)
     monkeypatch.setattr(PhaseProgram, "evaluation_step", property(lambda program: _evaluation_step(_shared(program))))
     monkeypatch.setattr(PhaseProgram, "abstract_state", property(lambda program: _abstract_state(_shared(program))))
-    monkeypatch.setattr(initialization, "init_state", lambda program: _start(_same_start(program.config)))
+    monkeypatch.setattr(initialization, "init_state", lambda program: start(program.config))
     monkeypatch.setattr(loop, "plot_run", _plot_run)
+    for function in (resumption.to_yaml, resumption.versions):  # slow, and asked for at each checkpoint
+        monkeypatch.setattr(resumption, function.__name__, functools.cache(function))
+
+
+def compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps count themselves, with a loss that tells them apart, where only what is written of them matters."""
+
+    def compile_step(program: PhaseProgram, stage: BatchStage) -> Callable:
+        layers = np.zeros(program.config.model.num_layers, np.float32)
+
+        @jax.jit
+        def step(state: TrainState, batch: Batch, base: Any) -> tuple[TrainState, dict[str, Any]]:
+            del batch, base
+            metrics = {"loss": 9.0 / (1 + state.step), "grad_norm": 1.0, "learning_rate": 0.5, "tokens": 2.0,
+                       "skipped": 0, "skip": 0, "expert_counts": layers[:, None], "load_entropy": layers,
+                       "max_load": layers, "skip_rate": layers, "bias_range": layers,
+                       "grad_norm_by_role": {"matrix": 1.0}, "update_norm_by_role": {"matrix": 0.5}}  # fmt: skip
+            return dataclasses.replace(state, step=state.step + 1), metrics
+
+        return step
+
+    def zeros(program: PhaseProgram) -> TrainState:
+        state = program.abstract_state
+        kinds = ("params", "balance", "opt_state", "balance_state")
+        drawn = {kind: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), getattr(state, kind)) for kind in kinds}
+        return TrainState(**drawn, **init_counters(program.config))
+
+    compile_once(monkeypatch)
+    monkeypatch.setattr(PhaseProgram, "compile", compile_step)
+    monkeypatch.setattr(compiled, "check_compiled", lambda *_: None)
+    sums = {"loss": np.float32(2.0), "tokens": np.float32(1.0)}
+    monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: lambda *_, **__: sums)
+    monkeypatch.setattr(initialization, "init_state", zeros)
 
 
 def trained(config: Config) -> tuple[Config, TrainResult]:
@@ -226,9 +286,14 @@ def trained(config: Config) -> tuple[Config, TrainResult]:
 _cached_jit = functools.cache(fast_jit)
 
 
-def _jit(function: Callable, **options: Any) -> Any:
+def _jit(function: Callable, donate_argnums: Any = None, **options: Any) -> Any:
     """One for each function; what has options, which cannot be compared, is drawn once anyway."""
     return fast_jit(function, **options) if options else _cached_jit(function)
+
+
+def _drawn(function: Callable, **options: Any) -> Any:
+    """A start that has been drawn before needs no compilation."""
+    return fast_jit(function, **options) if inspect.signature(function).parameters else function
 
 
 def _same_step(config: Config) -> Config:
@@ -238,6 +303,9 @@ def _same_step(config: Config) -> Config:
     data = DataConfig(context=config.data.context, sources=Table(sources))
     phases = tuple(dataclasses.replace(phase, mixture=Table(), template=None, packing="windows", over_length="split")
                    for phase in config.phases)  # fmt: skip
+    schedule = phases[0].schedule
+    if len(phases) == 1 and schedule and schedule.shape == "constant":  # whose steps are alike, however many
+        phases = (dataclasses.replace(phases[0], tokens=STEP.phases[0].tokens),)
     return Config(config.model, phases, lora=config.lora, optimizer=config.optimizer, train=train, data=data)
 
 
@@ -277,9 +345,10 @@ def _start_arrays(config: Config) -> TrainState:
     return fast_jit(lambda: init_state(program))()
 
 
-def _start(config: Config) -> TrainState:
+def start(config: Config) -> TrainState:
+    """The state before the first step, drawn once for all runs of this shape and seed."""
     with jax.ensure_compile_time_eval():
-        return _start_arrays(config)
+        return _start_arrays(_same_start(config))
 
 
 _plot = loop.plot_run

@@ -1,5 +1,6 @@
 """Which steps are compiled, how often, and when."""
 
+import dataclasses
 import threading
 
 import chex
@@ -7,7 +8,7 @@ import jax
 import pytest
 
 from tests.train.test_phases import PHASES
-from tests.train_helpers import CONFIG, change, small_run
+from tests.train_helpers import CONFIG, MODEL, PLAIN, change, small_run
 from zaya_jax.config import BatchConfig, PhaseConfig
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError, RunStopped
@@ -18,7 +19,8 @@ from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import PhaseProgram, make_programs
 from zaya_jax.train.step import make_train_step
 
-RUN = change(CONFIG, {"phases": (*PHASES, PhaseConfig(512, "four", batch=BatchConfig(tokens=256, micro_batch=2)))})
+FOUR = PhaseConfig(512, "four", batch=BatchConfig(tokens=256, micro_batch=2))
+RUN = change(CONFIG, {"model": dataclasses.replace(MODEL, **PLAIN), "phases": (*PHASES, FOUR)})
 
 
 @pytest.fixture

@@ -5,14 +5,22 @@ import io
 import json
 import re
 import shutil
+import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.test_disk import in_own_file_system
-from tests.train_helpers import change, compile_once, small_run
+from tests.train.test_sinks import events
+from tests.train_helpers import change, compute_nothing, small_run
 from zaya_jax.errors import RunStopped
+from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.train import loop, sinks
+from zaya_jax.train.mirror import Mirror
+from zaya_jax.train.tensorboard_sink import TensorBoardSink
 
 
 def fill(path):
@@ -25,17 +33,17 @@ def fill(path):
     assert shutil.disk_usage(path.parent).free == 0
 
 
-def train_on(config, events):
-    """What a run prints; `events` are called before the rows of their steps are written."""
+def train_on(config, happens):
+    """What a run prints; what `happens` is called before the rows of their steps are written."""
 
     class Sink(sinks.JsonlSink):
         def write(self, metrics, timings):
-            events.get(metrics["step"], lambda: None)()
+            happens.get(metrics["step"], lambda: None)()
             super().write(metrics, timings)
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        compile_once(patch)
+        compute_nothing(patch)
         patch.setattr(sinks, "JsonlSink", Sink)
         try:
             loop.run_training(config)
@@ -59,15 +67,57 @@ def full_while_training(root):
     freed = change(config, {"run_dir": str(root / "freed")})
     runs["freed"] = train_on(freed, {1: lambda: fill(ballast), 9: ballast.unlink}), leaves(freed)
     stopped = change(config, {"run_dir": str(root / "stopped"), "checkpoint.max_unsaved_seconds": 0.3})
-    runs["stopped"] = train_on(stopped, {3: lambda: fill(ballast)}), None
+
+    def fill_once_saved():
+        while 2 not in saved_steps(root / "stopped" / "checkpoints"):  # which happens in the background
+            time.sleep(0.001)
+        fill(ballast)
+
+    runs["stopped"] = train_on(stopped, {3: fill_once_saved}), None
     runs["full"] = train_on(stopped, {}), None  # from the first moment on
     ballast.unlink()
     runs["again"] = train_on(stopped, {}), leaves(stopped)
     return runs
 
 
-def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room(tmp_path):
-    runs = in_own_file_system(tmp_path, full_while_training)
+def full_for_a_while(root):
+    """TensorBoard's rows on a disk without room from step 43 to 80, while the run's own files lie elsewhere."""
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zaya_jax.train.mirror._PATIENCE", 0)
+        mirror = Mirror("tensorboard", partial(TensorBoardSink, root / "tensorboard"), Path(own), 0, 0, said.append,
+                        rewinds=True)  # fmt: skip
+        for step in range(1, 121):
+            if step == 43:
+                fill(root / "ballast")
+            if step == 81:
+                (root / "ballast").unlink()
+            row = {"step": step, "loss": step / 2, **{f"norm_{index}": 1.0 for index in range(40)}}
+            for name in (METRICS, TIMINGS):
+                with (Path(own) / name).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            mirror.write(row, {"step": step})
+            if step % 20 == 0:
+                mirror.sync()
+        mirror.close()
+    newest = max((root / "tensorboard").glob("events*"))
+    steps = [event.step for event in events(newest) if event.summary.value]
+    return {"said": said, "steps": steps, "files": len(list((root / "tensorboard").glob("events*")))}
+
+
+def both(root):
+    return full_while_training(root), full_for_a_while(root)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """What happens on a disk that fills, and where; one process does both, since it takes long to import jax."""
+    folder = tmp_path_factory.mktemp("disk")
+    return folder, *in_own_file_system(folder, both)
+
+
+def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room(done):
+    folder, runs, _ = done
     whole = runs["whole"][1]
     assert len(whole["metrics"].splitlines()) == 12
     for name in ("freed", "again"):
@@ -76,8 +126,8 @@ def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room
     said = runs["freed"][0]
     warnings = [line for line in said if line.endswith("until the disk accepts them.")]
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"{tmp_path}/freed/metrics.jsonl cannot be written: No space left on device. ")
-    assert f"{tmp_path}/freed can be written again; no row is missing." in said
+    assert warnings[0].startswith(f"{folder}/freed/metrics.jsonl cannot be written: No space left on device. ")
+    assert f"{folder}/freed can be written again; no row is missing." in said
     # A checkpoint is due after each step; tries are as far apart as is said.
     failed = [line for line in said if "could not be saved" in line]
     assert 1 <= len(failed) <= 3
@@ -88,3 +138,11 @@ def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room
         stopped = "more than checkpoint.max_unsaved_seconds (0.3 s); the newest checkpoint is that of step 2"
         assert stopped in runs[name][0][-1]
     assert "Resuming after step 2 of 12." in runs["again"][0]
+
+
+def test_a_full_disk_costs_tensorboard_no_row(done):
+    _, _, mirrored = done
+    assert "No space left on device. Training continues" in mirrored["said"][0]
+    assert mirrored["said"][1:] == ["train.sinks: tensorboard works again and has all rows."]
+    assert mirrored["steps"] == list(range(41, 121)), "all since the last checkpoint before"
+    assert mirrored["files"] == 2, "attempts leave no empty files"

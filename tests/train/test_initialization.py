@@ -10,7 +10,17 @@ import pytest
 
 from tests.checkpoint.saved_helpers import set_value
 from tests.helpers import random_values
-from tests.train_helpers import CONFIG, change, compile_once, differing, make_program, on_devices, setup, small_run
+from tests.train_helpers import (
+    CONFIG,
+    change,
+    compile_once,
+    differing,
+    make_program,
+    on_devices,
+    setup,
+    small_run,
+    start,
+)
 from zaya_jax.config import Config, LoraConfig, ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import read_arrays, write_folder
@@ -26,7 +36,7 @@ from zaya_jax.train.initialization import (
 )
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import make_programs
-from zaya_jax.train.state import init_state
+from zaya_jax.train.trainer import Trainer
 from zaya_jax.weights.interop import import_hf
 
 
@@ -53,7 +63,7 @@ def test_parameters_are_the_folders_and_the_rest_is_fresh(layout, tmp_path):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, layout=layout)
     state = started(with_folder(tmp_path / "model", config))
-    fresh = jax.jit(lambda: init_state(make_program(config)))()
+    fresh = start(config)
     for name, x in {**state.params, **state.balance}.items():
         np.testing.assert_array_equal(x, values[name], err_msg=name)
         assert x.dtype == np.float32
@@ -121,6 +131,7 @@ def test_a_fresh_run_finds_what_init_from_names_once(tmp_path, quick, monkeypatc
     config = small_run(tmp_path)
     write(tmp_path / "model", config)
     monkeypatch.setattr(run_tokenizer, "tokenizer_folder", lambda source: pytest.fail(f"{source} is looked for again"))
+    monkeypatch.setattr(Trainer, "run", lambda trainer: None)
     run_training(with_folder(tmp_path / "model", config))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train_helpers import change, differing, restore, small_run, snapshot
+from tests.train_helpers import change, differing, restore, snapshot
 from zaya_jax.errors import Preempted, last_words
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.run.checkpoints import saved_steps
@@ -86,7 +86,7 @@ def in_evaluation(patch, number):
     ],
 )
 def test_a_preempted_run_resumes_bitwise(tmp_path, finished, when, number, saved):
-    config = small_run(tmp_path)
+    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     with pytest.MonkeyPatch.context() as patch:
         when(patch, number)
         with pytest.raises(Preempted, match=r"^Stopped by SIGTERM after") as ended:
@@ -138,7 +138,7 @@ def test_no_checkpoint_is_newer_than_the_plot(finished, tmp_path, monkeypatch):
     assert drawn == [6, 12]
 
 
-@pytest.mark.parametrize("step", [1, 6, 12, *(pytest.param(step, marks=pytest.mark.soak) for step in (4, 5, 8))])
+@pytest.mark.parametrize("step", [6, 12, *(pytest.param(step, marks=pytest.mark.soak) for step in (4, 5, 8))])
 def test_an_interrupted_run_resumes_bitwise(finished, tmp_path, step):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     train_until(config, step)
@@ -156,8 +156,10 @@ def test_the_console_says_whether_a_run_resumes_or_starts_over(finished, tmp_pat
     capsys.readouterr()
     train_until(config, 8)
     assert "No checkpoint covers the 3 steps in metrics.jsonl" in capsys.readouterr().out
-    run_training(config)
+    result = run_training(config)
     assert "Resuming after step 5 of 12." in capsys.readouterr().out
+    assert metric_rows(result.run_dir) == metric_rows(finished[1].run_dir)
+    assert not differing(result.state, finished[1].state)
 
 
 def test_another_machine_is_reported_and_the_run_resumes(finished, tmp_path, capsys, monkeypatch):

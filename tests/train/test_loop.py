@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,7 +73,7 @@ def test_each_step_has_its_times(finished):
         assert row["mfu"] is None  # the peak of a CPU is not known
 
 
-def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(tmp_path, monkeypatch):
+def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(finished, tmp_path, monkeypatch):
     now = [0.0]
 
     def takes_long(function):
@@ -85,7 +86,7 @@ def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(tmp_path, monke
     monkeypatch.setattr("zaya_jax.train.step_logger.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(HeldoutEvaluator, "evaluate", takes_long(HeldoutEvaluator.evaluate))
     monkeypatch.setattr(loop.CheckpointStore, "save", takes_long(loop.CheckpointStore.save))
-    result = run_training(small_run(tmp_path))
+    result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     assert now[0] == 100 * (2 + 3)
     rows = [json.loads(line) for line in (result.run_dir / "timings.jsonl").read_text().splitlines()]
     assert [row["seconds"] for row in rows] == [0] * 12
@@ -117,8 +118,6 @@ def test_a_run_is_the_same_again_elsewhere(finished, tmp_path):
     again = run_training(other)
     assert (again.run_dir / "metrics.jsonl").read_bytes() == (result.run_dir / "metrics.jsonl").read_bytes()
     assert not differing(again.state, result.state)
-    seed = change(other, {"run_dir": str(tmp_path / "seed"), "seed": 1})
-    assert differing(run_training(seed).state.params, result.state.params)
 
 
 def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, capsys):
@@ -200,12 +199,12 @@ def test_a_trainer_can_be_stepped_evaluated_and_saved_by_hand(finished, tmp_path
     assert open_run(result.run_dir).checkpoints[-1].heldout_loss == rows[0]["heldout_loss"]
 
 
-def test_kernels_are_tried_before_the_state_takes_its_memory(tmp_path, monkeypatch):
+def test_kernels_are_tried_before_the_state_takes_its_memory(finished, tmp_path, monkeypatch):
     calls, validate, initialize = [], loop.validated_kernels, loop.initialize
     monkeypatch.setattr(loop, "validated_kernels", lambda config: calls.append("kernels") or validate(config))
     monkeypatch.setattr(loop, "initialize", lambda *arguments: calls.append("state") or initialize(*arguments))
     monkeypatch.setattr(loop.Trainer, "run", lambda trainer: None)
-    run_training(small_run(tmp_path))
+    run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     assert calls == ["kernels", "state"]
 
 
@@ -220,15 +219,13 @@ def refused(config, match):
     assert snapshot(Path(config.run_dir)) == before
 
 
-@pytest.mark.parametrize("step", [8, None])
-def test_a_corpus_that_changed_is_refused_before_anything_is_written(tmp_path, step):
-    config = small_run(tmp_path)
-    if step is None:
-        run_training(config)
-    else:
-        train_until(config, step)
-    (tmp_path / "corpus" / "1.txt").write_text("something else")
-    refused(config, "The saved position belongs to other data")
+def test_a_corpus_that_changed_is_refused_before_anything_is_written(finished, tmp_path):
+    config = copied_run(finished, tmp_path)
+    other = shutil.copytree(config.data.corpus, tmp_path / "corpus")
+    (other / "1.txt").write_text("something else")
+    path = Path(config.run_dir) / "config.yaml"
+    path.write_text(path.read_text().replace(config.data.corpus, str(other)))
+    refused(change(config, {"data.corpus": str(other)}), "The saved position belongs to other data")
 
 
 @pytest.mark.parametrize(
@@ -281,9 +278,9 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(initialization, "init_state", init_poisoned)
 
 
-@pytest.mark.parametrize("most", [1, 3, pytest.param(7, marks=pytest.mark.soak)])
-def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(tmp_path, poisoned, most):
-    config = change(small_run(tmp_path), {"train.max_skipped_steps": most})
+def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(finished, tmp_path, poisoned):
+    most = 3
+    config = change(finished[0], {"run_dir": str(tmp_path / "run"), "train.max_skipped_steps": most})
     match = rf"in a row reached train\.max_skipped_steps={most} at step {most} \(.*: not finite\).*resume_from="
     for _ in range(2):  # the same command says the same
         with pytest.raises(RunStopped, match=match):
@@ -296,8 +293,8 @@ def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(tmp_path, poisoned
         ]
 
 
-def test_a_run_may_go_on_where_more_is_allowed(tmp_path, poisoned):
-    config = change(small_run(tmp_path), {"train.max_skipped_steps": 13})
+def test_a_run_may_go_on_where_more_is_allowed(finished, tmp_path, poisoned):
+    config = change(finished[0], {"run_dir": str(tmp_path / "run"), "train.max_skipped_steps": 13})
     result = run_training(config)
     assert int(result.state.skipped) == 12
     assert metric_rows(result.run_dir)[-1]["heldout_loss"] is None

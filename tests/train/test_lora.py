@@ -9,28 +9,26 @@ import numpy as np
 import pytest
 
 from tests.parallel_helpers import WIDE, uneven
-from tests.train.test_step import mean_loss
+from tests.train.test_step import drawn, mean_loss
 from tests.train_helpers import (
-    CONFIG,
+    ADAPTERS,
     change,
     differing,
     fast_jit,
     leaves,
-    make_batch,
     make_program,
     on_devices,
     placed_step,
     setup,
 )
+from tests.train_helpers import make_batch as any_batch
 from zaya_jax.config import LoraConfig, ParallelConfig
 from zaya_jax.machine.dry_run.estimate import simulated_programs
 from zaya_jax.model.lora import Adapted, adapted, merged
-from zaya_jax.parallel.mesh import replicated
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
 
 LORA = LoraConfig(rank=3, alpha=6.0)
-TUNED = change(CONFIG, {"lora": LORA, "init_from": "a run", "optimizer.adamw.weight_decay": 0.0})
 FOUR = {
     "data": ParallelConfig(),
     "micro_batch": ParallelConfig(gradient_reduction="micro_batch"),
@@ -42,37 +40,32 @@ FOUR = {
 }
 
 
-@functools.cache
-def tuned(config=TUNED):
-    """State and compiled step of adapters on the parameters of `setup`, on one device."""
-    program = make_program(config)
-    state = fast_jit(lambda: init_state(program), out_shardings=replicated(program.placement.mesh))()
-    return state, fast_jit(program.train_step)
-
-
 def filled(adapters, seed=0):
     """Adapters of which neither is zero."""
     rng = np.random.default_rng(seed)
     return {name: x + np.asarray(0.1 * rng.normal(size=x.shape), x.dtype) for name, x in adapters.items()}
 
 
-def base():
-    return setup().state.params
+make_batch = functools.partial(any_batch, ADAPTERS)
+
+
+@functools.cache
+def model():
+    """Parameters and balancing biases of the model under the adapters, and the roles of the former."""
+    return *drawn(ADAPTERS), make_program(change(ADAPTERS, {"lora": None})).roles
+
+
+def step(state):
+    return setup(ADAPTERS).compiled(state, make_batch(), model()[0])
 
 
 # --- what a step computes --------------------------------------------------------------------------------------
 
 
-@functools.cache
-def first_step():
-    state, step = tuned()
-    return step(state, make_batch(), base())
-
-
 def test_the_state_holds_adapters_alone_and_all_of_them_move():
-    state, _ = tuned()
-    new, _ = first_step()
-    matrices = {name for name, role in setup().program.roles.items() if role in ("attention", "expert")}
+    state = setup(ADAPTERS).state
+    new, _ = step(state)
+    matrices = {name for name, role in model()[2].items() if role in ("attention", "expert")}
     assert state.params.keys() == {f"{name}.lora_{part}" for name in matrices for part in "ab"}
     held = sum(x.size for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim)
     assert held == 3 * sum(x.size for x in state.params.values())  # with both moments
@@ -80,22 +73,21 @@ def test_the_state_holds_adapters_alone_and_all_of_them_move():
     moved = differing(new.params, state.params)
     # While B is 0, A has no gradient.
     assert moved == [f"['{name}']" for name in state.params if name.endswith("lora_b")]
-    again, _ = tuned()[1](new, make_batch(), base())
+    again, _ = step(new)
     assert differing(again.params, new.params) == [f"['{name}']" for name in state.params]
 
 
 def test_the_gradient_is_that_through_the_merged_matrices():
     with jax.enable_x64(True):
-        config = change(TUNED, {"train.compute_dtype": "float64"})
+        config = change(ADAPTERS, {"train.compute_dtype": "float64"})
         program = make_program(config)
-        drawn, balance = jax.device_get((base(), setup().state.balance))
-        whole, balance = ({name: np.float64(x) for name, x in some.items()} for some in (drawn, balance))
+        whole, balance = ({name: np.float64(x) for name, x in some.items()} for some in model()[:2])
         adapters = filled({name: np.zeros(shape) for name, shape in program.trained.items()})
         gradient = fast_jit(program.placement.gradient(make_local_loss(program)))
         sums, grads = gradient(adapters, balance, make_batch(), whole)
 
         def plain(adapters):
-            values = adapted({**whole, **adapters}, LORA.scale)
+            values = adapted({**whole, **adapters}, ADAPTERS.lora.scale)
             values = {name: x.base + 2.0 * (x.a @ x.b) if isinstance(x, Adapted) else x for name, x in values.items()}
             return mean_loss(values, balance, make_batch(), config) * make_batch()["loss_mask"].sum()
 
@@ -108,27 +100,13 @@ def test_the_gradient_is_that_through_the_merged_matrices():
             np.testing.assert_allclose(grads[name], x, rtol=1e-10, atol=1e-10 * np.abs(x).max(), err_msg=name)
 
 
-def test_a_merged_model_is_the_model_with_adapters():
-    """With the same loss to the bit, since both have the same matrices."""
-    adapters, balance = filled(tuned()[0].params), setup().state.balance
-    whole = merged(base(), adapters, LORA.scale)
-    batch = {name: array.reshape(-1, array.shape[-1]) for name, array in make_batch().items()}
-    ours = fast_jit(make_program(TUNED).evaluation_step)
-    plain = fast_jit(setup().program.evaluation_step)
-    loss, expected, without = (float(sums["loss"]) for sums in (
-        ours(adapters, balance, batch, base()), plain(whole, balance, batch), plain(base(), balance, batch)
-    ))  # fmt: skip
-    assert loss == expected != without
-
-
 def test_the_loss_falls_on_a_repeated_batch():
-    state, step = tuned()
-    losses = []
+    state, losses = setup(ADAPTERS).state, []
     for _ in range(30):
-        state, metrics = step(state, make_batch(), base())
+        state, metrics = step(state)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.1
-    assert metrics["learning_rate"] == pytest.approx(TUNED.optimizer.adamw.learning_rate, rel=0.2)
+    assert metrics["learning_rate"] == pytest.approx(ADAPTERS.optimizer.adamw.learning_rate, rel=0.2)
 
 
 # --- what is never there ---------------------------------------------------------------------------------------
@@ -136,16 +114,14 @@ def test_the_loss_falls_on_a_repeated_batch():
 
 def test_no_stack_of_matrices_is_there_in_fp32():
     """Neither masters, nor merged matrices, nor gradients: of all layers together there is the base alone, in bf16."""
-    config = change(TUNED, {"train.compute_dtype": "bfloat16", "train.remat": "full", "model.num_layers": 5})
+    config = change(ADAPTERS, {"train.compute_dtype": "bfloat16", "train.remat": "full", "model.num_layers": 5})
     program = make_program(config)
-    text = jax.jit(program.train_step).lower(program.abstract_state, make_batch(), program.abstract_base).as_text()
-    stacks = {shape for name, shape in setup().program.trained.items()
-              if setup().program.roles[name] in ("attention", "expert")}  # fmt: skip
-    named = {"x".join(str(size) for size in (5, *shape[1:])) for shape in stacks}
-    kinds = {(shape, kind) for shape, kind in re.findall(r"tensor<((?:\d+x)+)(bf16|f32)>", text)}
-    assert {kind for shape, kind in kinds if shape.rstrip("x") in named} == {"bf16"}
-    layers = {(f"{'x'.join(str(size) for size in shape[1:])}x", "f32") for shape in stacks}
-    assert layers <= kinds  # of one layer the sum is made in fp32
+    text = str(jax.make_jaxpr(program.train_step)(program.abstract_state, make_batch(), program.abstract_base))
+    stacks = {x.shape for name, x in model()[0].items() if model()[2][name] in ("attention", "expert")}
+    kinds = {(tuple(map(int, shape.split(","))), kind)
+             for kind, shape in re.findall(r"\b(bf16|f32)\[(\d+(?:,\d+)+)\]", text)}  # fmt: skip
+    assert {kind for shape, kind in kinds if shape in {(5, *stack[1:]) for stack in stacks}} == {"bf16"}
+    assert {(stack[1:], "f32") for stack in stacks} <= kinds  # of one layer the sum is made in fp32
 
 
 # --- several devices -------------------------------------------------------------------------------------------

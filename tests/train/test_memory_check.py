@@ -55,7 +55,7 @@ def test_a_step_takes_more_than_the_bound():
     """Whatever the compiler does, so that nothing is refused that would fit."""
     state = setup().program.abstract_state
     needed = device_bytes(state) + device_bytes(state.params)
-    needs = setup().step.memory_analysis()
+    needs = setup().compiled.memory_analysis()
     used = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes
     assert needed < used - needs.alias_size_in_bytes
     rows = CONFIG.train.batch.micro_batch or 1

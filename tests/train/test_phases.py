@@ -11,7 +11,17 @@ import pytest
 
 from tests.train.test_interruption import metric_rows, train_until
 from tests.train.test_loop import refused
-from tests.train_helpers import change, differing, on_devices, restore, small_run, trained
+from tests.train_helpers import (
+    PLAIN,
+    change,
+    compile_once,
+    compute_nothing,
+    differing,
+    on_devices,
+    restore,
+    small_run,
+    trained,
+)
 from zaya_jax.config import (
     BatchConfig,
     LoraConfig,
@@ -27,6 +37,7 @@ from zaya_jax.parallel.batch import WHOLE
 from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.train.loop import run_training
+from zaya_jax.train.run_checks import check_past
 from zaya_jax.train.trainer import Trainer
 
 PHASES = (
@@ -37,13 +48,20 @@ PHASES = (
     # Its step is that of the first phase's small batches, and so need not be compiled.
     PhaseConfig(512, "three", schedule=ScheduleConfig("wsd", 0.5, 0.1, decay_tokens=256)),
 )  # fmt: skip
-# Few kinds of parameters: three steps are compiled, and for the adapters two more.
-PLAIN = {"model.attention": "gqa", "model.router": "linear", "model.residual_scaling": False}
 
 
 def phased(folder, run="run", **changes):
     config = small_run(folder, run=run)
-    return change(config, {**PLAIN, "phases": PHASES, "checkpoint.every": 3, "checkpoint.keep": 1, **changes})
+    return change(
+        config,
+        {
+            "model": dataclasses.replace(config.model, **PLAIN),
+            "phases": PHASES,
+            "checkpoint.every": 3,
+            "checkpoint.keep": 1,
+            **changes,
+        },
+    )
 
 
 def altered(config, index, **changes):
@@ -129,8 +147,8 @@ def adapters_in_two_layouts(folder, init_from):
     """After each step on the devices of this process: arrays of the shape of a parameter of the base, and its spec."""
     parallel = ParallelConfig(), ParallelConfig(fsdp=2)
     phases = tuple(PhaseConfig(256, f"fsdp_{layout.fsdp}", parallel=layout) for layout in parallel)
-    changes = {"phases": phases, "lora": LoraConfig(rank=2, alpha=4.0), "init_from": init_from}
-    config = change(small_run(Path(folder)), {**PLAIN, **changes, "sample.tokens": 0})
+    changes = {"phases": phases, "lora": LoraConfig(rank=2, alpha=4.0), "init_from": init_from,
+               "train.batch": BatchConfig(tokens=256), "evaluation.batch_size": 8}  # fmt: skip
     after, step = [], Trainer.step
 
     def record(trainer):
@@ -140,31 +158,42 @@ def adapters_in_two_layouts(folder, init_from):
         after.append((len(alive), str(experts.sharding)))
 
     with pytest.MonkeyPatch.context() as patch:
+        compute_nothing(patch)
         patch.setattr(Trainer, "step", record)
-        trained(config)
+        run_training(phased(Path(folder), **changes))
     return after
 
 
 def test_the_base_of_adapters_is_there_once_in_a_phase_of_another_layout(whole, tmp_path):
-    after = on_devices(2, "tests.train.test_phases:adapters_in_two_layouts", str(tmp_path), str(whole[1].run_dir))
-    assert [count for count, _ in after] == [1] * len(after)
+    after = on_devices(8, "tests.train.test_phases:adapters_in_two_layouts", str(tmp_path), str(whole[1].run_dir))
+    assert [count for count, _ in after] == [1, 1]
     assert len({sharding for _, sharding in after}) == 2
 
 
 # --- what may change -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def begun(whole, tmp_path):
-    """A run in the midst of phase two, its checkpoint of step 5."""
-    config = change(whole[0], {"run_dir": str(tmp_path / "run"), "checkpoint.every": 5})
-    train_until(config, 6)
+@pytest.fixture(scope="module")
+def begun(whole, tmp_path_factory):
+    """A run in the midst of phase two, its checkpoint of step 5; read only."""
+    run = tmp_path_factory.mktemp("begun") / "run"
+    config = change(whole[0], {"run_dir": str(run), "checkpoint.every": 5})
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch)
+        train_until(config, 6)
     return config
 
 
 @pytest.mark.soak
-def test_phases_to_come_may_change(begun):
-    other = altered(begun, 2, tokens=256, context=64, schedule=ScheduleConfig("constant", 0.2))
+def test_phases_to_come_may_change(begun, tmp_path):
+    shutil.copytree(begun.run_dir, tmp_path / "run")
+    other = altered(
+        change(begun, {"run_dir": str(tmp_path / "run")}),
+        2,
+        tokens=256,
+        context=64,
+        schedule=ScheduleConfig("constant", 0.2),
+    )
     result = run_training(other)
     assert int(result.state.step) == total_steps(other) == 8
     assert load_config(result.run_dir / "config.yaml").phases == other.phases
@@ -193,7 +222,8 @@ def test_phases_to_come_may_change(begun):
     ],
 )
 def test_phases_that_are_begun_may_not(begun, index, changes, match):
-    refused(altered(begun, index, **changes), match)
+    with pytest.raises(InputError, match=match):
+        check_past(begun, altered(begun, index, **changes), 5)
 
 
 def test_a_phase_that_is_begun_may_not_go(begun):

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import math
+from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -11,9 +13,10 @@ from tests.train_helpers import change, fast_jit, make_program
 from zaya_jax.config.checks import counted
 from zaya_jax.data.pipeline import heldout_text
 from zaya_jax.generate import decode
-from zaya_jax.generate.decode import generate_tokens
+from zaya_jax.generate.decode import Continuation, generate_tokens
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.tree import parameters
+from zaya_jax.train import plot
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.report import continuation, report
 
@@ -76,12 +79,14 @@ def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(
     program, calls = make_program(change(config, {"train.compute_dtype": "bfloat16"})), []
     monkeypatch.setattr("zaya_jax.generate.placement.validate_kernels", None)
 
-    def generate(model, *arguments, placement, **options):
+    def generate(model, *_, placement, **__):
         calls.append((parameters(model), placement))
-        return generate_tokens(model, *arguments, placement=placement, **options)
+        return [Continuation([5, 6], [], stopped=False)]
 
     monkeypatch.setattr("zaya_jax.train.report.generate_tokens", generate)
-    assert continuation(config, dataclasses.replace(result, program=program))
+    assert continuation(config, dataclasses.replace(result, program=program)) == result.prepared.tokenizer.decode(
+        [5, 6]
+    )
     ((params, placement),) = calls
     assert {name: x.dtype for name, x in params.items()} == program.placement.dtypes
     assert placement.kernels is program.placement.kernels
@@ -103,37 +108,87 @@ def rows(count, layers=2):
     return [{"step": step, "loss": 5 / step, "load_entropy": [0.9] * layers} for step in range(1, count + 1)]
 
 
-@pytest.mark.parametrize("layers", [1, 8, 40])
-@pytest.mark.parametrize("count", [0, 1, 30])
-def test_a_run_becomes_a_picture(tmp_path, count, layers):
-    path, few = tmp_path / "loss.png", rows(count, layers)
-    if count:
-        few[-1]["heldout_loss"] = 3.0
-    plot_run(few, path)
+def test_a_run_becomes_a_picture_that_stays_where_a_new_one_fails(tmp_path, monkeypatch):
+    path = tmp_path / "loss.png"
+    plot_run(rows(30), path)
     image = matplotlib.image.imread(path)
     assert image.shape[:2] == (660, 825)
     assert image[..., :3].min() < 0.5  # something is drawn
     assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
-
-
-def test_the_picture_shows_phases_and_what_compressors_need(tmp_path):
-    path, pictures = tmp_path / "loss.png", set()
-    phases = [{**row, "phase": "one" if row["step"] < 5 else "two"} for row in rows(10)]
-    compressors = {"gzip": 3.0, "xz": 2.0, "xz_given_train": 1.0}
-    for arguments in ((rows(10), path), (phases, path), (rows(10), path, compressors)):
-        plot_run(*arguments)
-        pictures.add(path.read_bytes())
-    assert len(pictures) == 3
-
-
-def test_the_picture_shows_the_losses_with_gaps_and_stays_where_a_new_one_fails(tmp_path, monkeypatch):
-    path, pictures = tmp_path / "loss.png", []
-    gaps = ({"loss": None}, {"load_entropy": [None, 0.5]}, {"heldout_loss": None})
-    for changes in ({}, {"loss": 1.0}, {"heldout_loss": 3.0}, {"load_entropy": [0.1, 0.2]}, *gaps):
-        plot_run([*rows(10), {**rows(11)[-1], **changes}], path)
-        pictures.append(path.read_bytes())
-    assert len(set(pictures)) == len(pictures) - 1  # no held-out loss is as none that is finite
+    before = path.read_bytes()
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         plot_run(rows(9), path)
-    assert path.read_bytes() == pictures[-1]
+    assert path.read_bytes() == before
+
+
+@pytest.fixture
+def panels(monkeypatch):
+    """Plots rows without drawing them; gives the panels of the loss and of the entropy."""
+    figures = []
+    monkeypatch.setattr(plot, "save_figure", lambda figure, _: figures.append(figure))
+
+    def draw(*arguments):
+        plot_run(arguments[0], Path("run/loss.png"), *arguments[1:])
+        return figures[-1].axes
+
+    return draw
+
+
+def legend(panel):
+    """What the legend names."""
+    shown = panel.get_legend()
+    return [text.get_text() for text in shown.get_texts()] if shown else []
+
+
+def lines(panel, label):
+    """The points of the line that has this label."""
+    (line,) = (line for line in panel.get_lines() if line.get_label() == label)
+    return [list(map(float, values)) for values in line.get_data()]
+
+
+@pytest.mark.parametrize(("count", "layers", "named"), [
+    (1, 1, [0]), (30, 2, [0, 1]), (1, 8, range(8)), (30, 40, [0, 39]),
+])  # fmt: skip
+def test_a_picture_has_the_loss_and_each_layer_and_names_few_of_many(panels, count, layers, named):
+    loss, entropy = panels(rows(count, layers))
+    steps = [row["step"] for row in rows(count)]
+    raw, smooth = loss.get_lines()
+    assert [list(x) for x in raw.get_data()] == [steps, [5 / step for step in steps]]
+    assert legend(loss) == ["training"]
+    assert smooth.get_label() == "training"
+    assert raw.get_alpha() < 1
+    assert [list(line.get_data()[1]) for line in entropy.get_lines()] == [[0.9] * count] * layers
+    assert len({str(line.get_color()) for line in entropy.get_lines()}) == layers
+    assert legend(entropy) == [f"layer {layer}" for layer in named]
+    assert loss.figure.get_suptitle() == "run: loss and expert load"
+
+
+def test_a_picture_without_a_row_is_empty(panels):
+    loss, entropy = panels([])
+    assert [line.get_xdata().size for line in loss.get_lines()] == [0, 0]
+    assert not entropy.get_lines()
+
+
+def test_the_picture_shows_phases_and_what_compressors_need(panels):
+    phases = [{**row, "phase": "one" if row["step"] < 5 else "two"} for row in rows(10)]
+    for panel in (panels_ := panels(phases)):
+        assert list(panel.get_lines()[-1].get_xdata()) == [4.5, 4.5]
+    assert [text.get_text().strip() for text in panels_[0].texts] == ["two"]
+    loss, _ = panels(rows(10), {"gzip": 3.0, "xz": 2.0, "xz_given_train": 1.0})
+    assert legend(loss) == ["training", "gzip", "xz"]
+    assert [set(lines(loss, name)[1]) for name in ("gzip", "xz")] == [{3.0}, {2.0}]
+
+
+def test_the_picture_shows_the_losses_with_gaps(panels):
+    def shown(**changes):
+        loss, entropy = panels([*rows(10), {**rows(11)[-1], **changes}])
+        return loss, loss.get_lines()[0].get_ydata()[-1], [line.get_ydata()[-1] for line in entropy.get_lines()]
+
+    assert shown(loss=1.0)[1:] == (1.0, [0.9, 0.9])
+    assert math.isnan(shown(loss=None)[1])
+    gap, there = shown(load_entropy=[None, 0.5])[2]
+    assert math.isnan(gap)
+    assert there == 0.5
+    assert lines(shown(heldout_loss=3.0)[0], "held-out") == [[11], [3]]
+    assert legend(shown(heldout_loss=None)[0]) == ["training"]  # as none that is finite

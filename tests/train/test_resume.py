@@ -6,13 +6,15 @@ import json
 import os
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tests.train.test_interruption import metric_rows, train_until
-from tests.train_helpers import CONFIG, change, differing, restore, small_run, snapshot, trained
+from tests.train.test_interruption import copied_run, metric_rows, train_until
+from tests.train_helpers import CONFIG, STEADY, change, differing, restore, snapshot, trained
 from zaya_jax.checkpoint.rollback import rollback
-from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_config, to_dict
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.config import PhaseConfig, SpikeConfig, load_config, to_dict, to_yaml
+from zaya_jax.errors import InputError
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.run import open_run
 from zaya_jax.train import loop, trainer
@@ -21,18 +23,17 @@ from zaya_jax.train.run_checks import warn_about_positions
 from zaya_jax.weights.sources import model_config
 
 pytestmark = pytest.mark.usefixtures("quick")
-CONSTANT = ScheduleConfig("constant", warmup_tokens=256)
 
 
 def of_steps(config, steps, **changes):
-    """`config` with so many steps at a constant rate."""
-    return change(config, {"phases": (PhaseConfig(steps * 128, schedule=CONSTANT),), **changes})
+    """`config` with so many steps."""
+    return change(config, {"phases": (PhaseConfig(steps * 128, schedule=STEADY),), **changes})
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory):
-    """A run of 14 steps at a constant rate."""
-    return trained(of_steps(small_run(tmp_path_factory.mktemp("long")), 14))
+def long(finished, tmp_path_factory):
+    """A run of 14 steps."""
+    return trained(of_steps(finished[0], 14, run_dir=str(tmp_path_factory.mktemp("long") / "run")))
 
 
 def full_at_first(action):
@@ -48,18 +49,16 @@ def full_at_first(action):
     return act
 
 
-def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path, monkeypatch, capsys):
-    config, whole = long
-    config = change(config, {"run_dir": str(tmp_path / "run")})
-    run_training(of_steps(config, 12))
-    capsys.readouterr()
+def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(finished, long, tmp_path, monkeypatch, capsys):
+    _, whole = long
+    config = of_steps(copied_run(finished, tmp_path), 14)
     for module, name in ((trainer, "record_changes"), (loop, "plot_run")):
         monkeypatch.setattr(module, name, full_at_first(getattr(module, name)))
     result = run_training(config)
     said = capsys.readouterr().out
     assert "Resuming after step 12 of 14." in said
-    assert f"{tmp_path}/run/config.yaml cannot be written: No space left on device. Training continues" in said
-    assert f"{tmp_path}/run can be written again; no row is missing." in said
+    assert f"{config.run_dir}/config.yaml cannot be written: No space left on device. Training continues" in said
+    assert f"{config.run_dir} can be written again; no row is missing." in said
     assert not differing(result.state, whole.state)
     rows, others = metric_rows(result.run_dir), metric_rows(whole.run_dir)
     assert rows[11].pop("heldout_loss")  # taken where the run ended then, and every six steps
@@ -113,25 +112,35 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
     said({"resume_from": str(tmp_path)}, r"^resume_from is .*, but must be a run folder with a checkpoint")
 
 
-def test_a_run_that_spikes_stopped_resumes_with_other_settings_and_says_so(finished, tmp_path):
-    usual = change(finished[0], {"run_dir": str(tmp_path / "run"), "checkpoint.every": 1})
-    config = change(usual, {"train.spike": SpikeConfig(1, 1e-3), "train.max_skipped_steps": 1})
-    match = r"loss spike|gradient spike"
-    for _ in range(2):
-        with pytest.raises(RunStopped, match=match) as stopped:
-            run_training(config)
-    for key in ("train.spike.threshold", "train.max_skipped_steps", f"resume_from={config.run_dir}"):
-        assert key in str(stopped.value)
-    step = metric_rows(tmp_path / "run")[-1]["step"] - 1
-    config = change(usual, {"train.max_skipped_steps": 2})
+def test_a_run_resumes_with_other_settings_for_spikes_and_says_so(finished, tmp_path, monkeypatch):
+    """Of a history of two steps, as another window left it, both are kept."""
+    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
+    narrow = change(config, {"train.spike": SpikeConfig(2, 1e-3), "train.max_skipped_steps": 1})
+
+    class Store(loop.CheckpointStore):
+        def save(self, step, state, about, ready):
+            values, accepted, skipped = jax.device_get(state.recent)  # the oldest step is in the place of the next
+            newest = values[:, [accepted - 1, accepted - 2] if accepted % 2 else [accepted - 2, accepted - 1]]
+            recent = state.recent._replace(values=jnp.asarray(newest), skipped=jnp.asarray(skipped[:, :2]))
+            super().save(step, dataclasses.replace(state, recent=recent), about | {"config": to_dict(narrow)}, ready)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "CheckpointStore", Store)
+        train_until(config, 8)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(narrow))
+    restored, run = [], loop.Trainer.run
+    monkeypatch.setattr(loop.Trainer, "run", lambda trainer: restored.append(trainer.state.recent) or run(trainer))
     result = run_training(config)
-    assert int(result.state.step) == 12
-    assert [row.get("skip") for row in metric_rows(result.run_dir)] == [None] * 12
-    assert load_config(result.run_dir / "config.yaml") == change(config, {"checkpoint.every": 1})
+    (recent,) = jax.device_get(restored)
+    assert recent.values.shape == recent.skipped.shape == (2, config.train.spike.window)
+    assert recent.accepted == 2
+    assert recent.values[0, :2].tolist() == [row["loss"] for row in metric_rows(result.run_dir)[3:5]]
+    assert metric_rows(result.run_dir) == metric_rows(finished[1].run_dir)
+    assert load_config(result.run_dir / "config.yaml") == config
     line = json.loads((result.run_dir / "changes.jsonl").read_text())
-    assert line["step"] <= step
+    assert line["step"] == 5
     assert line["changes"]["train.spike.threshold"] == [1e-3, 10.0]
-    assert line["changes"]["train.max_skipped_steps"] == [1, 2]
+    assert line["changes"]["train.max_skipped_steps"] == [1, 10]
 
 
 def test_a_run_rolled_back_before_bad_rows_equals_one_that_never_read_them(finished, tmp_path, capsys):

@@ -3,18 +3,14 @@
 import itertools
 import json
 import struct
-import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from tests.checkpoint.test_disk import in_own_file_system
-from tests.train.test_disk import fill
 from tests.train.test_interruption import metric_rows, train_until
-from tests.train_helpers import change, compile_once, small_run
+from tests.train_helpers import change, compute_nothing, small_run
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import METRICS, TIMINGS
@@ -22,12 +18,11 @@ from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import sinks
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.mirror import Mirror, scalars
-from zaya_jax.train.tensorboard_sink import TensorBoardSink
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    compile_once(monkeypatch)
+def _nothing(monkeypatch):
+    compute_nothing(monkeypatch)
 
 
 def events(path: Path):
@@ -71,7 +66,7 @@ def test_tensorboard_has_every_row_once_also_of_a_run_that_resumes(tmp_path):
     train_until(config, 9)  # the newest checkpoint is that of step 5
     folder = Path(config.run_dir) / "tensorboard"
     assert list(shown(folder)) == list(range(1, 9))
-    assert {"loss", "load_entropy", "grad_norm_by_role/router", "timings/seconds"} <= {*shown(folder)[8]}
+    assert {"loss", "load_entropy", "grad_norm_by_role/matrix", "timings/seconds"} <= {*shown(folder)[8]}
     assert_complete(run_training(config).run_dir)
     assert len(list(folder.glob("events*"))) == 2
 
@@ -184,39 +179,6 @@ def test_rows_that_a_sink_missed_before_the_process_ended_arrive_once_in_a_later
     assert [text.startswith("train.sinks: sink keeps the rows that it has of steps 7 to 8;") for text in said] == (
         [False] if rewinds else [True, False]
     )
-
-
-def full_for_a_while(root: Path):
-    """TensorBoard's rows on a disk without room from step 43 to 80, while the run's own files lie elsewhere."""
-    said: list[str] = []
-    with tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zaya_jax.train.mirror._PATIENCE", 0)
-        mirror = Mirror("tensorboard", partial(TensorBoardSink, root / "tensorboard"), Path(own), 0, 0, said.append,
-                        rewinds=True)  # fmt: skip
-        for step in range(1, 121):
-            if step == 43:
-                fill(root / "ballast")
-            if step == 81:
-                (root / "ballast").unlink()
-            row = {"step": step, "loss": step / 2, **{f"norm_{index}": 1.0 for index in range(40)}}
-            for name in (METRICS, TIMINGS):
-                with (Path(own) / name).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            mirror.write(row, {"step": step})
-            if step % 20 == 0:
-                mirror.sync()
-        mirror.close()
-    newest = max((root / "tensorboard").glob("events*"))
-    steps = [event.step for event in events(newest) if event.summary.value]
-    return {"said": said, "steps": steps, "files": len(list((root / "tensorboard").glob("events*")))}
-
-
-def test_a_full_disk_costs_tensorboard_no_row(tmp_path):
-    done = in_own_file_system(tmp_path, full_for_a_while)
-    assert "No space left on device. Training continues" in done["said"][0]
-    assert done["said"][1:] == ["train.sinks: tensorboard works again and has all rows."]
-    assert done["steps"] == list(range(41, 121)), "all since the last checkpoint before"
-    assert done["files"] == 2, "attempts leave no empty files"
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):

@@ -19,7 +19,7 @@ COLLECTIVE = re.compile(
 
 
 def test_one_device_needs_no_collective():
-    text = setup().hlo
+    text = setup().compiled.as_text()
     assert "while(" in text  # it is the program that is looked at
     assert not COLLECTIVE.search(text)
 

@@ -111,11 +111,23 @@ def test_a_skipped_step_is_recorded_with_its_rows_and_many_end_the_run(logger):
     for step, skip in ((1, 2), (2, 3)):
         logger.start_step(step, metrics(skip, step), 0.0)
     logger.start_step(3, metrics(1, 3), 0.0)
-    with pytest.raises(RunStopped, match=r"skipped steps in a row .* at step 3 \(.*: not finite\).*resume_from="):
+    with pytest.raises(
+        RunStopped, match=r"skipped steps in a row .* at step 3 \(.*: not finite\).*resume_from="
+    ) as end:
         logger.record()
+    assert "train.spike" not in str(end.value)
     assert [(row["skip"], row["rows"]) for row in rows.metrics] == [
         ("loss spike", [0, 8]), ("gradient spike", [8, 16]), ("not finite", [16, 24]),
     ]  # fmt: skip
+
+
+def test_a_run_that_spikes_ended_is_told_which_settings_to_change(logger):
+    logger, _ = logger
+    logger.start_step(7, metrics(2, 3), 0.0)
+    with pytest.raises(RunStopped, match=r"at step 7 \(.*: loss spike\)") as end:
+        logger.record()
+    for key in ("train.spike.threshold", "train.max_skipped_steps above train.spike.window=128", "resume_from="):
+        assert key in str(end.value)
 
 
 def test_the_rows_of_a_skipped_step_are_those_of_the_data(clock):

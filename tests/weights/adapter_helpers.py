@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,7 +26,7 @@ LORA = LoraConfig(2, 3.0)
 
 def write_adapter_run(folder):
     """Write a base model to `model`, adapters of it to `run`; returns the merged parameters of its steps 4 and 3."""
-    save_pretrained(random_model(MODEL, 1), folder / "model")
+    save_pretrained(jax.device_get(random_model(MODEL, 1)), folder / "model")
     small_tokenizer().save(folder / "model" / "tokenizer.json")
     base = load_model(f"hf:{folder / 'model'}")[0]
     params, balance = tree.parameters(base), tree.balancing_biases(base)

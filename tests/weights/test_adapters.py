@@ -1,6 +1,7 @@
 import shutil
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_adapters_of_different_models_and_none_have_no_average(tuned, tmp_path, 
 
 def test_another_base_is_refused_and_the_right_one_can_be_named(tuned, tmp_path, capsys):
     folder, *_ = tuned
-    save_pretrained(random_model(MODEL, 7), tmp_path / "other")
+    save_pretrained(jax.device_get(random_model(MODEL, 7)), tmp_path / "other")
     command = ["export-hf", str(folder / "run"), str(tmp_path / "out"), "--base"]
     assert main([*command, f"hf:{tmp_path / 'other'}"]) == 2
     assert "other is not the base model of the adapters" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -90,9 +91,9 @@ def test_what_peft_cannot_hold_is_refused(folder, tmp_path, capsys):
     assert "--layout legacy cannot be combined" in refused(capsys, folder / "run", out, "--layout", "legacy")
     said = refused(capsys, folder / "run", out, "--base", tmp_path / "whole")
     assert f"{tmp_path / 'whole'} is not a transformers folder. Export it" in said
-    save_pretrained(random_model(MODEL, 1), tmp_path / "legacy", "legacy")
+    save_pretrained(jax.device_get(random_model(MODEL, 1)), tmp_path / "legacy", "legacy")
     assert "has the legacy layout" in refused(capsys, folder / "run", out, "--base", f"hf:{tmp_path / 'legacy'}")
-    save_pretrained(random_model(MODEL, 7), tmp_path / "other")
+    save_pretrained(jax.device_get(random_model(MODEL, 7)), tmp_path / "other")
     assert "is not the base model" in refused(capsys, folder / "run", out, "--base", f"hf:{tmp_path / 'other'}")
     rope = tmp_path / "rope"
     shutil.copytree(folder / "model", rope)
