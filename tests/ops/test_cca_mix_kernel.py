@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import jit, packed_rows, seeds
+from tests.helpers import assert_close, jit, packed_rows, seeds
 from tests.kernel_helpers import kernel, lowered_kernels, shape
 from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix
 
@@ -22,7 +22,7 @@ SIZES = {
     "long": (1, 35, 3, 1, 32, 16, 4, 3),
     "chunks": (1, 16, 2, 1, 64, 16, 3, 1),
     "heads": (1, 20, 3, 3, 16, 8, 1, 3),
-    "taps": (1, 35, 2, 1, 64, 16, 3, 3),
+    "taps": (2, 37, 4, 2, 64, 16, 3, 3),
 }
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 3e-2}  # of a result's or a gradient's norm
 
@@ -93,14 +93,15 @@ def rows(name):
     return packed_rows(b, s + max(k0 + k1 - 2, 1))
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data(), seed=seeds())
 def test_equals_the_reference(data, seed):
-    check("released", 3 * seed + 1, data.draw(rows("released")), jnp.float32)
+    """Three tiles, two parts of the tokens, two programs for three taps, and channels that are taken in turns."""
+    check("taps", 3 * seed + 1, data.draw(rows("taps")), jnp.float32)
 
 
-def test_nothing_is_before_a_sequence_without_a_halo():
-    check("heads", 3, np.repeat([[9, 1, 2]], [2, 13, 7], axis=1).astype(np.int32), jnp.float32)
+def test_nothing_is_before_a_sequence_without_a_halo_in_bfloat16():
+    check("heads", 3, np.repeat([[9, 1, 2]], [2, 13, 7], axis=1).astype(np.int32), jnp.bfloat16)
 
 
 @pytest.mark.soak
@@ -112,13 +113,14 @@ def test_equals_the_reference_widely(name, dtype, data, seed):
     check(name, seed, data.draw(rows(name)), dtype)
 
 
-def test_one_token_takes_its_halo_in_bfloat16():
-    check("decode", 1, np.array([[0, 7, 7], [3, 3, 3]], np.int32), jnp.bfloat16)
-
-
-def test_tiles_parts_and_chunks_of_channels_in_bfloat16():
-    """Three tiles, two parts of the tokens, two programs for three taps, and channels that are taken in turns."""
-    check("taps", 1, np.repeat([[1, 2, 3]], [9, 20, 10], axis=1).astype(np.int32), jnp.bfloat16)
+def test_one_token_takes_its_halo():
+    """As in decoding: forward alone."""
+    (packed, weights, halo_u, halo_delayed, start), (before, segments, rotary), _ = draw(
+        "decode", 1, np.array([[0, 7, 7], [3, 3, 3]], np.int32)
+    )
+    arguments = packed, Halo(halo_u, before, halo_delayed), segments, rotary, weights, start
+    ours, wanted = (jit(mix)(*arguments) for mix in (kernel("cca_mix", "interpret"), cca_mix))
+    assert_close(ours, wanted, 1e-5)
 
 
 def shapes(dtype, k0=2, k1=2, c=128, pairs=32):
@@ -144,10 +146,9 @@ def trained(packed, halo, segments, rotary, weights, *, platform):
     return jax.value_and_grad(loss, argnums=(0, 1))(packed, weights)
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("cuda", jnp.bfloat16), ("rocm", jnp.float32)])
-def test_lowers(platform, dtype):
+def test_lowers():
     """Once forward although it is recomputed: nothing that the backward kernels take comes from the forward one."""
-    assert lowered_kernels(trained, *shapes(dtype), platform=platform) == KERNELS
+    assert lowered_kernels(trained, *shapes(jnp.float32), platform="cuda") == KERNELS
 
 
 @pytest.mark.soak

@@ -124,9 +124,8 @@ def gradient(h, expert, weight, gate_up, down, cotangent, *, platform, policy=No
     return out, back(cotangent.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("platform", ["cuda", "rocm"])
-def test_a_sort_and_two_launches_forward_and_four_backward(platform):
-    assert lowered_kernels(gradient, *of_8b(jnp.bfloat16), platform=platform) == FORWARD + BACKWARD
+def test_a_sort_and_two_launches_forward_and_four_backward():
+    assert lowered_kernels(gradient, *of_8b(jnp.float32), platform="cuda") == FORWARD + BACKWARD
 
 
 def operations(policy):
@@ -179,13 +178,14 @@ def test_without_a_gradient_gate_and_up_are_not_written():
 
 
 @pytest.mark.parametrize("experts", [
-    kernel("experts", "interpret"), kernels("interpret").without(("experts",)).ops.experts, dispatch_experts,
-], ids=["kernel", "products", "reference"])  # fmt: skip
+    kernel("experts", "interpret"), dispatch_experts,
+    pytest.param(kernels("interpret").without(("experts",)).ops.experts, marks=pytest.mark.soak),
+], ids=["kernel", "reference", "products"])  # fmt: skip
 def test_in_the_stack_of_all_layers_a_gradient_is_added_to_its_layer_alone(experts):
     (t, *_, e), layers = SHAPE, (2, 0)  # of three; each adds to the sums
     h, weight, gate_up, down, cotangent = draw(SHAPE, "float32", 3)
-    stacks = [jnp.stack([x * scale for scale in (0.5, -1.0, 1.0)]) for x in (gate_up, down)]
-    expert = jnp.asarray(np.arange(t) % (e + 1), jnp.int32)
+    stacks = [np.stack([x * np.float32(scale) for scale in (0.5, -1, 1)]) for x in map(np.asarray, (gate_up, down))]
+    expert = (np.arange(t) % (e + 1)).astype(np.int32)
 
     @jax.jit
     def stacked(totals, layer):
@@ -199,12 +199,12 @@ def test_in_the_stack_of_all_layers_a_gradient_is_added_to_its_layer_alone(exper
         dh, dweight, _ = back(cotangent)
         return out, dh, dweight, [jax.freeze(x) for x in references]
 
-    one_layer = both_passes(experts)
-    totals = expected = [jnp.full(x.shape, 3.0) for x in stacks]
+    totals, expected = ([np.full_like(x, 3) for x in stacks] for _ in range(2))
     for layer in layers:
         *ours, totals = stacked(totals, jnp.int32(layer))
-        *alone, dgate_up, ddown = one_layer(h, expert, weight, *(x[layer] for x in stacks), cotangent)
-        expected = [x.at[layer].add(g) for x, g in zip(expected, (dgate_up, ddown), strict=True)]
+        *alone, dgate_up, ddown = compiled("interpret")(h, expert, weight, *(x[layer] for x in stacks), cotangent)
+        for total, gradient in zip(expected, (dgate_up, ddown), strict=True):
+            total[layer] += gradient
         assert_close(ours, alone, 1e-6)
         assert_close(totals, expected, 1e-6)
 

@@ -5,7 +5,7 @@ from tests.helpers import random_model, tiny_config
 
 
 def products_in_gradient(remat: str) -> int:
-    model = random_model(tiny_config())
+    model = random_model(tiny_config("bare"))
     tokens = jnp.zeros((1, 8), jnp.int32)
     gradient = jax.make_jaxpr(jax.grad(lambda m: m(tokens, remat=remat).hidden_bsd.sum(), allow_int=True))(model)
     return str(gradient).count("dot_general")
