@@ -35,19 +35,19 @@ def test_a_fingerprint_tells_any_two_apart(seed, name, data):
 
 
 def placed_fingerprint():
-    """Of the same arrays laid out on four devices, by one axis and by two, or on all of them."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    """Of the same arrays laid out on eight devices, by one axis and by two, or on all of them."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     specs = {"a": PartitionSpec("x", "y"), "b": PartitionSpec(("x", "y")), "c": PartitionSpec()}
     return fingerprint({name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in even().items()})
 
 
 def even():
     rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in (("a", (4, 6)), ("b", (8,)), ("c", ()))}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in (("a", (4, 8)), ("b", (8,)), ("c", ()))}
 
 
 def test_a_fingerprint_does_not_depend_on_where_parameters_lie():
-    assert on_devices(4, "tests.model.test_fingerprint:placed_fingerprint") == fingerprint(even())
+    assert on_devices(8, "tests.model.test_fingerprint:placed_fingerprint") == fingerprint(even())
 
 
 @given(seed=seeds(), cut=st.sampled_from([0, 2, 11]))  # each is compiled

@@ -23,7 +23,6 @@ from zaya_jax.ops.attention import (
     partial_attention_gradient,
 )
 from zaya_jax.ops.blockwise import FLOOR
-from zaya_jax.ops.names import MATMUL_OUTPUT
 
 EMULATED = kernel("attention", "interpret")
 TILE = 16  # of rows and of keys, when interpreted
@@ -259,43 +258,11 @@ def gradient(q, k, v, *rest, platform, window=None):
     return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
 
-def gradient_of_layer(q, k, v, *rest, platform, policy):
-    def layer(q, k, v):
-        return forward(q, k, v, *rest, platform=platform).astype(jnp.float32) ** 2  # whose gradient needs the output
-
-    return jax.grad(lambda *x: jax.checkpoint(layer, policy=policy)(*x).sum(), argnums=(0, 1, 2))(q, k, v)
-
-
-def test_lowering():
-    assert lowered_kernels(gradient, *arguments(F32), platform="cuda") == FLASH
+def test_decoding_has_kernels_of_its_own_but_its_gradient_is_that_of_a_forward_pass():
+    """In bfloat16, and for AMD, the kernels of the forward pass are lowered in tests/model/test_zaya_kernels.py."""
     decode = arguments(F32, s=1, b=16)
     assert lowered_kernels(forward, *decode, platform="cuda") == ["attention_decode", "attention_join"]
-
-
-def test_the_gradient_of_a_decode_is_that_of_a_forward_pass():
-    traced = jax.make_jaxpr(functools.partial(gradient, platform="rocm"))(*arguments(BF16, s=1))
-    assert sorted(used_kernels(traced.jaxpr)) == FLASH
-
-
-def test_rematerialisation_that_keeps_products_does_not_run_the_forward_kernel_again():
-    def kernels(policy):
-        function = functools.partial(gradient_of_layer, platform="rocm", policy=policy)
-        return sorted(used_kernels(jax.make_jaxpr(function)(*arguments(BF16)).jaxpr))
-
-    assert kernels(jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)) == FLASH
-    assert kernels(jax.checkpoint_policies.nothing_saveable) == ["attention", *FLASH]
-
-
-def used_kernels(jaxpr):
-    """Names of kernels of which a result is used; XLA leaves out the others."""
-    used = {id(x) for equation in jaxpr.eqns for x in equation.invars} | {id(x) for x in jaxpr.outvars}
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            yield from [str(equation.params["name"])] * any(id(x) in used for x in equation.outvars)
-            continue
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from used_kernels(getattr(inner, "jaxpr", inner))
+    assert lowered_kernels(gradient, *decode, platform="cuda") == FLASH
 
 
 @pytest.mark.parametrize(

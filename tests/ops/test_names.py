@@ -12,6 +12,4 @@ def products_in_gradient(remat: str) -> int:
 
 
 def test_a_policy_keeps_named_products_so_that_fewer_are_made_again():
-    kept, made_again, none = (products_in_gradient(remat) for remat in ("dots", "full", "none"))
-    assert kept < made_again
-    assert kept >= none
+    assert products_in_gradient("dots") < products_in_gradient("full")

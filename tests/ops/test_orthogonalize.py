@@ -169,7 +169,7 @@ def test_the_scale_is_taken_out_over_all_of_fp32(dtype, platform):
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.soak), jnp.bfloat16])
 def test_a_large_matrix_may_have_tiny_elements(dtype):
     """As many elements as an expert's projection has: of a root mean square of 5e-11 its norm is over 1e-7."""
-    m = np.random.default_rng(0).normal(size=(4, 2**21)).astype(np.float32)
+    m = np.random.default_rng(0).normal(size=(2, 2**21)).astype(np.float32)
     run = jit(functools.partial(orthogonalize, steps=1, dtype=dtype))
     found, exact = run(m * np.float32(5e-11)), run(m)
     assert np.abs(exact).max() > 1e-4
@@ -203,4 +203,6 @@ def test_kernels_have_no_double_precision():
         jax.enable_x64(True),
         pytest.raises(ValueError, match="gram_polynomial kernels support"),
     ):
-        kernel("orthogonalize", "interpret")(np.ones((4, 6)), steps=1, dtype=jnp.float64)
+        jax.eval_shape(
+            functools.partial(kernel("orthogonalize", "interpret"), steps=1, dtype=jnp.float64), np.ones((4, 6))
+        )
