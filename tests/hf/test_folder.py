@@ -62,7 +62,7 @@ def test_a_file_name_that_no_disk_takes_is_refused(sharded, file):
     assert "cannot be read" in changed_index(sharded[1], lambda index: index["weight_map"].update({QUERY: file}))
 
 
-@settings(max_examples=10 * settings.default.max_examples)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(weight_map=st.dictionaries(st.text(max_size=9), VALUES | st.text(max_size=9).map("{}.safetensors".format)),
        rest=VALUES)  # fmt: skip
 def test_an_index_of_any_json_is_refused(weight_map, rest, tmp_path_factory):
@@ -172,7 +172,7 @@ def changing(tmp_path_factory, request):
     return folder
 
 
-@settings(max_examples=10 * settings.default.max_examples)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(changes=st.dictionaries(st.sampled_from(CONFIGURED), VALUES | st.just(HUGE), min_size=1, max_size=2))
 @example(changes={"num_hidden_layers": HUGE, "layer_types": None})
 @example(changes={"num_hidden_layers": 2 * 10**9, "layer_types": None})

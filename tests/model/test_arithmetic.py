@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import itertools
 import math
 from pathlib import Path
 
@@ -23,11 +22,12 @@ from zaya_jax.ops import Ops
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 PARTS = [dict(zip(("attention", "router", "residual_scaling"), parts, strict=True))
-         for parts in itertools.product(("cca", "gqa"), ("zaya", "linear"), (True, False))]  # fmt: skip
+         for parts in (("cca", "zaya", True), ("cca", "linear", False), ("gqa", "zaya", False),
+                       ("gqa", "linear", True))]  # fmt: skip
 every_combination = pytest.mark.parametrize("parts", PARTS, ids=lambda parts: "-".join(map(str, parts.values())))
 
 # Shrinking what fails would trace hundreds of models, and a failure already names its configuration.
-few = settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
+few = settings(max_examples=2, phases=(Phase.explicit, Phase.generate))
 
 
 @st.composite

@@ -9,21 +9,22 @@ import numpy as np
 import pytest
 
 from tests.devices_helpers import ROOT
-from tests.helpers import ABLATIONS, VARIANTS, tiny_config
+from tests.helpers import tiny_config
 from zaya_jax.config import load_config
 from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.cca import CCACache
 from zaya_jax.model.zaya import init_cache
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *ABLATIONS])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [("biased", jnp.float32), ("sliding", jnp.bfloat16), ("gqa", jnp.bfloat16)]
+)
 def test_an_empty_cache_is_zeros_of_the_right_shapes(variant, dtype):
     config = tiny_config(variant)
     cache = init_cache(config, 3, 16, dtype)
     assert cache.capacity == 16
     assert len(cache.layers) == config.num_layers
-    chex.assert_trees_all_equal(cache, jax.tree.map(jnp.zeros_like, cache))
+    assert not any(np.any(x) for x in jax.tree.leaves(cache))
     heads, c = config.num_kv_heads, config.head_dim
     for layer, kind in zip(cache.layers, config.layer_kinds * config.num_groups, strict=True):
         slots = 16 if kind.window is None else min(16, kind.window)

@@ -5,15 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import ABLATIONS, assert_close, jit, random_model, tiny_config
+from tests.helpers import assert_close, jit, random_model, tiny_config
 from zaya_jax import capture, capture_shapes
 from zaya_jax.errors import InputError
 from zaya_jax.model.router import choose_class
 from zaya_jax.model.tree import balancing_biases
-from zaya_jax.model.zaya import layer_blocks
 from zaya_jax.ops import LOCAL
 
-CONFIG = tiny_config("sliding")  # two positions in the period, two groups
+CONFIG = tiny_config("gqa")  # two positions in the period, two groups
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 7)), jnp.int32)
 SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0, 0], [3] * 7], jnp.int32)
 
@@ -24,34 +23,24 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def values(model):
-    """All values of a compiled run, and its output without capturing."""
-    captured, out = jit(lambda model: (capture(model, TOKENS, "*", SEGMENTS), model(TOKENS, SEGMENTS)))(model)
-    return jax.device_get(captured), jax.device_get(out)
+def captured(model):
+    """All values of a compiled run."""
+    return jax.device_get(jit(lambda model: capture(model, TOKENS, "*", SEGMENTS))(model))
 
 
-def test_capturing_changes_nothing(values):
-    captured, out = values
-    assert_close(captured["norm"], out.hidden_bsd, 1e-6)
-    assert_close(captured["hidden_bsd"], out.hidden_bsd, 1e-6)
-    np.testing.assert_array_equal(captured["layers.2"], out.stats.expert_counts_le)
-
-
-def test_layers_follow_one_another(model, values):
+def test_layers_follow_one_another(model, captured):
     """The residual stream that leaves a layer enters the next; so does the router's state."""
-    captured, _ = values
     for after, before in (("layers", "layers.args.x_bsd"), ("layers.1", "layers.args.state_bsr")):
         assert len(captured[after]) == CONFIG.num_layers
         np.testing.assert_array_equal(captured[after][:-1], captured[before][1:])
     np.testing.assert_array_equal(captured["layers"][-1], captured["norm.args.x"])
-    norm = layer_blocks(model)[0].attention_norm
+    norm = jax.tree.map(lambda x: x[0], model.blocks[0].attention_norm)
     normed = norm(captured["layers.args.x_bsd"][0], jnp.float32, LOCAL)
     assert_close(captured["layers.attention.args.h_bsd"][0], normed, 1e-6)
     assert len({captured["layers.attention"][index].tobytes() for index in range(CONFIG.num_layers)}) == 4
 
 
-def test_the_routers_choice_is_that_of_its_probabilities(model, values):
-    captured, out = values
+def test_the_routers_choice_is_that_of_its_probabilities(model, captured):
     probability = captured["layers.mixture.router.probabilities"]
     np.testing.assert_allclose(probability.sum(-1), 1, rtol=1e-5)
     biases = np.stack([np.asarray(x) for x in balancing_biases(model).values()], 1).reshape(CONFIG.num_layers, -1)
@@ -61,26 +50,24 @@ def test_the_routers_choice_is_that_of_its_probabilities(model, values):
         np.testing.assert_array_equal(chosen, expert)
         assert_close(captured["layers.mixture.router.weight_bs"][layer], weight, 1e-6)
         counts = np.bincount(chosen[SEGMENTS != 0], minlength=CONFIG.num_experts + 1)
-        np.testing.assert_array_equal(counts, out.stats.expert_counts_le[layer])
+        np.testing.assert_array_equal(counts, captured["layers.2"][layer])
 
 
-def test_names_and_patterns_choose(model, values):
-    captured, _ = values
-    names = ["layers.attention.attend.args.[qk]_*", "norm"]
-    chosen = capture(model, TOKENS, names, SEGMENTS)
+def test_names_and_patterns_choose(model, captured):
+    names = ("layers.attention.attend.args.[qk]_*", "norm")
+    chosen = jax.eval_shape(lambda model: capture(model, TOKENS, names, SEGMENTS), model)
     assert sorted(chosen) == ["layers.attention.attend.args.k_bskc", "layers.attention.attend.args.q_bshc", "norm"]
-    for name, x in chosen.items():
-        assert_close(x, captured[name], 1e-5)
+    assert {name: x.shape for name, x in chosen.items()} == {name: captured[name].shape for name in chosen}
 
 
-@pytest.mark.parametrize("variant", ["sliding", *ABLATIONS])
-def test_shapes_are_listed_for_every_model(variant, values):
+@pytest.mark.parametrize("variant", ["gqa", "bare", "reduced"])
+def test_shapes_are_listed_for_every_model(variant, captured):
     config = tiny_config(variant)
     shapes = capture_shapes(random_model(config), TOKENS, SEGMENTS)
     assert {"layers", "layers.attention", "layers.mixture.router.probabilities"} <= shapes.keys()
     assert not [name for name in shapes if "#" in name]
-    if variant == "sliding":
-        assert shapes == {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in values[0].items()}
+    if variant == "gqa":
+        assert shapes == {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in captured.items()}
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(model):
@@ -88,19 +75,15 @@ def test_an_unknown_name_is_refused_with_the_known_ones(model):
         jax.eval_shape(lambda model: capture(model, TOKENS, ("norm", "layers.atention")), model)
 
 
-def test_the_gradient_of_a_captured_value_is_the_models():
-    model = random_model(tiny_config())  # compiles faster
+@pytest.mark.parametrize("name", ["norm", "hidden_bsd"])
+def test_capturing_changes_neither_the_results_nor_their_gradients(name):
+    model = random_model(tiny_config("bare"))
 
-    def scaled(scale):
-        return jax.tree.map(lambda x: x * scale if jnp.issubdtype(x.dtype, jnp.floating) else x, model)
+    def program(hidden):
+        return str(jax.make_jaxpr(jax.value_and_grad(lambda model: jnp.sum(hidden(model)), allow_int=True))(model))
 
-    def slopes(scale):
-        captured = jax.grad(lambda scale: jnp.sum(jnp.sin(capture(scaled(scale), TOKENS, "norm")["norm"])))(scale)
-        return captured, jax.grad(lambda scale: jnp.sum(jnp.sin(scaled(scale)(TOKENS).hidden_bsd)))(scale)
-
-    captured, own = jit(slopes)(1.0)
-    assert abs(own) > 0.1
-    assert_close(captured, own, 1e-4)
+    through_capture = program(lambda model: capture(model, TOKENS, name)[name])
+    assert through_capture == program(lambda model: model(TOKENS).hidden_bsd)
 
 
 def test_a_second_call_in_a_layer_has_a_number():

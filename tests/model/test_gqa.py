@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, packed_rows, seeds, tiny_config
@@ -55,7 +55,7 @@ def draw(kind, seed):
 
 
 def wide(variable):
-    return np.asarray(variable[...], np.float64)
+    return np.asarray(variable.get_raw_value(), np.float64)
 
 
 def reference(kind, gqa, h, segments):
@@ -93,11 +93,12 @@ def reference(kind, gqa, h, segments):
 
 
 @every_kind
+@settings(max_examples=5)
 @given(data=st.data(), seed=seeds())
 def test_equals_the_formulas_for_each_document_by_itself(kind, data, seed):
     segments = data.draw(packed_rows(B, S)) if seed % 2 else np.ones((B, S), np.int32)
     h = draw(kind, seed)
-    ours, theirs = program(kind)(layer(kind), h, segments), reference(kind, layer(kind), h, segments)
+    ours, theirs = np.asarray(program(kind)(layer(kind), h, segments)), reference(kind, layer(kind), h, segments)
     real = segments > 0
     assert_close(ours[real], theirs[real], 1e-4)
 

@@ -16,11 +16,13 @@ from zaya_jax.model.layers import (
 )
 from zaya_jax.ops import LOCAL
 
+positions_of = jax.jit(segment_positions)
+
 
 @given(data=st.data())
 def test_positions_count_from_the_start_of_each_document(data):
     segments = data.draw(packed_rows(2, 12))
-    positions = jax.device_get(segment_positions(jnp.asarray(segments)))
+    positions = jax.device_get(positions_of(segments))
     chex.assert_type(positions, jnp.int32)
     for row, ours in zip(segments, positions, strict=True):
         for number in np.unique(row[row > 0]):
@@ -28,12 +30,13 @@ def test_positions_count_from_the_start_of_each_document(data):
 
 
 def test_a_run_is_a_document_though_its_id_came_before():
-    np.testing.assert_array_equal(segment_positions(jnp.asarray([[1, 1, 2, 1, 1, 0, 0]])), [[0, 1, 0, 0, 1, 0, 1]])
+    segments = np.array([[1, 1, 2, 1, 1, 0, 0]], np.int32)
+    np.testing.assert_array_equal(positions_of(segments), [[0, 1, 0, 0, 1, 0, 1]])
 
 
 def test_rotary_tables_are_cosines_of_positions_times_inverse_frequencies():
     positions = np.array([[0, 1, 7, 5000]])
-    cos, sin = rotary_table(jnp.asarray(positions), 8, 1.0e4)
+    cos, sin = jax.device_get(rotary_table(jnp.asarray(positions), 8, 1.0e4))
     angle = positions[..., None] * 1.0e4 ** (-np.arange(4) / 4)
     chex.assert_type([cos, sin], jnp.float32)
     np.testing.assert_allclose(cos, np.cos(angle), atol=2e-3)  # 5000 radians in fp32 are known to 1e-3
@@ -45,7 +48,8 @@ def test_rotary_tables_are_cosines_of_positions_times_inverse_frequencies():
 @given(seed=seeds())
 def test_residual_scaling_adds_before_it_scales(seed):
     rng = np.random.default_rng(seed)
-    drawn = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), ResidualScaling(6))
+    shapes = jax.eval_shape(lambda: ResidualScaling(6))
+    drawn = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
     out, stream = (jnp.asarray(rng.normal(size=(2, 3, 6)), jnp.float32) for _ in range(2))
     expected = (out + drawn.hidden_bias[...]) * drawn.hidden_scale[...]
     expected += (stream + drawn.residual_bias[...]) * drawn.residual_scale[...]

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.helpers import random_model, tiny_config
+from tests.helpers import jit, random_model, tiny_config
 from zaya_jax.model.packing import SMALL, pack_small
 
 
@@ -20,17 +20,18 @@ def test_small_arrays_that_are_alike_become_one():
 
 
 def test_unpacking_a_layer_gives_its_parameters_and_their_gradients():
-    arrays = stacked()
+    arrays = jax.device_get(stacked())
     packed, unpack = pack_small(arrays)
+    packed = jax.device_get(packed)
     for layer in range(3):
         expected = jax.tree.map(lambda x, layer=layer: x[layer], arrays)
-        jax.tree.map(np.testing.assert_array_equal, unpack([x[layer] for x in packed]), expected)
+        jax.tree.map(np.testing.assert_array_equal, jit(unpack)([x[layer] for x in packed]), expected)
 
     def loss(layer):
         return sum(jnp.sum(jnp.sin(x.astype(jnp.float32)) * index) for index, x in enumerate(jax.tree.leaves(layer)))
 
-    found = jax.grad(lambda arrays: loss(pack_small(arrays)[1]([x[1] for x in pack_small(arrays)[0]])))(arrays)
-    wanted = jax.grad(lambda arrays: loss(jax.tree.map(lambda x: x[1], arrays)))(arrays)
+    found = jit(jax.grad(lambda arrays: loss(pack_small(arrays)[1]([x[1] for x in pack_small(arrays)[0]]))))(arrays)
+    wanted = jit(jax.grad(lambda arrays: loss(jax.tree.map(lambda x: x[1], arrays))))(arrays)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 

@@ -74,12 +74,11 @@ def test_the_weight_is_the_unbiased_probability_of_the_class_the_bias_chose(seed
     assert_close(routing.weight_bs, np.where(routing.expert_bs == E, 0, weight), 1e-5)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("averaging", [False, True])
+@pytest.mark.parametrize(("layers", "averaging"), [(1, True), (2, False), (3, False)])
 def test_a_router_without_layers_or_depth_averaging_has_the_rest(layers, averaging):
     reduced = router(config=tiny_config(router_layers=layers, depth_averaging=averaging))
     h, state = draw(2)
-    p, handed_on = reduced.probabilities(h, state, LOCAL)
+    p, handed_on = jit(lambda router, h, state: router.probabilities(h, state, LOCAL))(reduced, h, state)
     expected, expected_state = reference(reduced, h, state)
     assert_close(p, expected, 1e-5)
     assert_close(handed_on, expected_state, 1e-5)
@@ -121,21 +120,16 @@ def test_the_loss_does_not_move_the_balancing_bias():
 
 def test_softmax_and_state_are_float32_in_bfloat16():
     h, state = draw(6)
-    routing = route(router(), h.astype(jnp.bfloat16), state)
+    routing = jax.eval_shape(route, router(), h.astype(jnp.bfloat16), state)
     chex.assert_type([routing.weight_bs, routing.state_bsr], jnp.float32)
     p = probabilities(router(), h.astype(jnp.bfloat16), state)
     chex.assert_type(p, jnp.float32)
     np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-6)
-    assert np.abs(p - reference(router(), h, state)[0]).max() < 0.1
+    assert np.abs(np.asarray(p) - reference(router(), h, state)[0]).max() < 0.1
 
 
-class Variants(chex.TestCase):
-    """Routers route alike however they are called."""
-
-    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
-    def test_a_token_is_routed_alike_however_the_router_is_called(self):
-        h, state = draw(7)
-        call = self.variant(lambda h, state: router()(h, state, LOCAL))  # pyright: ignore[reportCallIssue]
-        chex.assert_trees_all_close(call(h, state), route(router(), h, state), rtol=1e-5, atol=1e-6)
-        each = jax.vmap(lambda h, state: router()(h[None], state[None], LOCAL))(h, state)  # a row by itself
-        chex.assert_trees_all_close(jax.tree.map(lambda x: x[:, 0], each), call(h, state), rtol=1e-5, atol=1e-6)
+def test_a_row_is_routed_as_by_itself():
+    h, state = draw(7)
+    each = jit(jax.vmap(lambda h, state: router()(h[None], state[None], LOCAL)))(h, state)
+    each = jax.tree.map(lambda x: np.asarray(x)[:, 0], each)
+    chex.assert_trees_all_close(each, route(router(), h, state), rtol=1e-5, atol=1e-6)

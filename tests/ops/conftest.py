@@ -5,7 +5,7 @@ import pytest
 from tests.helpers import blocks_of
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="package")
 def small_blocks():
     with blocks_of(8):
         yield

@@ -1,7 +1,6 @@
 """The blockwise attention equals a dense softmax, and holds no square of the sequence."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -38,7 +37,7 @@ SHAPES = {
     "window_over_blocks": (27, 27, 2, 1, 11),
     "window_of_one": (17, 17, 2, 2, 1),
     "more_keys": (6, 29, 4, 1, None),
-    "more_keys_window": (9, 26, 2, 1, 7),
+    "more_keys_window": (9, 26, 2, 1, 11),
     "one_query": (1, 21, 4, 2, None),
 }
 
@@ -65,7 +64,7 @@ def draw(seed, s, t, h, k, dtype=np.float32):
 
 
 # Each is compiled twice: those that have most in them, the others in `make soak`.
-QUICK = ("ragged", "window_over_blocks", "more_keys_window", "one_query")
+QUICK = ("ragged", "more_keys_window", "one_query")
 
 
 @pytest.mark.parametrize(
@@ -92,15 +91,15 @@ def test_equals_a_dense_softmax(name, data, seed):
 
 
 def test_without_segments_a_row_is_one_document():
-    q, k, v, _ = draw(0, 10, 10, 4, 2)
-    ones = np.ones((2, 10), np.int32)
-    expected = jit(functools.partial(dense, offset=0, window=None))(q, k, v, ones, ones)
+    q, k, v, cotangent = draw(0, 19, 19, 4, 2)
+    ones = np.ones((2, 19), np.int32)
+    expected, _ = compiled(dense, None)(q, k, v, ones, ones, 0, cotangent)
     assert_close(jit(attention)(q, k, v), expected, 1e-5)
 
 
 @pytest.mark.parametrize("scale", [60.0, 1e-20])
 def test_large_and_small_scores_stay_finite(scale):
-    q, k, v, cotangent = draw(1, 19, 19, 2, 1)
+    q, k, v, cotangent = draw(1, 19, 19, 4, 2)
     ones = np.ones((2, 19), np.int32)
     arguments = (q * scale, k, v, ones, ones, 0, cotangent)
     out, gradients = compiled(ours, None)(*arguments)
@@ -111,37 +110,34 @@ def test_large_and_small_scores_stay_finite(scale):
 
 
 def test_bfloat16_keeps_its_dtype_and_sums_in_float32():
-    q, k, v, cotangent = draw(2, 24, 24, 4, 2, jnp.bfloat16)
-    ones = np.ones((2, 24), np.int32)
+    q, k, v, cotangent = draw(2, 19, 19, 4, 2, jnp.bfloat16)
+    ones = np.ones((2, 19), np.int32)
     out, gradients = compiled(ours, None)(q, k, v, ones, ones, 0, cotangent)
     chex.assert_type([out, *gradients], jnp.bfloat16)
-    wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    expected, expected_gradients = compiled(dense, None)(*wide, ones, ones, 0, cotangent.astype(jnp.float32))
-    assert_close(out.astype(jnp.float32), expected, 0.02)
+    *wide, cotangent = (np.asarray(x, np.float32) for x in (q, k, v, cotangent))
+    expected, expected_gradients = compiled(dense, None)(*wide, ones, ones, 0, cotangent)
+    assert_close(np.asarray(out, np.float32), expected, 0.02)
     for x, want in zip(gradients, expected_gradients, strict=True):
-        error = np.linalg.norm(x.astype(jnp.float32) - want) / np.linalg.norm(want)
+        error = np.linalg.norm(np.asarray(x, np.float32) - want) / np.linalg.norm(want)
         assert error < 0.02
 
 
-@pytest.mark.parametrize("window", [None, 256])
-def test_memory_is_linear_in_the_sequence(window):
+def test_memory_is_linear_in_the_sequence():
     def loss(q, k, v, segments):
-        return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window).sum()
+        return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments).sum()
 
     with blocks_of(128):
         bytes_ = []
-        for s in (1024, 2048, 4096):
+        for s in (2048, 4096):
             shapes = [jax.ShapeDtypeStruct((1, s, heads, 16), jnp.float32) for heads in (2, 1, 1)]
             segments = jax.ShapeDtypeStruct((1, s), jnp.int32)
             compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes, segments).compile()
             bytes_.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert bytes_[0] > 0
-    for less, more in itertools.pairwise(bytes_):
-        assert more <= 2.2 * less, bytes_
-    assert bytes_[-1] < 4096 * 4096 * 4, "less than a single square of scores"
+    assert 0 < bytes_[1] <= 2.2 * bytes_[0], bytes_
+    assert bytes_[1] < 4096 * 4096 * 4, "less than a single square of scores"
 
 
 def test_segments_of_one_side_alone_are_refused():
-    q, k = jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 1, 8))
+    q, k = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 4, 1, 8), np.float32)
     with pytest.raises(ValueError, match="or neither"):
-        attention(q, k, k, query_segments_bs=jnp.ones((1, 4), jnp.int32))
+        attention(q, k, k, query_segments_bs=np.ones((1, 4), np.int32))

@@ -23,7 +23,6 @@ from zaya_jax.ops.attention import (
     partial_attention_gradient,
 )
 from zaya_jax.ops.blockwise import FLOOR
-from zaya_jax.ops.names import MATMUL_OUTPUT
 
 EMULATED = kernel("attention", "interpret")
 TILE = 16  # of rows and of keys, when interpreted
@@ -111,15 +110,10 @@ def equals_the_reference(data, seed, case, segmented=True):
         assert not np.any(np.asarray(gradients[1])[key_segments == 0])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(1, 21, 39, 6, 2, 16, None), Case(1, 21, 39, 2, 1, 16, TILE + 1, BF16)],
-    ids=["documents", "window"],
-)
 @settings(max_examples=6)
 @given(data=st.data(), seed=seeds())
-def test_equals_the_reference(case, data, seed):
-    equals_the_reference(data, seed, case)
+def test_equals_the_reference(data, seed):
+    equals_the_reference(data, seed, Case(1, 21, 39, 6, 2, 16, TILE + 1, BF16))
 
 
 @pytest.mark.soak
@@ -134,6 +128,9 @@ def test_equals_the_reference_in_any_shape(data, seed):
     equals_the_reference(data, seed, case, data.draw(st.booleans()))
 
 
+joined = jit(combine)
+
+
 @functools.cache
 def partial(window):
     """Jitted kernels, then references, of a part and of its gradient."""
@@ -142,19 +139,19 @@ def partial(window):
     return [jit(lambda *x, f=f: f(*x[:6], window, *x[6:])) for f in functions]
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(data=st.data(), seed=seeds())
 def test_parts_of_the_keys_join_to_the_whole(data, seed):
     case = Case(1, 42, 40, 2, 1, 16, None)
     part, gradient, part_reference, gradient_reference = partial(case.window)
-    q, k, v, do = draw_arrays(seed, case)
+    q, k, v, do = map(np.asarray, draw_arrays(seed, case))
     segments = data.draw(documents(1, case.s))
     halves = [(k, v, segments[:, : case.t], np.int32(0)), (k[:, ::-1], v, segments[:, 2:], np.int32(-2)),
               (v, k, segments[:, : case.t], np.int32(-case.t))]  # fmt: skip
-    whole = PartialAttention(jnp.zeros(q.shape), jnp.full(q.shape[:3], FLOOR))
+    whole = PartialAttention(np.zeros_like(q), np.full(q.shape[:3], FLOOR, np.float32))
     for key, value, key_segments, offset in halves:
         arguments = (q, key, value, segments, key_segments, offset)
-        ours = part(*arguments)
+        ours = jax.device_get(part(*arguments))
         chex.assert_type([*ours], jnp.float32)
         with jax.enable_x64(True):
             expected = exact(part_reference(*exact(arguments)))
@@ -162,7 +159,7 @@ def test_parts_of_the_keys_join_to_the_whole(data, seed):
         seen = np.asarray(expected.lse_bsh) > FLOOR / 2
         assert_close(ours.lse_bsh[seen], expected.lse_bsh[seen], 1e-5)
         assert (ours.lse_bsh[~seen] <= FLOOR / 2).all()
-        whole = combine(whole, ours)
+        whole = joined(whole, ours)
     for key, value, key_segments, offset in halves:
         arguments = (q, key, value, segments, key_segments, offset, whole, do)
         with jax.enable_x64(True):
@@ -200,7 +197,7 @@ def test_a_decode_reads_what_is_written_and_visible_alone(window, data, seed):
     past = places >= -(-(offset + case.s) // TILE) * TILE
     if window is not None:
         past |= places < (offset - window + 1) // TILE * TILE
-    k, v = (jnp.where(past[None, :, None, None], jnp.nan, x) for x in (k, v))
+    k, v = (np.where(past[None, :, None, None], np.float32(np.nan), x) for x in (k, v))
     check(decoded(True, window)(q, k, v, *rest), expected, 1e-5)
 
 
@@ -235,8 +232,8 @@ def test_tiles_that_are_visited_are_those_with_something_to_see(window, data):
 
 
 def test_of_contiguous_documents_no_tile_of_another_is_visited():
-    segments = jnp.asarray(np.repeat(np.arange(1, 5), 32)[None], jnp.int32)
-    found = ranges((segments, segments), jnp.int32(0), (1, 128, 128, 4), (32, 8), None)
+    segments = np.repeat(np.arange(1, 5), 32)[None].astype(np.int32)
+    found = jit(lambda x, offset: ranges((x, x), offset, (1, 128, 128, 4), (32, 8), None))(segments, np.int32(0))
     first = np.arange(16) * 8  # a tile of rows spans 8 queries
     low, start, stop, high = np.asarray(found[0]).T
     np.testing.assert_array_equal(low, first // 32 * 4)
@@ -261,44 +258,11 @@ def gradient(q, k, v, *rest, platform, window=None):
     return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
 
-def gradient_of_layer(q, k, v, *rest, platform, policy):
-    def layer(q, k, v):
-        return forward(q, k, v, *rest, platform=platform).astype(jnp.float32) ** 2  # whose gradient needs the output
-
-    return jax.grad(lambda *x: jax.checkpoint(layer, policy=policy)(*x).sum(), argnums=(0, 1, 2))(q, k, v)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("platform", ["cuda", "rocm"])
-def test_lowering(platform, dtype):
-    assert lowered_kernels(gradient, *arguments(dtype), platform=platform) == FLASH
-    decode = arguments(dtype, s=1, b=16)
-    assert lowered_kernels(forward, *decode, platform=platform) == ["attention_decode", "attention_join"]
-
-
-def test_the_gradient_of_a_decode_is_that_of_a_forward_pass():
-    assert lowered_kernels(gradient, *arguments(BF16, s=1), platform="rocm") == FLASH
-
-
-def test_rematerialisation_that_keeps_products_does_not_run_the_forward_kernel_again():
-    def kernels(policy):
-        function = functools.partial(gradient_of_layer, platform="rocm", policy=policy)
-        return sorted(used_kernels(jax.make_jaxpr(function)(*arguments(BF16)).jaxpr))
-
-    assert kernels(jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)) == FLASH
-    assert kernels(jax.checkpoint_policies.nothing_saveable) == ["attention", *FLASH]
-
-
-def used_kernels(jaxpr):
-    """Names of kernels of which a result is used; XLA leaves out the others."""
-    used = {id(x) for equation in jaxpr.eqns for x in equation.invars} | {id(x) for x in jaxpr.outvars}
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            yield from [str(equation.params["name"])] * any(id(x) in used for x in equation.outvars)
-            continue
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from used_kernels(getattr(inner, "jaxpr", inner))
+def test_decoding_has_kernels_of_its_own_but_its_gradient_is_that_of_a_forward_pass():
+    """In bfloat16, and for AMD, the kernels of the forward pass are lowered in tests/model/test_zaya_kernels.py."""
+    decode = arguments(F32, s=1, b=16)
+    assert lowered_kernels(forward, *decode, platform="cuda") == ["attention_decode", "attention_join"]
+    assert lowered_kernels(gradient, *decode, platform="cuda") == FLASH
 
 
 @pytest.mark.parametrize(
@@ -312,14 +276,14 @@ def used_kernels(jaxpr):
 )
 def test_what_the_kernels_cannot_do_is_refused(change, message):
     size = {"dtype": jnp.float32, "c": 16, "k": 2, "t": 4} | change
-    q = jnp.zeros((1, 4, 4, size["c"]), size["dtype"])
-    k = jnp.zeros((1, size["t"], size["k"], size["c"]), size["dtype"])
+    q = np.zeros((1, 4, 4, size["c"]), size["dtype"])
+    k = np.zeros((1, size["t"], size["k"], size["c"]), size["dtype"])
     with pytest.raises(ValueError, match=message):
         EMULATED(q, k, k)
 
 
 def test_segments_that_do_not_fit_are_refused():
-    q, segments = jnp.zeros((1, 4, 2, 16)), jnp.ones((1, 4), jnp.int32)
+    q, segments = np.zeros((1, 4, 2, 16), np.float32), np.ones((1, 4), np.int32)
     with pytest.raises(ValueError, match="or neither"):
         EMULATED(q, q, q, query_segments_bs=segments)
     with pytest.raises(ValueError, match=r"Segments .* do not match"):

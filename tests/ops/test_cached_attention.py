@@ -1,7 +1,6 @@
 """Attention to a cache, whole or a ring, against attention to the whole sequence."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,12 +23,15 @@ def drawn(seed):
     return q, k, v, segments
 
 
-@settings(max_examples=15)
-@given(seed=st.integers(0, 1000), sizes=st.permutations([1, 1, 1, 2, 3, 4, 5, 7]), window=st.sampled_from([3, 6, 24]))
-def test_a_ring_gives_what_the_whole_sequence_gives(seed, sizes, window):
+# Lengths below, at and above those of the rings; each is compiled.
+@pytest.mark.parametrize("window", [4, None])
+@settings(max_examples=6)
+@given(seed=st.integers(0, 1000), sizes=st.permutations([1, 1, 4, 4, 7, 7]))
+def test_a_ring_gives_what_the_whole_sequence_gives(window, seed, sizes):
     q, k, v, segments = drawn(seed)
     expected = whole(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
-    cache = tuple(jnp.zeros((B, min(window, T), K * C)) for _ in range(2))
+    slots = T if window is None else window
+    cache = tuple(np.zeros((B, slots, K * C), np.float32) for _ in range(2))
     seen, parts, start = np.zeros((B, T), np.int32), [], 0
     for size in sizes:
         new = slice(start, start + size)
@@ -39,21 +41,22 @@ def test_a_ring_gives_what_the_whole_sequence_gives(seed, sizes, window):
         seen[:, new] = segments[:, new]
         start += size
     assert start == T
-    assert cache[0].shape[1] == min(window, T)
+    assert cache[0].shape[1] == slots
     assert_close(np.concatenate(parts, 1), expected, 1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [None, 4])
 def test_a_cache_holds_the_last_tokens_at_their_slots(window):
     q, k, v, segments = drawn(0)
     slots = T if window is None else window
-    cache = tuple(jnp.zeros((B, slots, K * C)) for _ in range(2))
+    cache = tuple(np.zeros((B, slots, K * C), np.float32) for _ in range(2))
     seen = np.zeros((B, T), np.int32)
-    for start, size in ((0, 9), (9, 1), (10, 2)):
+    for start, size in ((0, 7), (7, 4), (11, 1)):
         new = slice(start, start + size)
         _, cache = step(attention, q[:, new], (k[:, new], v[:, new]), cache, segments_bs=segments[:, new],
                         cached_segments_bt=seen, length=start, window=window)  # fmt: skip
         seen[:, new] = segments[:, new]
+    cache = jax.device_get(cache)
     for token in range(12 - slots if window else 0, 12):
         np.testing.assert_array_equal(cache[0][:, token % slots], k[:, token].reshape(B, -1))
         np.testing.assert_array_equal(cache[1][:, token % slots], v[:, token].reshape(B, -1))

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import jit, packed_rows, seeds
+from tests.helpers import assert_close, jit, packed_rows, seeds
 from tests.kernel_helpers import kernel, lowered_kernels, shape
 from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix
 
@@ -21,8 +22,8 @@ SIZES = {
     "one": (1, 18, 2, 2, 16, 4, 1, 1),
     "long": (1, 35, 3, 1, 32, 16, 4, 3),
     "chunks": (1, 16, 2, 1, 64, 16, 3, 1),
-    "heads": (1, 20, 3, 3, 16, 8, 1, 3),
-    "taps": (1, 35, 2, 1, 64, 16, 3, 3),
+    "heads": (1, 20, 3, 3, 16, 8, 2, 1),
+    "taps": (2, 37, 4, 2, 64, 16, 2, 3),
 }
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 3e-2}  # of a result's or a gradient's norm
 
@@ -93,14 +94,21 @@ def rows(name):
     return packed_rows(b, s + max(k0 + k1 - 2, 1))
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data(), seed=seeds())
 def test_equals_the_reference(data, seed):
-    check("released", 3 * seed + 1, data.draw(rows("released")), jnp.float32)
+    """Three tiles, two parts of the tokens, two programs for three taps, and channels that are taken in turns."""
+    check("taps", 3 * seed + 1, data.draw(rows("taps")), jnp.float32)
 
 
-def test_nothing_is_before_a_sequence_without_a_halo():
-    check("heads", 3, np.repeat([[9, 1, 2]], [2, 13, 7], axis=1).astype(np.int32), jnp.float32)
+def test_nothing_is_before_a_sequence_without_a_halo_in_bfloat16():
+    (packed, weights), (_, segments, rotary), _ = draw(
+        "heads", 3, np.repeat([[9, 1, 2]], [2, 13, 6], axis=1).astype(np.int32)
+    )
+    arguments = packed.astype(jnp.bfloat16), None, segments, rotary, weights, None
+    ours, wanted = (jit(mix)(*arguments) for mix in (kernel("cca_mix", "interpret"), cca_mix))
+    chex.assert_type([*ours], jnp.bfloat16)
+    assert_close(*(jax.tree.map(lambda x: np.asarray(x, np.float32), tuple(x)) for x in (ours, wanted)), 3e-2)
 
 
 @pytest.mark.soak
@@ -110,15 +118,6 @@ def test_nothing_is_before_a_sequence_without_a_halo():
 @given(data=st.data(), seed=seeds())
 def test_equals_the_reference_widely(name, dtype, data, seed):
     check(name, seed, data.draw(rows(name)), dtype)
-
-
-def test_one_token_takes_its_halo_in_bfloat16():
-    check("decode", 1, np.array([[0, 7, 7], [3, 3, 3]], np.int32), jnp.bfloat16)
-
-
-def test_tiles_parts_and_chunks_of_channels_in_bfloat16():
-    """Three tiles, two parts of the tokens, two programs for three taps, and channels that are taken in turns."""
-    check("taps", 1, np.repeat([[1, 2, 3]], [9, 20, 10], axis=1).astype(np.int32), jnp.bfloat16)
 
 
 def shapes(dtype, k0=2, k1=2, c=128, pairs=32):
@@ -144,10 +143,9 @@ def trained(packed, halo, segments, rotary, weights, *, platform):
     return jax.value_and_grad(loss, argnums=(0, 1))(packed, weights)
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("cuda", jnp.bfloat16), ("rocm", jnp.float32)])
-def test_lowers(platform, dtype):
+def test_lowers():
     """Once forward although it is recomputed: nothing that the backward kernels take comes from the forward one."""
-    assert lowered_kernels(trained, *shapes(dtype), platform=platform) == KERNELS
+    assert lowered_kernels(trained, *shapes(jnp.float32), platform="cuda") == KERNELS
 
 
 @pytest.mark.soak

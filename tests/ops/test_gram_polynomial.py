@@ -18,7 +18,6 @@ from tests.kernel_helpers import TARGETS, equations, kernel, lowered_kernels, sh
 
 B, C = -4.7750, 2.0315
 BOTH = (jnp.float32, jnp.bfloat16)
-SHAPES = st.sampled_from([(2, 2, 20, 33), (1, 37, 7)])  # each is compiled
 # A layer's experts; those of all 40 layers, whose addresses want 64 bits.
 EXPERTS, ALL_EXPERTS = (16, 2048, 4096), (40 * 16, 2048, 4096)
 
@@ -46,21 +45,21 @@ def formula(x):
 
 def check(sizes, seed, dtype):
     x = draw(seed, sizes, dtype)
-    found, expected = compiled("interpret")(x), formula(x)
+    found, expected = jax.device_get(compiled("interpret")(x)), formula(x)
     chex.assert_type(found, dtype)
     # Two roundings to bf16: that of the result, and one of G that falls to the other side.
     tolerance = 1e-5 if dtype == jnp.float32 else 2 * 2.0**-8
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=tolerance * np.abs(expected).max())
     # Emulated, a tile is made once for each of its two stores, which may round apart; on a GPU it is made once.
-    mirrored = jnp.swapaxes(found, -1, -2).astype(jnp.float32)
+    mirrored = np.swapaxes(found, -1, -2).astype(np.float32)
     apart = float(jnp.finfo(dtype).eps) * np.abs(expected).max()
     np.testing.assert_allclose(found.astype(jnp.float32), mirrored, rtol=0, atol=apart)
 
 
-@pytest.mark.parametrize("dtype", BOTH)
-@settings(max_examples=4)
-@given(sizes=SHAPES, seed=seeds())
-def test_kernels_give_the_polynomial_symmetric(dtype, sizes, seed):
+@pytest.mark.parametrize(("sizes", "dtype"), [((2, 2, 20, 33), jnp.bfloat16), ((1, 37, 7), jnp.float32)])
+@settings(max_examples=3)
+@given(seed=seeds())
+def test_kernels_give_the_polynomial_symmetric(sizes, dtype, seed):
     check(sizes, seed, dtype)
 
 
@@ -113,8 +112,9 @@ def test_every_pair_of_tiles_is_done_once(p):
     assert all(0 <= i <= j < tiles for i, j in pairs)
 
 
-@pytest.mark.parametrize("platform", TARGETS)
-@pytest.mark.parametrize(("sizes", "dtype"), [(EXPERTS, jnp.bfloat16), (ALL_EXPERTS, jnp.float32)])
+@pytest.mark.parametrize(
+    ("platform", "sizes", "dtype"), [("cuda", EXPERTS, jnp.bfloat16), ("rocm", ALL_EXPERTS, jnp.float32)]
+)
 def test_the_kernels_are_lowered(sizes, dtype, platform):
     names = lowered_kernels(polynomial, shape(*sizes, dtype=dtype), platform=platform)
     assert names == ["gram", "gram_polynomial"]

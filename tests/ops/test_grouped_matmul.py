@@ -53,6 +53,7 @@ def test_each_row_meets_its_own_matrix(sizes, seed):
     x, w, cotangent = draw(seed)
     ours = compiled()(x, w, sizes, cotangent)
     assert_close(ours, dense(x, w, sizes, cotangent), 1e-5, least=1.0)
+    ours = jax.device_get(ours)
     for array in ours[:2]:
         assert not np.any(array[sizes.sum() :]), "rows past the groups are zero, and so is their gradient"
     for e in np.flatnonzero(sizes == 0):
@@ -70,8 +71,9 @@ def test_splits_at_the_edges(sizes):
 def test_rows_past_the_groups_may_hold_anything():
     x, w, cotangent = draw(2)
     sizes = np.array([3, 0, 9, 5], np.int32)
-    dirty = compiled()(x.at[17:].set(1e30), w, sizes, cotangent.at[17:].set(1e30))
-    chex.assert_trees_all_close(dirty, compiled()(x, w, sizes, cotangent), rtol=1e-6)
+    clean = compiled()(x, w, sizes, cotangent)
+    x, cotangent = (np.concatenate([a[:17], np.full_like(a[17:], 1e30)]) for a in map(np.asarray, (x, cotangent)))
+    chex.assert_trees_all_close(compiled()(x, w, sizes, cotangent), clean, rtol=1e-6)
 
 
 def test_bfloat16_is_summed_in_float32():
@@ -86,5 +88,5 @@ def test_bfloat16_is_summed_in_float32():
 def test_fewer_rows_than_the_smallest_block():
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(3, P)).astype(np.float32), rng.normal(size=(2, P, Q)).astype(np.float32)
-    out = grouped_matmul(x, w, jnp.array([1, 1]))
+    out = jax.jit(grouped_matmul)(x, w, np.array([1, 1], np.int32))
     assert_close(out, [x[0] @ w[0], x[1] @ w[1], np.zeros(Q)], 1e-5)

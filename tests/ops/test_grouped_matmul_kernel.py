@@ -68,7 +68,7 @@ def check(dims, dtype, sizes, seed):
     assert not dw[sizes == 0].any()
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @example(sizes=np.array([45, 0, 0, 0], np.int32), seed=0)
 @example(sizes=np.array([1, 0, 17, 9], np.int32), seed=1)
 @given(sizes=splits(SHAPE[0], SHAPE[3]), seed=seeds())
@@ -99,22 +99,25 @@ def test_rows_past_the_groups_and_of_others_may_hold_anything():
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
+tiles_of = jax.jit(functools.partial(row_tiles, block=16), static_argnums=1)
+tile_at = jax.jit(lambda tiles, index, groups: row_tile(tiles, index, 16, groups), static_argnums=2)
+
+
 @given(sizes=splits(SHAPE[0], SHAPE[3]))
 def test_each_row_is_written_by_one_tile(sizes):
     """Emulated programs run one after the other, and hide a row that two of them write."""
     rows, groups = SHAPE[0], SHAPE[3]
-    tiles = np.asarray(row_tiles(jnp.asarray(sizes), rows, 16))
+    tiles = jax.device_get(tiles_of(sizes, rows))
     owners = [[] for _ in range(rows)]
     for index in range(tiles.shape[1]):
-        own = row_tile(tiles, jnp.int32(index), 16, groups)
+        own = jax.device_get(tile_at(tiles, np.int32(index), groups))
         for row in np.asarray(own.rows)[np.asarray(own.inside)]:
             owners[row].append((int(own.matrix[1]), int(own.meets)))
     expected = [(group, 1) for group in np.repeat(np.arange(groups), sizes)]
     assert owners == [[owner] for owner in expected + [(groups - 1, 0)] * (rows - len(expected))]
 
 
-@pytest.mark.parametrize("dtype", WITHIN)
-@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize(("platform", "dtype"), [("cuda", "float32"), ("rocm", "bfloat16")])
 def test_lowers_at_the_sizes_of_the_8b_model(platform, dtype):
     """One launch for the product and one for each gradient."""
     names = lowered_kernels(gradient, *of_8b(dtype), platform=platform)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import jit, seeds
-from tests.kernel_helpers import TARGETS, kernel, kernel_names, lower
+from tests.kernel_helpers import TARGETS, kernel, kernel_names, lower, shape
 from zaya_jax.ops.orthogonalize import COEFFICIENTS, orthogonalize
 
-SHAPES = [(16, 16), (8, 24), (24, 8), (1, 12)]
+SHAPES = [(16, 16), (24, 8), (1, 12)]  # besides (8, 24)
 BANDS = {  # the table in the docstring
     ("standard", jnp.float32): (0.681, 1.203),
     ("dion", jnp.float32): (0.977, 1.146),
@@ -25,6 +25,7 @@ BANDS = {  # the table in the docstring
 }
 SMALLEST = 0.003  # of the Frobenius norm: from there on the bands hold
 every_set = pytest.mark.parametrize("coefficients", COEFFICIENTS)
+every_band = pytest.mark.parametrize(("coefficients", "dtype"), BANDS)
 
 
 @functools.cache
@@ -74,10 +75,10 @@ def polynomial(s, coefficients, steps):
 
 
 @every_set
-@pytest.mark.parametrize("steps", [1, 3, 5, 8, 10])
+@pytest.mark.parametrize("steps", [3, 10])
 def test_it_is_the_published_polynomial_of_the_singular_values(coefficients, steps):
-    for seed, shape in enumerate(SHAPES):
-        m, u, s, v = draw(seed, *shape)
+    for seed in range(4):
+        m, u, s, v = draw(seed, 8, 24)
         out = newton_schulz(jnp.float32, coefficients, steps)(7.0 * m)
         np.testing.assert_allclose(out, (u * polynomial(s, coefficients, steps)) @ v.T, atol=2e-4)
 
@@ -93,8 +94,10 @@ def test_the_band_in_the_docstring_is_that_of_the_polynomial(coefficients):
     assert below.max() <= high
 
 
-@pytest.mark.parametrize(("coefficients", "dtype"), BANDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "coefficients", "dtype"),
+    [*(((8, 24), *band) for band in BANDS), *((shape, "standard", jnp.float32) for shape in SHAPES)],
+)
 @given(seed=seeds())
 def test_singular_values_end_in_the_band_and_vectors_stay(shape, coefficients, dtype, seed):
     low, high = BANDS[coefficients, dtype]
@@ -107,23 +110,22 @@ def test_singular_values_end_in_the_band_and_vectors_stay(shape, coefficients, d
     assert values.max() < high
 
 
-@pytest.mark.parametrize(("coefficients", "dtype"), BANDS)
+@every_band
 @given(seed=seeds())
 def test_an_ill_conditioned_matrix_stays_under_the_band(coefficients, dtype, seed):
-    m, *_ = draw(seed, 16, 16, smallest=0)
-    m[:, :3] = 0  # of rank 13
+    m, *_ = draw(seed, 8, 24, smallest=0)
+    m[:3] = 0  # of rank 5
     values = np.linalg.svd(np.asarray(newton_schulz(dtype, coefficients)(m), np.float64), compute_uv=False)
     assert values.max() < BANDS[coefficients, dtype][1]
-    assert values[-3:].max() < 1e-6, "the columns of zeros are such still"
+    assert values[-3:].max() < 1e-6, "the rows of zeros are such still"
 
 
 @every_set
-@pytest.mark.parametrize("shape", SHAPES)
 @given(seed=seeds(), factor=st.floats(-1e4, 1e4).filter(lambda x: abs(x) > 1e-5))
-def test_it_commutes_with_rotations_and_transposition_and_takes_scale_out(shape, coefficients, seed, factor):
-    m, *_ = draw(seed, *shape)
+def test_it_commutes_with_rotations_and_transposition_and_takes_scale_out(coefficients, seed, factor):
+    m, *_ = draw(seed, 8, 24)
     rng = np.random.default_rng(seed)
-    left, right = rotation(rng, shape[0], shape[0]), rotation(rng, shape[1], shape[1])
+    left, right = rotation(rng, 8, 8), rotation(rng, 24, 24)
     once = newton_schulz(jnp.float32, coefficients)
     out = np.asarray(once(m), np.float64)
     np.testing.assert_allclose(once(left @ m @ right), left @ out @ right, atol=3e-4)
@@ -131,7 +133,7 @@ def test_it_commutes_with_rotations_and_transposition_and_takes_scale_out(shape,
     np.testing.assert_allclose(once(factor * m), np.sign(factor) * out, atol=3e-4)
 
 
-@pytest.mark.parametrize(("coefficients", "dtype"), BANDS)
+@pytest.mark.parametrize(("coefficients", "dtype"), [("standard", jnp.float32), ("polar_express", jnp.bfloat16)])
 @given(seed=seeds())
 def test_a_stack_is_its_matrices(coefficients, dtype, seed):
     m = np.stack([draw(seed + index, 8, 24)[0] for index in range(6)]).reshape(2, 3, 8, 24)
@@ -143,7 +145,7 @@ def test_a_stack_is_its_matrices(coefficients, dtype, seed):
         np.testing.assert_allclose(out[index], newton_schulz(dtype, coefficients)(m[index]), atol=tolerance)
 
 
-@pytest.mark.parametrize(("coefficients", "dtype"), BANDS)
+@every_band
 def test_a_zero_matrix_stays_zero_and_one_near_it_fades(coefficients, dtype):
     out = newton_schulz(dtype, coefficients)(np.zeros((8, 24), np.float32))
     chex.assert_type(out, jnp.float32)
@@ -153,22 +155,21 @@ def test_a_zero_matrix_stays_zero_and_one_near_it_fades(coefficients, dtype):
     assert np.linalg.norm(newton_schulz(dtype, coefficients)(1e-12 * m)) < 0.1
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("platform", ["cpu", "interpret"])
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", jnp.float32), ("interpret", jnp.bfloat16)])
 def test_the_scale_is_taken_out_over_all_of_fp32(dtype, platform):
     """Powers of two change no rounding: the result is the same to the last bit."""
-    m = jnp.asarray(np.stack([1.3 * draw(seed, 8, 24)[0] for seed in range(2)]), dtype)  # of norm 1.3
+    m = np.stack([1.3 * draw(seed, 8, 24)[0] for seed in range(2)]).astype(dtype)  # of norm 1.3
     run = jit(functools.partial(kernel("orthogonalize", platform), steps=2, dtype=dtype))
     # A norm just over 1e-7; a root mean square of over 1e15; and a norm whose inverse has a square below fp32's range.
     for power in (-23, 54, 63):
-        np.testing.assert_array_equal(run(m * 2.0**power), run(m))
+        np.testing.assert_array_equal(run(m * m.dtype.type(2.0**power)), run(m))
     assert np.linalg.norm(run(m)[0]) > 1
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.soak), jnp.bfloat16])
 def test_a_large_matrix_may_have_tiny_elements(dtype):
     """As many elements as an expert's projection has: of a root mean square of 5e-11 its norm is over 1e-7."""
-    m = np.random.default_rng(0).normal(size=(4, 2**21)).astype(np.float32)
+    m = np.random.default_rng(0).normal(size=(2, 2**21)).astype(np.float32)
     run = jit(functools.partial(orthogonalize, steps=1, dtype=dtype))
     found, exact = run(m * np.float32(5e-11)), run(m)
     assert np.abs(exact).max() > 1e-4
@@ -182,19 +183,18 @@ def test_what_is_no_matrix_or_no_iteration_is_refused(shape, steps):
         orthogonalize(jnp.ones(shape), steps=steps, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((2, 20, 33), jnp.float32), ((2, 33, 20), jnp.bfloat16)])
-def test_kernels_give_the_same_matrices(shape, dtype):
-    m = np.stack([draw(seed, *shape[1:])[0] for seed in range(shape[0])])
-    out = jit(functools.partial(kernel("orthogonalize", "interpret"), steps=5, dtype=dtype, coefficients="dion"))(m)
+def test_kernels_give_the_same_matrices():
+    m = np.stack([draw(seed, 33, 20)[0] for seed in range(2)])
+    by_kernels = functools.partial(kernel("orthogonalize", "interpret"), steps=5, dtype=jnp.float32)
+    out = jit(functools.partial(by_kernels, coefficients="dion"))(m)
     chex.assert_type(out, jnp.float32)
-    tolerance = 3e-4 if dtype == jnp.float32 else 0.02
-    np.testing.assert_allclose(out, newton_schulz(dtype, "dion")(m), atol=tolerance)
+    np.testing.assert_allclose(out, newton_schulz(jnp.float32, "dion")(m), atol=3e-4)
 
 
 @pytest.mark.parametrize("platform", TARGETS)
 def test_on_gpus_a_step_has_two_kernels(platform):
     by_platform = functools.partial(kernel("orthogonalize", platform), steps=5, dtype=jnp.bfloat16)
-    lowered = lower(by_platform, jnp.ones((2, 256, 512)), platform=platform)
+    lowered = lower(by_platform, shape(2, 256, 512, dtype=jnp.float32), platform=platform)
     assert kernel_names(lowered) == ["gram", "gram_polynomial"], "in the loop over steps"
 
 
@@ -203,4 +203,6 @@ def test_kernels_have_no_double_precision():
         jax.enable_x64(True),
         pytest.raises(ValueError, match="gram_polynomial kernels support"),
     ):
-        kernel("orthogonalize", "interpret")(jnp.ones((4, 6)), steps=1, dtype=jnp.float64)
+        jax.eval_shape(
+            functools.partial(kernel("orthogonalize", "interpret"), steps=1, dtype=jnp.float64), np.ones((4, 6))
+        )

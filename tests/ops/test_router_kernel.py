@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.helpers import jit, seeds
 from tests.kernel_helpers import kernel, lowered_kernels, shape
 from zaya_jax.ops.names import MATMUL_OUTPUT
-from zaya_jax.ops.router import RouterWeights, router
+from zaya_jax.ops.router import RouterWeights
 
 EPS = 1e-5
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 3e-2}  # of a result's or a gradient's norm
@@ -43,16 +43,16 @@ def both(operation, dtype, arrays, cotangents):
 
 
 @functools.cache
-def ours(dtype):
-    return jit(functools.partial(both, kernel("router", "interpret"), dtype))
+def compiled(platform, dtype):
+    return jit(functools.partial(both, kernel("router", platform), dtype))
 
 
 def check(name, seed, dtype):
     inputs = draw(seed, name)
-    got = ours(dtype)(*inputs)
+    got = compiled("interpret", dtype)(*inputs)
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), inputs)
-        wanted = jax.tree.map(np.asarray, jit(functools.partial(both, router, jnp.float64))(*exact))
+        wanted = jax.tree.map(np.asarray, compiled("cpu", jnp.float64)(*exact))
     for (path, y), x in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         error = np.linalg.norm(np.asarray(y, np.float64) - x) / max(np.linalg.norm(x), 1e-3 * x.size**0.5)
         assert error <= TOLERANCE[dtype], (jax.tree_util.keystr(path), error)
@@ -73,14 +73,11 @@ def test_equals_the_reference_widely(name, dtype, seed):
     check(name, seed, dtype)
 
 
-def test_several_ranges_of_columns_in_bfloat16():
-    check("tiles", 1, jnp.bfloat16)
-
-
 @given(x=st.floats(-30, 30, width=32))
 def test_probabilities_are_a_distribution_whatever_the_state(x):
-    arrays, _ = draw(0, "one")
-    probability, state = ours(jnp.float32)((jnp.full_like(arrays[0], x), *arrays[1:]), draw(0, "one")[1])[0]
+    (projected, *rest), cotangents = draw(0, "parts")
+    arrays = np.full_like(projected, x), *rest
+    probability, state = jax.device_get(compiled("interpret", jnp.float32)(arrays, cotangents)[0])
     np.testing.assert_allclose(probability.sum(-1), 1, rtol=1e-6)
     assert np.isfinite(state).all()
 
@@ -108,9 +105,8 @@ def trained(projected, state, weights, *, platform):
     return jax.value_and_grad(loss, argnums=(0, 1, 2))(projected, state, weights)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "rocm"])
-def test_lowers_and_runs_once_forward_if_the_probabilities_are_saved(platform):
-    assert lowered_kernels(trained, *shapes(jnp.bfloat16), platform=platform) == ["router_forward", "router_backward"]
+def test_lowers_and_runs_once_forward_if_the_probabilities_are_saved():
+    assert lowered_kernels(trained, *shapes(jnp.bfloat16), platform="cuda") == ["router_forward", "router_backward"]
 
 
 @pytest.mark.parametrize(("dtype", "sizes", "words"), [
