@@ -54,7 +54,7 @@ def test_attention_and_experts_have_adapters_and_nothing_else_has(variant):
 
 
 def test_adapters_begin_at_nothing():
-    _, shapes = of("plain", rank=64)
+    _, shapes = of("plain", rank=200)
     drawn = draw_adapters(jax.random.key(0), shapes, jnp.float32)
     assert drawn.keys() == shapes.keys()
     for name, x in jax.device_get(drawn).items():
@@ -62,7 +62,7 @@ def test_adapters_begin_at_nothing():
         if name.endswith("lora_b"):
             assert not np.any(x)
         else:
-            assert np.std(x) == pytest.approx(x.shape[-2] ** -0.5, rel=0.2)
+            assert np.std(x) == pytest.approx(x.shape[-2] ** -0.5, rel=0.1)
     first, second = (drawn[adapter_names(f"blocks.0.attention.{name}")[0]] for name in ("key", "query"))
     assert not np.array_equal(first, second)
 
