@@ -91,7 +91,8 @@ smoke-gpu: $(VENV)/.stamp-$(or $(GPU),run)
 	$(PY) -m zaya_jax.machine smoke $(if $(OUTPUT),--output $(OUTPUT))
 endif
 
-soak: $(VENV)/.stamp-test
+# Also needs Chromium and promtool (Debian: chromium, prometheus).
+soak: $(VENV)/.stamp-soak
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)
 
 # From nothing, since setuptools would also pack files that an earlier build has left.
@@ -130,6 +131,11 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for the tests (a few minutes the first time)"
 	@$(PIP) install -qq -e '.[test,notebooks]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $@
+
+$(VENV)/.stamp-soak: $(VENV)/.stamp-venv $(SPEC)
+	@echo "Installing the packages for the slow tests (a few minutes the first time)"
+	@$(PIP) install -qq -e '.[test,notebooks,wandb]' -c constraints.txt
+	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for development (a few minutes the first time)"

@@ -17,7 +17,6 @@ CASES = Path(__file__).with_name("alerts_test.yaml")
 DASHBOARD = json.loads((ROOT / "launch" / "prometheus" / "dashboard.json").read_text(encoding="utf-8"))
 TARGETS = [target for panel in DASHBOARD["panels"] for target in panel["targets"]]
 PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on PATH (Debian: prometheus)")
 
 
 def rules():
@@ -26,6 +25,7 @@ def rules():
 
 
 def promtool(*arguments):
+    assert PROMTOOL, "promtool is not on the PATH. Install it (Debian: prometheus)."
     done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -70,12 +70,12 @@ def test_the_panels_have_places_of_their_own_and_the_chosen_data_source():
     assert DASHBOARD["templating"]["list"][0]["name"] == "datasource"
 
 
-@needs_promtool
+@pytest.mark.soak
 def test_promtool_accepts_the_rules():
     assert f"{len(rules())} rules found" in promtool("check", "rules", str(RULES))
 
 
-@needs_promtool
+@pytest.mark.soak
 def test_promtool_accepts_the_expressions_of_the_dashboard(tmp_path):
     records = [{"record": f"panel:{index}", "expr": target["expr"]} for index, target in enumerate(TARGETS)]
     path = tmp_path / "records.yaml"
@@ -83,6 +83,6 @@ def test_promtool_accepts_the_expressions_of_the_dashboard(tmp_path):
     assert f"{len(TARGETS)} rules found" in promtool("check", "rules", str(path))
 
 
-@needs_promtool
+@pytest.mark.soak
 def test_the_rules_fire_when_they_should():
     assert "SUCCESS" in promtool("test", "rules", str(CASES))

@@ -160,9 +160,9 @@ def test_batches_are_timed_after_those_that_are_skipped(monkeypatch):
     assert taken == [10, 31]
 
 
+@pytest.mark.parity  # whose environment has `datasets`
 @pytest.mark.parametrize("fast", [False, True])
 def test_datasets_loads_and_maps_and_leaves_nothing(inputs, tmp_path, fast):
-    pytest.importorskip("datasets")
     # In a process of its own, since it sets the environment.
     with run_in_subprocess(datasets_preparing, inputs.lines, inputs.tokenizer, 1, fast, tmp_path) as step:
         assert step() > 0

@@ -282,7 +282,7 @@ def test_a_folder_that_does_not_exist_is_named(capsys):
     assert "FOLDER is '/no/such/folder', but must be a folder with results" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium")
+@pytest.mark.soak
 @pytest.mark.parametrize("width", [420, 1200])
 def test_a_browser_shows_every_plot_and_tables_scroll(width, page, tmp_path):
     # The page forbids scripts, so a copy without that policy reports on itself.

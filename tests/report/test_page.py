@@ -8,7 +8,7 @@ import plotly.graph_objects
 import pytest
 import yaml
 
-from tests.browser_helpers import CHROMIUM, Page, look
+from tests.browser_helpers import Page, look
 from tests.report.run_helpers import corpus_run, phased_run, supervised
 from zaya_jax.report.__main__ import main
 from zaya_jax.report.page import MARK
@@ -57,8 +57,8 @@ def page(run: Path, folder: Path, *arguments: str) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium")
-@pytest.mark.parametrize("width", [420, pytest.param(1200, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("width", [420, 1200])
 def test_a_browser_shows_every_plot_and_loads_nothing(width, both, tmp_path):
     seen = look(both, width, tmp_path)
     titles = [plot["title"] for plot in seen["plots"]]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.aegis.real_helpers import Run
-from tests.browser_helpers import CHROMIUM, Page, look
+from tests.browser_helpers import Page, look
 from zaya_jax.report.__main__ import main
 from zaya_jax.run.supervision import describe_nodes
 
@@ -13,7 +13,6 @@ PHASES = [{"name": "one", "tokens": 10 * 128}, {"name": "two", "tokens": 10 * 12
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium")
 def test_a_fault_its_recovery_and_goodput_are_shown(tmp_path):
     run = Run(tmp_path, 1, 20, "disturbed", f"phases={json.dumps(PHASES)}")
     supervised = run.start("sigkill@0:6:data")

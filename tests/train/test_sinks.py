@@ -232,8 +232,10 @@ def wandb_records(path: Path):
             record = b""
 
 
+@pytest.mark.soak
 def test_wandb_without_a_login_is_reported_before_anything_is_compiled(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="needs the extra `wandb`")
+    import wandb
+
     monkeypatch.setattr("zaya_jax.train.loop.make_programs", lambda config: pytest.fail("compiles"))
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -247,8 +249,8 @@ def test_wandb_without_a_login_is_reported_before_anything_is_compiled(tmp_path,
     wandb.teardown()
 
 
+@pytest.mark.soak
 def test_wandb_has_every_step_once_without_a_network(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="needs the extra `wandb`")
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -1,4 +1,3 @@
-import builtins
 import gzip
 import io
 import json
@@ -130,7 +129,7 @@ def test_documents_are_read_without_a_look_at_what_lies_before_the_unit(tmp_path
     def spying(file, mode, buffering=-1):
         return io.BufferedReader(Spy(file, mode), buffering if buffering > 0 else 8192)
 
-    monkeypatch.setattr(builtins, "open", spying)
+    monkeypatch.setattr(jsonl, "open", spying, raising=False)
     documents = list(read_jsonl(last, "text"))
     assert reads
     assert min(place for place, _ in reads) >= last.start - 1
