@@ -81,13 +81,6 @@ def test_a_run_without_steps_is_named(content, run, capsys):
     assert "has no steps yet: metrics.jsonl is missing, empty or damaged." in refused([run], capsys)
 
 
-def test_a_file_that_cannot_be_read_is_named(run, capsys):
-    path = run / "metrics.jsonl"
-    path.unlink()
-    path.symlink_to("/proc/self/mem")  # which root cannot read either
-    assert refused([run], capsys) == f"Error: {path}: Input/output error.\n"
-
-
 def test_paths_that_no_folder_can_have_are_named(run, capsys):
     assert "run does not exist." in refused(["~nobody_of_this_name/run"], capsys)
     assert "must be a file in an existing" in refused([run, "--output", "~nobody_of_this_name/a.html"], capsys)

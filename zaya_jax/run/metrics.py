@@ -174,14 +174,7 @@ def finite(value: Any) -> Any:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows up to the first one that is truncated (by a kill) or damaged."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        error.filename = str(path)  # an error of reading, unlike one of opening, does not name the file
-        raise
-    return [row for row, _ in _parse(content)]
+    return [row for row, _ in _parse(path.read_bytes())] if path.exists() else []
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
