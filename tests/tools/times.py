@@ -5,8 +5,8 @@ a factor of two, so budgets ([tool.test-budgets] in pyproject.toml) are scaled b
 the one that set them.
 """
 
+import contextlib
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -14,33 +14,21 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-_TICKS = os.sysconf("SC_CLK_TCK")
 _SLOWEST = 15
 
 
 def cpu_seconds() -> float:
     """CPU-seconds of this process and of all that it has started, alive or not."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(map(_alive, _children(os.getpid())))
-
-
-def _children(process: int) -> list[int]:
-    try:
-        threads = list(Path(f"/proc/{process}/task").iterdir())
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    except OSError:  # it has just ended
-        return []
-
-
-def _alive(process: int) -> float:
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / _TICKS + sum(map(_alive, _children(process)))
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            seconds += sum(process.cpu_times()[:4])
+    return seconds
 
 
 @pytest.hookimpl(wrapper=True)
