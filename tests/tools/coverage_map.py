@@ -54,13 +54,17 @@ class CoverageMap:
         return test in self._tests
 
     def tests(self, file: str, lines: range) -> list[str]:
-        """Tests that run one of `lines`; of lines that run at import, all that run anything of the file."""
-        of_file = {test: numbits for test, numbits in self._lines[file].items() if "::" in test}
-        covering = [test for test, numbits in of_file.items() if any(_has(numbits, line) for line in lines)]
+        """List the tests that run one of `lines`.
+
+        Of lines that only imports or long-lived processes run: the tests of the file, then those of its folder.
+        """
         room = file.split("/")[1] if file.startswith("zaya_jax") else "ops"
-        chosen = covering or list(of_file)
-        # Tests of the same room come first: they are the likeliest to fail.
-        return sorted(chosen, key=lambda test: (not test.startswith(f"tests/{room}"), test))
+        of_file = {test: numbits for test, numbits in self._lines[file].items() if "::" in test}
+        of_room = {test for test in self._tests if test.startswith(f"tests/{room}/")}
+        covering = {test for test, numbits in of_file.items() if any(_has(numbits, line) for line in lines)}
+        # Tests of the same folder come first: they are the likeliest to fail.
+        return sorted(covering or of_room | of_file.keys(),
+                      key=lambda test: (test not in of_file, test not in of_room, test))  # fmt: skip
 
 
 def _has(numbits: bytes, line: int) -> bool:

@@ -36,6 +36,8 @@ def call(test: str, function: str, arguments: tuple) -> object:
 
 def pytest_configure() -> None:
     """Name the test in every call of `on_devices`, and let its process write what it covered."""
+    # It holds the settings of the first process; those of the file name the test that runs.
+    os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
     from tests.devices_helpers import Devices
 
     ask = Devices.call

@@ -2,8 +2,8 @@
 
 A mutant is the product with one small fault: a comparison turned, a constant changed, a statement left out. A suite
 kills it if one of its tests fails. `draw` draws mutants, `cover` records which test runs which line, `run` runs the
-tests that cover a mutant's line until one fails, for 120 s at most, and `compare` lists what one suite kills and the
-other does not. A mutant that runs into the limit is not killed.
+tests that cover a mutant's line until one fails, for 120 CPU-seconds at most, and `compare` lists what one suite kills
+and the other does not. A mutant that runs into the limit is not killed.
 
     python -m tests.tools.mutants draw --seed 1 --count 60 --output mutants.json
     python -m tests.tools.mutants cover --tree ../old --output old.cover
@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,8 @@ from tests.tools.coverage_map import CoverageMap, record
 from tests.tools.mutations import Mutant, apply, draw
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 120
+SECONDS = 120  # CPU-seconds of the process that runs a mutant's tests
+HANG = 600  # seconds, after which a mutant hangs
 # Nothing of a copied tree but its sources; the environment is reached through a link.
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".hypothesis", "build", "dist", "runs")
 
@@ -44,12 +46,13 @@ def copy_tree(tree: Path, folder: Path) -> Path:
     return folder
 
 
-def run_tests(copy: Path, tests: list[str], cache: Path, seconds: float) -> tuple[str, str]:
-    """Run `tests` in turn until one fails; returns `killed`, `survived` or `timeout`, and the test that failed."""
+def run_tests(copy: Path, tests: list[str], cache: Path) -> tuple[str, str]:
+    """Run `tests` in turn until one fails; returns `killed`, `survived`, `timeout` or `hang`, and what failed."""
     arguments = copy / ".mutant_tests"
     arguments.write_text("\n".join(tests), encoding="utf-8")
-    command = [copy / ".venv" / "bin" / "python", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header",
-               "--tb=line", f"@{arguments}"]  # fmt: skip
+    python = copy / ".venv" / "bin" / "python"
+    command = ["prlimit", f"--cpu={SECONDS}", python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+               "--no-header", "--tb=line", f"@{arguments}"]  # fmt: skip
     # The path comes before the environment's own, which names the tree itself.
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1",
                    "PYTHONPATH": str(copy)}  # fmt: skip
@@ -57,7 +60,7 @@ def run_tests(copy: Path, tests: list[str], cache: Path, seconds: float) -> tupl
         process = subprocess.Popen(command, cwd=copy, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                    start_new_session=True)  # fmt: skip
         try:
-            status = process.wait(seconds)
+            status = process.wait(HANG)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -66,6 +69,8 @@ def run_tests(copy: Path, tests: list[str], cache: Path, seconds: float) -> tupl
         log.seek(0)
         said = log.read()
     if status is None:
+        return "hang", ""
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return "timeout", ""
     if status == 0:
         return "survived", ""
@@ -102,7 +107,7 @@ def run_mutants(
         if tests:
             path.write_text(mutated, encoding="utf-8")
             try:
-                outcome, by = run_tests(copies.folder, tests, cache, SECONDS)
+                outcome, by = run_tests(copies.folder, tests, cache)
             finally:
                 path.write_text(text, encoding="utf-8")
         result = {"number": mutant.number, "outcome": outcome, "by": by, "tests": len(tests),
