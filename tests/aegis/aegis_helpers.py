@@ -17,7 +17,8 @@ from zaya_jax.run.supervision import EVENTS, read_events
 
 LIGHT = ROOT / "tests" / "aegis" / "light_trainer.py"
 SCHEMA = json.loads((ROOT / "zaya_jax" / "aegis" / "event.schema.json").read_text())
-QUICK = {"data": 1.0, "dispatch": 1.0, "device_wait": 1.0, "start": 20.0}  # seconds
+QUICK = {"data": 2.0, "dispatch": 2.0, "device_wait": 2.0, "start": 60.0}  # seconds, for tests of hangs
+PATIENT = dict.fromkeys(QUICK, 60.0)  # nothing hangs, however busy the machine is
 
 
 class Supervised:
@@ -28,7 +29,7 @@ class Supervised:
         environment: dict[str, str] | None = None, flags: Sequence[str] = (),
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        rules = {"timeouts": QUICK, "settle_seconds": 1.0, **(policy or {})}
+        rules = {"timeouts": PATIENT, "settle_seconds": 1.0, **(policy or {})}
         (folder / "policy.yaml").write_text(json.dumps(rules), encoding="utf-8")
         self.run_dir = folder / "run"
         self.began = time.monotonic()
@@ -40,7 +41,7 @@ class Supervised:
             )  # fmt: skip
         self._err = folder / "err"
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 120) -> int:
         """Exit code; the supervisor is killed if it does not end."""
         try:
             return self.process.wait(seconds)
@@ -71,7 +72,7 @@ class Supervised:
     def verdict(self) -> dict[str, Any]:
         return json.loads((self.folder / "verdict.json").read_text(encoding="utf-8"))
 
-    def wait_for(self, path: Path, seconds: float = 20) -> None:
+    def wait_for(self, path: Path, seconds: float = 60) -> None:
         """Wait until a file exists."""
         deadline = time.monotonic() + seconds
         while not path.exists():

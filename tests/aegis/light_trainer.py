@@ -46,6 +46,12 @@ def endless():
         os.write(2, b"x" * 65536)
 
 
+def count_files(supervisor):
+    """Note how many files the supervisor has open."""
+    with (folder / "files").open("a") as file:
+        print(os.getpid(), len(os.listdir(f"/proc/{supervisor}/fd")), file=file)
+
+
 ACTIONS = {
     "wait": lambda: time.sleep(60),
     "lock": lambda: ctypes.PyDLL(None).sleep(60),
@@ -61,6 +67,7 @@ ACTIONS = {
     "diverge": lambda: losses.append(math.inf),
     "slow": lambda: delays.update(own=0.05),
     "idle": lambda: delays.update(waiting=0.05),  # as others are while one is slow
+    "files": lambda: count_files(os.getppid()),
     "say": lambda: print(os.environ["SAY"], file=sys.stderr, flush=True),
 }
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -169,12 +168,10 @@ def test_attributes_outside_of_sysfs_and_special_files_are_not_read(tmp_path, tr
     (tree.port / "state").symlink_to(secret)
     (tree.root / "devices/pci/net/enp1/operstate").unlink()
     os.mkfifo(tree.root / "devices/pci/net/enp1/operstate")
-    start = time.monotonic()
     watch = NetworkWatch(tree.root)
     watch.poll(0)
     secret.write_text("1: DOWN")
     assert watch.poll(1) == []
-    assert time.monotonic() - start < 20
 
 
 def nicctl(state: str, downs: int) -> dict:

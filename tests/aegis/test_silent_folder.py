@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.aegis.aegis_helpers import left_running, supervise_light
+from tests.aegis.aegis_helpers import QUICK, left_running, supervise_light
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.file_worker import FileWorker
 
@@ -15,11 +15,12 @@ from zaya_jax.aegis.file_worker import FileWorker
 def silence(supervised):
     """Make the next write of the supervisor wait, as for a server that is gone: nobody reads the pipe."""
     os.mkfifo(supervised.folder / "state.json.partial")
-    time.sleep(1.5)
+    while time.time() - (supervised.folder / "state.json").stat().st_mtime < 1.8:  # it is written every second
+        time.sleep(0.01)
 
 
 def test_faults_are_dealt_with_while_the_folder_is_silent(tmp_path):
-    supervised = supervise_light(tmp_path, 350, "SIGKILL@200", "wait@250:1", processes=2)
+    supervised = supervise_light(tmp_path, 350, "SIGKILL@200", "wait@250:1", processes=2, policy={"timeouts": QUICK})
     supervised.wait_for(supervised.folder / "state.json")
     silence(supervised)
     lines = len(supervised.events)

@@ -6,14 +6,19 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from tests.aegis.aegis_helpers import LIGHT, Supervised, check_events, left_running, supervise_light
+from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, check_events, left_running, supervise_light
 from tests.train_helpers import ROOT
+from zaya_jax.aegis import shared as shared_module
 from zaya_jax.aegis.__main__ import main
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.policy import Policy, TimeoutPolicy
+from zaya_jax.aegis.shared import Shared
+from zaya_jax.aegis.timeouts import Timeouts
 
 
 def time_of(folder, fault):
@@ -21,16 +26,9 @@ def time_of(folder, fault):
 
 
 def test_a_process_that_ends_is_restarted_at_once(tmp_path):
-    """The supervisor has as many open files in each attempt as in the first."""
+    """And no attempt leaves a file open."""
     faults = ["SIGKILL@7", "SIGSEGV@12", "SIGABRT@17", "raise@22", "exit@27"]
-    supervised = supervise_light(tmp_path, 30, *faults, policy={"restart": {"delays": [0.0]}})
-    files, attempts = [], 0
-    while supervised.process.poll() is None:
-        state = supervised.folder / "state.json"
-        if state.exists() and (now := json.loads(state.read_text())["attempt"]) > attempts:
-            attempts = now
-            files.append(len(os.listdir(f"/proc/{supervised.process.pid}/fd")))
-        time.sleep(0.01)
+    supervised = supervise_light(tmp_path, 30, "files@0!", *faults, policy={"restart": {"delays": [0.0]}})
     assert supervised.wait() == SupervisorExit.DONE
     check_events(supervised.events)
     ends = supervised.kinds("end")
@@ -40,22 +38,28 @@ def test_a_process_that_ends_is_restarted_at_once(tmp_path):
     ]  # fmt: skip
     recoveries = supervised.kinds("recover")
     for fault, detected, recovered, end in zip(faults, supervised.faults, recoveries, ends[:-1], strict=True):
-        assert detected["monotonic"] - time_of(tmp_path, fault) < 5
+        assert time_of(tmp_path, fault) < detected["monotonic"] < recovered["monotonic"]
         assert recovered["cause"] == detected["id"] == end["cause"]
-    assert max(files[1:]) <= files[0], files
+    counts: dict[int, int] = {}
+    for line in (tmp_path / "files").read_text().splitlines():
+        trainer, count = map(int, line.split())
+        counts[trainer] = min(count, counts.get(trainer, count))  # some are open for a moment
+    assert len(counts) == 6
+    assert max(counts.values()) <= next(iter(counts.values())) + 1, counts  # a file opened at the first failure
     assert not left_running(tmp_path)
 
 
 def test_a_process_that_hangs_is_found_and_its_stacks_are_kept(tmp_path):
     faults = ["wait@7:1", "SIGSTOP@12:1", "lock@17:1"]  # the last one ends when the stack is asked for
-    supervised = supervise_light(tmp_path, 60, *faults, processes=2, policy={"restart": {"delays": [0.0]}})
+    supervised = supervise_light(tmp_path, 60, *faults, processes=2,
+                                 policy={"restart": {"delays": [0.0]}, "timeouts": QUICK})  # fmt: skip
     assert supervised.wait() == SupervisorExit.DONE
     check_events(supervised.events)
     kills = [event for event in supervised.kinds("act") if event["code"] == "kill"]
     for fault, detected, kill in zip(faults, supervised.faults, kills, strict=True):
         assert (detected["code"], detected["rank"]) == ("hang", 1)
-        # The timeout is 1 s; drills measure the rest.
-        assert 1.0 <= detected["monotonic"] - time_of(tmp_path, fault) < 6
+        assert time_of(tmp_path, fault) < detected["monotonic"]
+        assert 2.0 == detected["seconds"]["timeout"] < detected["seconds"]["detect"]
         files = {name.rpartition("/")[2]: (supervised.folder / name).read_text() for name in kill["files"]}
         if not fault.startswith("SIGSTOP"):  # a stopped process cannot print
             assert "in happen" in files["process-1.stderr"]
@@ -121,19 +125,26 @@ def test_a_signal_to_the_trainer_alone_ends_the_job_as_preempted(tmp_path):
 
 @pytest.mark.parametrize("second", [True, False])
 def test_a_trainer_that_does_not_stop_is_killed(tmp_path, second):
-    supervised = supervise_light(tmp_path, 5000, "deaf@3", policy={"grace_seconds": 60.0 if second else 0.5})
+    supervised = supervise_light(tmp_path, 5000, "deaf@3", policy={"grace_seconds": 600.0 if second else 0.5})
     supervised.wait_for(tmp_path / "done-deaf-3")
     supervised.process.send_signal(signal.SIGTERM)
     if second:
-        for seconds in (0.3, 2.0):  # two within a second are one request
-            time.sleep(seconds)
+        while not supervised.kinds("act"):  # of signals at once, the lower number would be the first
             assert supervised.process.poll() is None
-            supervised.process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
+            time.sleep(0.01)
+        supervised.process.send_signal(signal.SIGINT)
     assert supervised.wait() == SupervisorExit.PREEMPTED
-    assert time.monotonic() - began < 20
     assert supervised.kinds("end")[0]["code"] == "killed"
     assert not left_running(tmp_path)
+
+
+def test_signals_within_a_second_are_one_request_but_for_ctrl_c(tmp_path, monkeypatch):
+    shared, now = Shared(tmp_path, "node", Policy(), Timeouts(TimeoutPolicy(), tmp_path, "")), [10.0]
+    monkeypatch.setattr(shared_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for now[0], number in ((10.0, 15), (10.9, 15), (11.2, 15), (11.3, 1), (11.4, 2), (11.5, 2), (12.3, 1)):
+        shared.note_signal(number)
+    assert shared.signals == [15, 15, 2, 2]
+    shared.log.close()
 
 
 def test_nothing_outlives_the_supervisor_and_its_command_resumes(tmp_path):
@@ -148,7 +159,7 @@ def test_nothing_outlives_the_supervisor_and_its_command_resumes(tmp_path):
     assert "in use by another process" in second.said
     supervised.process.send_signal(signal.SIGKILL)
     supervised.wait()
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 60
     while left_running(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left_running(tmp_path)
@@ -165,11 +176,11 @@ def test_children_of_the_trainer_are_ended_with_it(tmp_path):
 
 
 def test_a_paused_supervisor_kills_nothing_and_imports_nothing_of_the_trainer(tmp_path):
-    supervised = supervise_light(tmp_path, 400)
+    supervised = supervise_light(tmp_path, 400, policy={"timeouts": QUICK})
     supervised.wait_for(tmp_path / "checkpoint-0")
     maps = Path(f"/proc/{supervised.process.pid}/maps").read_text()
     supervised.process.send_signal(signal.SIGSTOP)
-    time.sleep(2.0)  # longer than the timeouts; meanwhile a full pipe may also stop the trainer
+    time.sleep(3.0)  # longer than the timeouts; meanwhile a full pipe may also stop the trainer
     supervised.process.send_signal(signal.SIGCONT)
     assert supervised.wait() == SupervisorExit.DONE
     assert not supervised.faults

@@ -152,24 +152,30 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
     check(tmp_path / "run", 3)
 
 
-def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path):
+@pytest.fixture
+def later(monkeypatch):
+    """Turns the clock forward by some seconds."""
+    return lambda seconds: monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + seconds)
+
+
+def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path, later):
     (tmp_path / "run").write_text("in the way")
     said = []
-    with open_store(tmp_path / "run", said, max_unsaved_seconds=0.5) as store:
+    with open_store(tmp_path / "run", said, max_unsaved_seconds=500.0) as store:
         store.save(1, make_state(1), ABOUT)
-        time.sleep(0.6)
+        later(501)
         with pytest.raises(
-            RunStopped, match=r"more than checkpoint.max_unsaved_seconds \(0.5 s\); there is no checkpoint yet"
+            RunStopped, match=r"more than checkpoint.max_unsaved_seconds \(500 s\); there is no checkpoint yet"
         ):
             store.save(2, make_state(2), ABOUT)
 
 
-def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path):
+def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path, later):
     said = []
-    with open_store(tmp_path / "run", said, max_unsaved_seconds=0.3) as store:
+    with open_store(tmp_path / "run", said, max_unsaved_seconds=300.0) as store:
         store.save(1, make_state(1), ABOUT)
         assert store.wait()
-        time.sleep(0.4)  # as between two saves of a run that saves rarely
+        later(400)  # as between two saves of a run that saves rarely
         os.rename(tmp_path / "run", tmp_path / "away")
         (tmp_path / "run").write_text("in the way")
         store.save(2, make_state(2), ABOUT)

@@ -3,7 +3,6 @@
 import dataclasses
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -211,9 +210,7 @@ def test_a_path_of_characters_that_are_not_seen_is_refused(character):
     f"phases.{'9' * 5000}.tokens=1",
 ])  # fmt: skip
 def test_what_is_huge_is_refused_in_few_words(base, override):
-    begun = time.monotonic()
     assert len(refused_to_load(base, override)) < 1000
-    assert time.monotonic() - begun < 60  # quadratic work would take minutes
 
 
 @pytest.mark.parametrize("override", [

@@ -184,7 +184,7 @@ def test_ctrl_c_has_status_130_and_the_same_command_goes_on(call, tmp_path):
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, ""), err
     assert err.splitlines()[1:] == ["Interrupted: rerun the command to resume."]
     assert not list((tmp_path / "out").glob("*.partial"))

@@ -89,7 +89,7 @@ def test_closing_stops_the_threads(tiny):
     assert started
     batches.close()
     for thread in started:
-        thread.join(timeout=5)  # Grain tells its threads to stop and does not wait
+        thread.join(timeout=60)  # Grain tells its threads to stop and does not wait
     assert not [thread for thread in started if thread.is_alive()]
 
 

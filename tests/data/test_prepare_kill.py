@@ -109,7 +109,7 @@ class Command:
         status = self.process.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGCONT)
-        until = time.monotonic() + 5  # they look several times a second
+        until = time.monotonic() + 60  # they look several times a second
         while self.others() and time.monotonic() < until:
             time.sleep(0.02)
         assert self.others() == []

@@ -19,6 +19,7 @@ from tests.train_helpers import write_run
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
+from zaya_jax.evaluate import heldout
 from zaya_jax.generate.decode import BLOCK, compile_generation
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.breakdown import generation
@@ -86,6 +87,7 @@ def traced(folder):
         # These take seconds, and times do not depend on values.
         patch.setattr(initialization, "init_state", lambda program: jax.tree.map(zeros, program.abstract_state))
         patch.setattr(loop, "plot_run", lambda *_, **__: None)
+        patch.setattr(heldout, "heldout_loss", lambda *_: heldout.HeldoutLoss(1.0, 1))
         patch.setattr(memory, "residual_bytes", lambda *_: 10**6)
         loop.run_training(load_config(path, OVERRIDES))
         more = ["--steps", "1", "--hardware", measured, "--output", f"{folder}/step.json"]

@@ -134,10 +134,9 @@ def test_an_unknown_host_is_told_at_once_but_in_kubernetes_where_names_come_late
         return resolve(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    begun = time.monotonic()
     for said in meeting([0, 1], 2, 60, host="nowhere"):
         assert "The host of --coordinator nowhere:" in said
-    assert time.monotonic() - begun < 30
+    assert asked == ["nowhere"] * 2
     asked.clear()
     assert meeting([0, 1], 2, 60, host="busy") == [[1], [0]]
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")

@@ -131,8 +131,8 @@ class Attempt:
             shared.timeouts.learn(progress)
             self._best_step = max(self._best_step, progress.step)
             shared.best_step = max(shared.best_step, progress.step)
-            trains = rank.end is None and progress.step > progress.first_step
-            if detected is not None and detected.attempt < self._log.attempt and trains:
+            has_trained = progress.step > progress.first_step
+            if detected is not None and detected.attempt < self._log.attempt and has_trained:
                 self._log.write("recover", "first-step", cause=detected.event, step=progress.step,
                                 seconds={"recover": now - detected.time})  # fmt: skip
                 shared.detected = detected = None
