@@ -15,7 +15,7 @@ from tests.train_helpers import (
     PLAIN,
     change,
     compile_once,
-    compute_nothing,
+    compute_little,
     differing,
     on_devices,
     restore,
@@ -84,13 +84,21 @@ def whole(tmp_path_factory):
         return place(placement, batch, count, share)
 
     with pytest.MonkeyPatch.context() as patch:
+        compute_little(patch)
         patch.setattr(Placement, "place", record_shape)
-        return *trained(config), shapes
+        return config, run_training(config), shapes
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """Configuration and result of a run whose steps are those of training."""
+    return trained(phased(tmp_path_factory.mktemp("computed")))
 
 
 @pytest.fixture(autouse=True)
-def _quick(quick):
-    return quick
+def _steps(request, monkeypatch):
+    """Those of training take half a minute to compile."""
+    (compile_once if request.node.get_closest_marker("soak") else compute_little)(monkeypatch)
 
 
 def test_the_run_moves_through_its_phases_by_itself(whole):
@@ -99,7 +107,6 @@ def test_the_run_moves_through_its_phases_by_itself(whole):
     assert phase_steps(config) == [(0, 4), (4, 6), (6, 10)]
     assert [row["phase"] for row in rows] == ["one"] * 4 + ["two"] * 2 + ["three"] * 4
     assert result.model.config.rope_base == config.model.rope_base
-    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 def test_steps_have_the_tokens_of_the_schedule_exactly(whole):
@@ -119,8 +126,9 @@ def test_each_boundary_is_a_named_checkpoint_that_stays(whole):
 
 
 @pytest.mark.parametrize("step", [4, 6, *(pytest.param(step, marks=pytest.mark.soak) for step in (3, 5, 7, 8))])
-def test_interrupted_around_a_boundary_it_goes_on_bitwise(whole, tmp_path, step):
-    config, result, _ = whole
+def test_interrupted_around_a_boundary_it_goes_on_bitwise(request, tmp_path, step):
+    soak = request.node.get_closest_marker("soak")
+    config, result, *_ = request.getfixturevalue("computed" if soak else "whole")
     config = change(config, {"run_dir": str(tmp_path / "run")})
     train_until(config, step)
     again = run_training(config)
@@ -136,9 +144,9 @@ def losses_on_devices(folder):
 
 
 @pytest.mark.soak
-def test_two_devices_go_through_ramp_and_phases_alike(whole, tmp_path):
+def test_two_devices_go_through_ramp_and_phases_alike(computed, tmp_path):
     losses = on_devices(2, "tests.train.test_phases:losses_on_devices", str(tmp_path))
-    alone = [row["loss"] for row in metric_rows(whole[1].run_dir)]
+    alone = [row["loss"] for row in metric_rows(computed[1].run_dir)]
     assert losses != alone
     assert losses == pytest.approx(alone, rel=1e-2)
 
@@ -158,7 +166,7 @@ def adapters_in_two_layouts(folder, init_from):
         after.append((len(alive), str(experts.sharding)))
 
     with pytest.MonkeyPatch.context() as patch:
-        compute_nothing(patch)
+        compute_little(patch)
         patch.setattr(Trainer, "step", record)
         run_training(phased(Path(folder), **changes))
     return after
@@ -179,7 +187,7 @@ def begun(whole, tmp_path_factory):
     run = tmp_path_factory.mktemp("begun") / "run"
     config = change(whole[0], {"run_dir": str(run), "checkpoint.every": 5})
     with pytest.MonkeyPatch.context() as patch:
-        compile_once(patch)
+        compute_little(patch)
         train_until(config, 6)
     return config
 
