@@ -37,6 +37,7 @@ from zaya_jax.config import (
     PhaseConfig,
     ScheduleConfig,
     SourceConfig,
+    SpikeConfig,
     Table,
     TrainConfig,
     load_config,
@@ -80,10 +81,9 @@ ADAPTERS = Config(
     (PhaseConfig(tokens=128, name="chat", schedule=ScheduleConfig("constant")),),
     data=DataConfig(context=96, sources=Table({"talk": SourceConfig("talk")})), lora=LoraConfig(4, 8.0),
     optimizer=OptimizerConfig(
-        balance=BalanceConfig(rule="none"), muon=dataclasses.replace(RATES.muon, learning_rate=0.05),
-        adamw=AdamWConfig(learning_rate=0.05, weight_decay=0.0),
+        matrices="adamw", balance=BalanceConfig(rule="none"), adamw=AdamWConfig(learning_rate=0.05, weight_decay=0.0)
     ),
-    train=TrainConfig(batch=BatchConfig(tokens=4 * 96)), init_from="a run",
+    train=TrainConfig(batch=BatchConfig(tokens=4 * 96), spike=SpikeConfig(window=0)), init_from="a run",
 )  # fmt: skip
 
 
