@@ -59,6 +59,7 @@ def started(config):
 
 
 @pytest.mark.parametrize("layout", ["hf", "legacy"])
+@pytest.mark.usefixtures("quick")
 def test_parameters_are_the_folders_and_the_rest_is_fresh(layout, tmp_path):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, layout=layout)
@@ -106,6 +107,7 @@ def test_positions_may_differ_and_a_pattern_may_be_written_in_two_ways(tmp_path)
     assert open_init_from(with_folder(tmp_path / "full", change(config, {"model.sliding_window": 9}))) is not None
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_run_brings_its_optimizer_and_an_import_brings_parameters(tmp_path, finished):
     config, result = finished
     whole = change(config, {"init_from": str(result.run_dir)})
