@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.saved_helpers import flip, save_run
@@ -154,7 +154,6 @@ def changing(tmp_path_factory):
     return folder, json.loads(next(folder.glob("manifest-*")).read_bytes())
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(data=st.data())
 def test_a_manifest_of_any_json_ends_in_a_sentence(changing, data):
     folder, tree = changing
