@@ -106,18 +106,8 @@ def test_the_document_shows_what_there_is(tmp_path):
     text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python -m zaya_jax\.checkpoint (.*)$", text, re.MULTILINE)
     verbs = {module._parser().parse_args(shlex.split(command)).verb for command in commands}
-    assert verbs == {
-        "ls",
-        "verify",
-        "inspect",
-        "diff",
-        "prune",
-        "rollback",
-        "average",
-        "export-hf",
-        "import-hf",
-        "verify-hf",
-    }
+    assert verbs == {"ls", "verify", "inspect", "diff", "prune", "rollback", "average", "export-hf", "import-hf",
+                     "verify-hf"}  # fmt: skip
     (section,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "config.yaml").write_text(f"extends: {ROOT / 'configs' / 'tiny.yaml'}\n{section}")
     assert load_config(tmp_path / "config.yaml").checkpoint.verify == "readback"

@@ -125,14 +125,14 @@ def read_only_for_a_while(root):
     return said
 
 
-def in_own_file_system(folder, function):
-    """Call a function of a module of tests where `folder` is a file system of its own; gives what it returns."""
+def in_own_file_system(folder):
+    """Call `disturbed` where `folder` is a file system of its own; gives what it returns."""
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(folder)], check=False,
                       capture_output=True).returncode:  # fmt: skip
         pytest.skip("This system lets a user mount no file system of their own (unshare -rm).")
-    code = (f"import json; from pathlib import Path; import {function.__module__} as here\n"
+    code = (f"import json; from pathlib import Path; from {__name__} import disturbed\n"
             f"from zaya_jax.checkpoint import store\nstore._RETRY = 0.2  # seconds, for 10\n"
-            f"print(json.dumps(here.{function.__name__}(Path({str(folder)!r}))))")  # fmt: skip
+            f"print(json.dumps(disturbed(Path({str(folder)!r}))))")  # fmt: skip
     command = 'mount -t tmpfs -o size=300m none "$1" && exec "$2" -c "$3"'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command, "sh", str(folder), sys.executable, code],
@@ -147,7 +147,7 @@ def in_own_file_system(folder, function):
 def done(tmp_path_factory):
     """What `disturbed` gives, and where."""
     folder = tmp_path_factory.mktemp("disk")
-    return folder, *in_own_file_system(folder, disturbed)
+    return folder, *in_own_file_system(folder)
 
 
 def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(done):

@@ -52,16 +52,8 @@ PHASES = (
 
 def phased(folder, run="run", **changes):
     config = small_run(folder, run=run)
-    return change(
-        config,
-        {
-            "model": dataclasses.replace(config.model, **PLAIN),
-            "phases": PHASES,
-            "checkpoint.every": 3,
-            "checkpoint.keep": 1,
-            **changes,
-        },
-    )
+    model = dataclasses.replace(config.model, **PLAIN)
+    return change(config, {"model": model, "phases": PHASES, "checkpoint.every": 3, "checkpoint.keep": 1, **changes})
 
 
 def altered(config, index, **changes):
@@ -195,13 +187,8 @@ def begun(whole, tmp_path_factory):
 @pytest.mark.soak
 def test_phases_to_come_may_change(begun, tmp_path):
     shutil.copytree(begun.run_dir, tmp_path / "run")
-    other = altered(
-        change(begun, {"run_dir": str(tmp_path / "run")}),
-        2,
-        tokens=256,
-        context=64,
-        schedule=ScheduleConfig("constant", 0.2),
-    )
+    other = change(begun, {"run_dir": str(tmp_path / "run")})
+    other = altered(other, 2, tokens=256, context=64, schedule=ScheduleConfig("constant", 0.2))
     result = run_training(other)
     assert int(result.state.step) == total_steps(other) == 8
     assert load_config(result.run_dir / "config.yaml").phases == other.phases
@@ -221,12 +208,7 @@ def test_phases_to_come_may_change(begun, tmp_path):
         ),
         (1, {"batch": None}, r"^phases\.two\.batch was "),
         (2, {"schedule": None}, r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,792\."),
-        (
-            1,
-            {"tokens": 768},
-            r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,536\. .*"
-            r"start anew in another run_dir\.$",
-        ),
+        (1, {"tokens": 768}, r"spanned 1,280 tokens and now spans 1,536\. .*start anew in another run_dir\.$"),
     ],
 )
 def test_phases_that_are_begun_may_not(begun, index, changes, match):
@@ -300,22 +282,6 @@ def test_a_run_goes_on_though_the_one_it_began_with_is_gone(whole, tmp_path):
     assert not differing(run_training(later).state, result.state)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("optimizer.balance.rule", "sign"),
-        ("optimizer.matrices", "adamw"),
-        ("optimizer.muon.momentum_form", "ema"),
-    ],
-)
-def test_a_beginning_with_another_kind_of_optimizer_is_refused_by_its_key(whole, tmp_path, key, value):
-    config, result, _ = whole
-    bad = change(config, {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), key: value})
-    with pytest.raises(InputError, match=rf"^init_from=.* was made with {key}=.* this configuration has {value!r}"):
-        run_training(bad)
-    assert not (tmp_path / "run" / "config.yaml").exists()
-
-
 @pytest.mark.soak
 def test_a_longer_context_begins_with_the_state_of_a_shorter_one(whole, tmp_path):
     config, result, _ = whole
@@ -343,18 +309,3 @@ def spiky(whole, tmp_path_factory):
     """A run that takes every loss a little above the one before for a spike."""
     folder = tmp_path_factory.mktemp("spiky")
     return trained(change(whole[0], {"run_dir": str(folder / "run"), "train.spike": SpikeConfig(1, 1e-3)}))
-
-
-@pytest.mark.soak
-def test_a_run_without_a_window_for_spikes_is_saved_and_goes_on(whole, tmp_path):
-    config = change(whole[0], {"run_dir": str(tmp_path / "run"), "train.spike.window": 0, "phases": PHASES[2:]})
-    train_until(config, 4)
-    assert int(run_training(config).state.step) == 4
-
-
-def test_a_beginning_of_another_architecture_is_refused(whole, tmp_path):
-    config, result, _ = whole
-    changes = {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), "model.num_experts": 2}
-    with pytest.raises(InputError, match=r"^init_from=.* model\.num_experts is"):
-        run_training(change(config, changes))
-    assert not (Path(tmp_path) / "run" / "config.yaml").exists()
