@@ -37,6 +37,7 @@ from zaya_jax.config import (
     PhaseConfig,
     ScheduleConfig,
     SourceConfig,
+    SpikeConfig,
     Table,
     TrainConfig,
     load_config,
@@ -80,10 +81,9 @@ ADAPTERS = Config(
     (PhaseConfig(tokens=128, name="chat", schedule=ScheduleConfig("constant")),),
     data=DataConfig(context=96, sources=Table({"talk": SourceConfig("talk")})), lora=LoraConfig(4, 8.0),
     optimizer=OptimizerConfig(
-        balance=BalanceConfig(rule="none"), muon=dataclasses.replace(RATES.muon, learning_rate=0.05),
-        adamw=AdamWConfig(learning_rate=0.05, weight_decay=0.0),
+        matrices="adamw", balance=BalanceConfig(rule="none"), adamw=AdamWConfig(learning_rate=0.05, weight_decay=0.0)
     ),
-    train=TrainConfig(batch=BatchConfig(tokens=4 * 96)), init_from="a run",
+    train=TrainConfig(batch=BatchConfig(tokens=4 * 96), spike=SpikeConfig(window=0)), init_from="a run",
 )  # fmt: skip
 
 
@@ -245,34 +245,46 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(resumption, function.__name__, functools.cache(function))
 
 
-def compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps count themselves, with a loss that tells them apart, where only what is written of them matters."""
+_MOVED = ("params", "balance", "opt_state", "balance_state")
 
-    def compile_step(program: PhaseProgram, stage: BatchStage) -> Callable:
-        layers = np.zeros(program.config.model.num_layers, np.float32)
 
-        @jax.jit
-        def step(state: TrainState, batch: Batch, base: Any) -> tuple[TrainState, dict[str, Any]]:
-            del batch, base
-            metrics = {"loss": 9.0 / (1 + state.step), "grad_norm": 1.0, "learning_rate": 0.5, "tokens": 2.0,
-                       "skipped": 0, "skip": 0, "expert_counts": layers[:, None], "load_entropy": layers,
-                       "max_load": layers, "skip_rate": layers, "bias_range": layers,
-                       "grad_norm_by_role": {"matrix": 1.0}, "update_norm_by_role": {"matrix": 0.5}}  # fmt: skip
-            return dataclasses.replace(state, step=state.step + 1), metrics
+@functools.cache
+def _little_step(num_layers: int) -> Callable:
+    layers = np.zeros(num_layers, np.float32)
 
-        return step
+    def move(x: jax.Array, by: jax.Array) -> jax.Array:
+        return x + by.astype(x.dtype) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x
+
+    @jax.jit
+    def step(state: TrainState, batch: Batch, base: Any) -> tuple[TrainState, dict[str, Any]]:
+        del base
+        by = 0.1 + batch["tokens"].mean() / 1e3
+        moved = {kind: jax.tree.map(lambda x: move(x, by), getattr(state, kind)) for kind in _MOVED}
+        metrics = {"loss": 9.0 / (1 + jax.tree.leaves(moved["params"])[0].mean()), "grad_norm": 1.0,
+                   "learning_rate": 0.5, "tokens": batch["loss_mask"].sum(), "skipped": 0, "skip": 0,
+                   "expert_counts": layers[:, None], "load_entropy": layers, "max_load": layers, "skip_rate": layers,
+                   "bias_range": layers, "grad_norm_by_role": {"matrix": 1.0},
+                   "update_norm_by_role": {"matrix": 0.5}}  # fmt: skip
+        return dataclasses.replace(state, step=state.step + 1, **moved), metrics
+
+    return step
+
+
+def compute_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps move all state by what tells batches apart, where only what is read, kept and written matters."""
 
     def zeros(program: PhaseProgram) -> TrainState:
         state = program.abstract_state
-        kinds = ("params", "balance", "opt_state", "balance_state")
-        drawn = {kind: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), getattr(state, kind)) for kind in kinds}
+        drawn = {kind: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), getattr(state, kind)) for kind in _MOVED}
         return TrainState(**drawn, **init_counters(program.config))
 
+    def sums(params: dict[str, jax.Array], *_: Any, **__: Any) -> dict[str, np.ndarray]:
+        return {"loss": np.asarray(jax.tree.leaves(params)[0]).mean(), "tokens": np.float32(1.0)}
+
     compile_once(monkeypatch)
-    monkeypatch.setattr(PhaseProgram, "compile", compile_step)
+    monkeypatch.setattr(PhaseProgram, "compile", lambda program, _: _little_step(program.config.model.num_layers))
     monkeypatch.setattr(compiled, "check_compiled", lambda *_: None)
-    sums = {"loss": np.float32(2.0), "tokens": np.float32(1.0)}
-    monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: lambda *_, **__: sums)
+    monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: sums)
     monkeypatch.setattr(initialization, "init_state", zeros)
 
 

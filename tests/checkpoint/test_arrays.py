@@ -182,14 +182,8 @@ def packed_on_devices():
     whole = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec()))
     packed = pack_arrays({"split": split, "whole": whole, "large": jnp.zeros(2**14 // 4 + 1)})
     written, held, leaves = packed.arrays, packed.small, packed.leaves()
-    return (
-        set(written),
-        set(held),
-        leaves["whole"]["at"],
-        "at" in leaves["split"],
-        written["split"] is split,
-        written[SMALL_ARRAYS].view(np.int32),
-    )
+    return (set(written), set(held), leaves["whole"]["at"], "at" in leaves["split"], written["split"] is split,
+            written[SMALL_ARRAYS].view(np.int32))  # fmt: skip
 
 
 def test_what_is_large_or_split_over_devices_stays_an_array_of_its_own():

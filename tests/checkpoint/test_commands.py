@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.saved_helpers import flip, save_run
@@ -106,18 +106,8 @@ def test_the_document_shows_what_there_is(tmp_path):
     text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python -m zaya_jax\.checkpoint (.*)$", text, re.MULTILINE)
     verbs = {module._parser().parse_args(shlex.split(command)).verb for command in commands}
-    assert verbs == {
-        "ls",
-        "verify",
-        "inspect",
-        "diff",
-        "prune",
-        "rollback",
-        "average",
-        "export-hf",
-        "import-hf",
-        "verify-hf",
-    }
+    assert verbs == {"ls", "verify", "inspect", "diff", "prune", "rollback", "average", "export-hf", "import-hf",
+                     "verify-hf"}  # fmt: skip
     (section,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "config.yaml").write_text(f"extends: {ROOT / 'configs' / 'tiny.yaml'}\n{section}")
     assert load_config(tmp_path / "config.yaml").checkpoint.verify == "readback"
@@ -154,7 +144,6 @@ def changing(tmp_path_factory):
     return folder, json.loads(next(folder.glob("manifest-*")).read_bytes())
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(data=st.data())
 def test_a_manifest_of_any_json_ends_in_a_sentence(changing, data):
     folder, tree = changing

@@ -1,6 +1,7 @@
-"""Saving on a disk that fills, is freed, and cannot be written for a while: a file system of its own in memory."""
+"""Saving and training on a disk that fills, is freed, and cannot be written for a while: file systems in memory."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import ABOUT, open_store
 from tests.checkpoint.test_store import restored as newest_of
+from tests.train.disk_helpers import full_for_a_while, full_while_training
 from tests.train_helpers import ROOT
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError
@@ -56,8 +58,18 @@ def saved_when_due(store, step):
 
 
 def disturbed(root):
-    """Run in a file system of its own at `root`; gives what was said while it was full, and while it was read-only."""
-    return full_and_freed(root), read_only_for_a_while(root)
+    """Run in a file system of its own at `root`: all in one process, since it takes long to import jax.
+
+    Gives what was said of saves while a smaller one was full, and while it was read-only; and what became of trainings.
+    """
+    small = root / "small"
+    small.mkdir()
+    mount(small, 40)
+    return full_and_freed(small), read_only_for_a_while(small), full_while_training(root), full_for_a_while(root)
+
+
+def mount(folder, megabytes):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)], check=True)
 
 
 def full_and_freed(root):
@@ -113,15 +125,15 @@ def read_only_for_a_while(root):
     return said
 
 
-def in_own_file_system(folder, function, megabytes=300):
-    """Call a function of a module of tests where `folder` is a file system of its own; gives what it returns."""
+def in_own_file_system(folder):
+    """Call `disturbed` where `folder` is a file system of its own; gives what it returns."""
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(folder)], check=False,
                       capture_output=True).returncode:  # fmt: skip
         pytest.skip("This system lets a user mount no file system of their own (unshare -rm).")
-    code = (f"import json; from pathlib import Path; import {function.__module__} as here\n"
+    code = (f"import json; from pathlib import Path; from {__name__} import disturbed\n"
             f"from zaya_jax.checkpoint import store\nstore._RETRY = 0.2  # seconds, for 10\n"
-            f"print(json.dumps(here.{function.__name__}(Path({str(folder)!r}))))")  # fmt: skip
-    command = f'mount -t tmpfs -o size={megabytes}m none "$1" && exec "$2" -c "$3"'
+            f"print(json.dumps(disturbed(Path({str(folder)!r}))))")  # fmt: skip
+    command = 'mount -t tmpfs -o size=300m none "$1" && exec "$2" -c "$3"'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command, "sh", str(folder), sys.executable, code],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
@@ -132,16 +144,52 @@ def in_own_file_system(folder, function, megabytes=300):
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    return in_own_file_system(tmp_path_factory.mktemp("disk"), disturbed, megabytes=40)
+def done(tmp_path_factory):
+    """What `disturbed` gives, and where."""
+    folder = tmp_path_factory.mktemp("disk")
+    return folder, *in_own_file_system(folder)
 
 
-def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(said):
-    assert "bytes free, but" in said[0][0]
-    assert "could not be saved" in said[0][1]
-    assert said[0][-1].endswith("is saved.")
+def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(done):
+    _, said, *_ = done
+    assert "bytes free, but" in said[0]
+    assert "could not be saved" in said[1]
+    assert said[-1].endswith("is saved.")
 
 
-def test_a_folder_that_is_read_only_for_a_while_is_written_again(said):
-    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in said[1][0]
-    assert said[1][-1].endswith("is saved.")
+def test_a_folder_that_is_read_only_for_a_while_is_written_again(done):
+    _, _, said, *_ = done
+    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in said[0]
+    assert said[-1].endswith("is saved.")
+
+
+def test_a_full_disk_is_one_warning_of_a_training_and_everything_is_written_when_there_is_room(done):
+    folder, _, _, runs, _ = done
+    whole = runs["whole"][1]
+    assert len(whole["metrics"].splitlines()) == 12
+    for name in ("freed", "again"):
+        assert runs[name][1] == whole, name
+
+    said = runs["freed"][0]
+    warnings = [line for line in said if line.endswith("until the disk accepts them.")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"{folder}/freed/metrics.jsonl cannot be written: No space left on device. ")
+    assert f"{folder}/freed can be written again; no row is missing." in said
+    # A checkpoint is due after each step; tries are as far apart as is said.
+    failed = [line for line in said if "could not be saved" in line]
+    assert 1 <= len(failed) <= 3
+    assert re.search(r"No space left on device\. Training continues; .*\. Retrying in about 0 s\.$", failed[0])
+    assert re.fullmatch(r"The checkpoint of step (9|1[0-2]) is saved\.", said[-1])  # at the first try with room
+
+    for name in ("stopped", "full"):
+        stopped = "more than checkpoint.max_unsaved_seconds (0.3 s); the newest checkpoint is that of step 2"
+        assert stopped in runs[name][0][-1]
+    assert "Resuming after step 2 of 12." in runs["again"][0]
+
+
+def test_a_full_disk_costs_tensorboard_no_row(done):
+    *_, mirrored = done
+    assert "No space left on device. Training continues" in mirrored["said"][0]
+    assert mirrored["said"][1:] == ["train.sinks: tensorboard works again and has all rows."]
+    assert mirrored["steps"] == list(range(41, 121)), "all since the last checkpoint before"
+    assert mirrored["files"] == 2, "attempts leave no empty files"

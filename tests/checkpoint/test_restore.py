@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.checkpoint.damage_helpers import KINDS, WHERE, count, damage
+from tests.checkpoint.damage_helpers import KINDS, WHERE, count
 from tests.checkpoint.saved_helpers import write_soak
 from tests.checkpoint.test_store import ABOUT, abstract, check, make_state, newest, open_store, restored, save_all
 from tests.train_helpers import differing
@@ -134,13 +134,3 @@ def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
     copied.rename(copied.with_name("7"))
     with pytest.raises(InputError, match=r"7 contains the checkpoint of step 1, not of step 7\."):
         read_checkpoint(copied.with_name("7"), lambda manifest: abstract(make_state()))
-
-
-def test_every_kind_of_damage_is_what_it_says(tmp_path):
-    """The damage of the tests above changes a file, whatever the seed."""
-    save_all(tmp_path / "whole", [1, 2])
-    for index, (kind, where) in enumerate((kind, where) for kind in KINDS for where in WHERE):
-        run = Path(shutil.copytree(tmp_path / "whole", tmp_path / str(index)))
-        before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
-        damage(run, random.Random(index), kind, where)
-        assert before != {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}

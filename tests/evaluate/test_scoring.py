@@ -199,7 +199,7 @@ def on_one_or_more() -> tuple[list[Score], list[list[int]], set[int]]:
 
 def test_several_devices_score_and_write_what_one_does():
     scores, written, (rows,) = on_one_or_more()
-    others, also, (shared,) = on_devices(4, "tests.evaluate.test_scoring:on_one_or_more")
+    others, also, (shared,) = on_devices(8, "tests.evaluate.test_scoring:on_one_or_more")
     assert_same([Score(*score) for score in others], scores)
     assert also == written
-    assert (rows, shared) == (2, 8)
+    assert (rows, shared) == (2, 16)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from tests.train.test_interruption import copied_run, metric_rows, train_until
@@ -136,7 +137,7 @@ class Norm:
     name, label, ranks_checkpoints = "largest_weight", "largest", False
 
     def evaluate(self, model):
-        return {self.name: max(float(jax.numpy.abs(x).max()) for x in model.params.values())}
+        return {self.name: max(float(np.abs(x).max()) for x in model.params.values())}
 
 
 class Calls(list):
@@ -273,7 +274,7 @@ def poisoned(monkeypatch):
     def init_poisoned(*arguments):
         state = init(*arguments)
         name = "blocks.0.attention.query"
-        return dataclasses.replace(state, params={**state.params, name: jax.numpy.nan * state.params[name]})
+        return dataclasses.replace(state, params={**state.params, name: np.full_like(state.params[name], np.nan)})
 
     monkeypatch.setattr(initialization, "init_state", init_poisoned)
 

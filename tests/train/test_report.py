@@ -65,12 +65,19 @@ def test_a_report_names_sources_that_hold_nothing_out_and_survives_a_disk_that_c
     assert "summary.json: Not a directory" in text
 
 
-def test_a_continuation_is_drawn_from_the_run_repeats_and_ends_where_positions_do(finished):
+def test_a_continuation_is_that_of_the_result_repeats_and_ends_where_positions_do(finished, monkeypatch):
     config, result = finished
-    first = continuation(config, result)
-    assert first == continuation(config, result)
-    assert continuation(change(config, {"seed": config.seed + 1}), result) != first
-    assert len(continuation(change(config, {"sample.tokens": 1000}), result)) > len(first) > 0
+    tokenizer, sample = result.prepared.tokenizer, config.sample
+    prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)]
+    (row,) = generate_tokens(result.model, [prompt], sample.tokens, Sampling(sample.temperature), seeds=[config.seed],
+                             stop_tokens=[tokenizer.eot], placement=result.program.placement.replicated)  # fmt: skip
+    assert continuation(config, result) == continuation(config, result) == tokenizer.decode(row.tokens)
+    assert continuation(change(config, {"seed": config.seed + 1}), result) != tokenizer.decode(row.tokens)
+    asked = []
+    monkeypatch.setattr("zaya_jax.train.report.generate_tokens", lambda model, prompts, steps, *_, **__: (
+        asked.append(steps), [row])[1])  # fmt: skip
+    continuation(change(config, {"sample.tokens": 1000}), result)
+    assert asked == [config.model.max_positions - len(prompt)]
 
 
 def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(finished, monkeypatch):
@@ -92,16 +99,6 @@ def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(
     assert placement.kernels is program.placement.kernels
     assert placement.mesh.size == 1
     assert {x.dtype.name for x in parameters(result.model).values()} == {"float32"}
-
-
-def test_in_fp32_a_continuation_is_that_of_the_result(finished):
-    config, result = finished
-    tokenizer, sample = result.prepared.tokenizer, config.sample
-    prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)]
-    steps = min(sample.tokens, config.model.max_positions - len(prompt))
-    (row,) = generate_tokens(result.model, [prompt], steps, Sampling(sample.temperature), seeds=[config.seed],
-                             stop_tokens=[tokenizer.eot])  # fmt: skip
-    assert continuation(config, result) == tokenizer.decode(row.tokens)
 
 
 def rows(count, layers=2):

@@ -48,16 +48,9 @@ def test_a_checkpoint_says_what_it_is_of_and_json_keeps_it():
     )
 
 
-CHANGED = {
-    "model.num_experts": (8, "a different architecture: its model.num_experts is 4, but .* has 8\\. Choose another"),
-    "model.hidden_size": (32, "a different architecture: its model.hidden_size is 16, but .* has 32\\. Choose another"),
-}
-
-
-@pytest.mark.parametrize("key", CHANGED)
-def test_another_architecture_is_refused_before_an_array_is_read(run, key):
-    value, said = CHANGED[key]
-    config = change(run, {key: value})
+def test_another_architecture_is_refused_before_an_array_is_read(run):
+    said = r"a different architecture: its model.num_experts is 4, but .* has 8\. Choose another"
+    config = change(run, {"model.num_experts": 8})
     with open_store(Path(run.run_dir) / "checkpoints") as store, pytest.raises(InputError, match=said):
         resume(config, make_programs(config), store, Batches())
     with pytest.raises(InputError, match=f"^init_from={run.run_dir} .*{said}"):
@@ -65,7 +58,8 @@ def test_another_architecture_is_refused_before_an_array_is_read(run, key):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("optimizer.balance.rule", "sign"), ("optimizer.muon.momentum_form", "ema")]
+    ("key", "value"),
+    [("optimizer.balance.rule", "sign"), ("optimizer.matrices", "adamw"), ("optimizer.muon.momentum_form", "ema")],
 )
 def test_an_optimizer_of_another_state_is_refused(run, key, value):
     config = change(run, {key: value, "run_dir": "elsewhere", "init_from": run.run_dir})

@@ -10,7 +10,7 @@ from tensorboardX.crc32c import crc32c
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from tests.train.test_interruption import metric_rows, train_until
-from tests.train_helpers import change, compute_nothing, small_run
+from tests.train_helpers import change, compute_little, small_run
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import METRICS, TIMINGS
@@ -22,7 +22,7 @@ from zaya_jax.train.mirror import Mirror, scalars
 
 @pytest.fixture(autouse=True)
 def _nothing(monkeypatch):
-    compute_nothing(monkeypatch)
+    compute_little(monkeypatch)
 
 
 def events(path: Path):

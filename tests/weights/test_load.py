@@ -28,9 +28,9 @@ from zaya_jax.weights.load import open_weights
 # On the model of the other tests, so that what places its arrays is compiled once.
 QUICK = {
     "plain": MODEL,
-    "biased": dataclasses.replace(MODEL, attention_bias=True, head_bias=True, depthwise_kernel=4, grouped_kernel=3),
-    "sliding": dataclasses.replace(MODEL, layer_pattern=("full", "sliding"), num_layers=4, sliding_window=4,
-                                   sliding_rope_base=500.0, attention_bias=True),
+    "biased": dataclasses.replace(MODEL, layer_pattern=("full", "sliding"), num_layers=4, sliding_window=4,
+                                  sliding_rope_base=500.0, attention_bias=True, head_bias=True, depthwise_kernel=4,
+                                  grouped_kernel=3),
 }  # fmt: skip
 REST = {f"tiny_{name}": tiny_config(name, attention_bias=name in ("biased", "sliding")) for name in VARIANTS}
 
@@ -59,7 +59,7 @@ def assert_equal(ours, theirs):
 
 
 @pytest.mark.parametrize(("variant", "dtype"), [
-    ("biased", "float32"), ("sliding", "bfloat16"),
+    ("biased", "bfloat16"),
     *(pytest.param(variant, dtype, marks=pytest.mark.soak) for variant in REST for dtype in ("float32", "bfloat16")),
 ])  # fmt: skip
 def test_a_round_trip_keeps_every_bit(variant, dtype, tmp_path):

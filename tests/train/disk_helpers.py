@@ -1,9 +1,8 @@
-"""Training on a disk without a free block: the run continues, and no row is lost once there is room."""
+"""Training and TensorBoard's rows on a disk without a free block, and what becomes of them once there is room."""
 
 import contextlib
 import io
 import json
-import re
 import shutil
 import tempfile
 import time
@@ -12,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_disk import in_own_file_system
 from tests.train.test_sinks import events
-from tests.train_helpers import change, compute_nothing, small_run
+from tests.train_helpers import change, compute_little, small_run
 from zaya_jax.errors import RunStopped
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS, TIMINGS
@@ -43,7 +41,7 @@ def train_on(config, happens):
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        compute_nothing(patch)
+        compute_little(patch)
         patch.setattr(sinks, "JsonlSink", Sink)
         try:
             loop.run_training(config)
@@ -61,12 +59,13 @@ def leaves(config):
 
 
 def full_while_training(root):
-    config = change(small_run(root), {"checkpoint.every": 1})
+    config = small_run(root)
     runs = {"whole": (train_on(config, {}), leaves(config))}
     ballast = root / "ballast"
-    freed = change(config, {"run_dir": str(root / "freed")})
+    freed = change(config, {"run_dir": str(root / "freed"), "checkpoint.every": 1})
     runs["freed"] = train_on(freed, {1: lambda: fill(ballast), 9: ballast.unlink}), leaves(freed)
-    stopped = change(config, {"run_dir": str(root / "stopped"), "checkpoint.max_unsaved_seconds": 0.3})
+    stopped = change(config, {"run_dir": str(root / "stopped"), "checkpoint.every": 2,
+                              "checkpoint.max_unsaved_seconds": 0.3})  # fmt: skip
 
     def fill_once_saved():
         while 2 not in saved_steps(root / "stopped" / "checkpoints"):  # which happens in the background
@@ -103,46 +102,3 @@ def full_for_a_while(root):
     newest = max((root / "tensorboard").glob("events*"))
     steps = [event.step for event in events(newest) if event.summary.value]
     return {"said": said, "steps": steps, "files": len(list((root / "tensorboard").glob("events*")))}
-
-
-def both(root):
-    return full_while_training(root), full_for_a_while(root)
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """What happens on a disk that fills, and where; one process does both, since it takes long to import jax."""
-    folder = tmp_path_factory.mktemp("disk")
-    return folder, *in_own_file_system(folder, both)
-
-
-def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room(done):
-    folder, runs, _ = done
-    whole = runs["whole"][1]
-    assert len(whole["metrics"].splitlines()) == 12
-    for name in ("freed", "again"):
-        assert runs[name][1] == whole, name
-
-    said = runs["freed"][0]
-    warnings = [line for line in said if line.endswith("until the disk accepts them.")]
-    assert len(warnings) == 1
-    assert warnings[0].startswith(f"{folder}/freed/metrics.jsonl cannot be written: No space left on device. ")
-    assert f"{folder}/freed can be written again; no row is missing." in said
-    # A checkpoint is due after each step; tries are as far apart as is said.
-    failed = [line for line in said if "could not be saved" in line]
-    assert 1 <= len(failed) <= 3
-    assert re.search(r"No space left on device\. Training continues; .*\. Retrying in about 0 s\.$", failed[0])
-    assert re.fullmatch(r"The checkpoint of step (9|1[0-2]) is saved\.", said[-1])  # at the first try with room
-
-    for name in ("stopped", "full"):
-        stopped = "more than checkpoint.max_unsaved_seconds (0.3 s); the newest checkpoint is that of step 2"
-        assert stopped in runs[name][0][-1]
-    assert "Resuming after step 2 of 12." in runs["again"][0]
-
-
-def test_a_full_disk_costs_tensorboard_no_row(done):
-    _, _, mirrored = done
-    assert "No space left on device. Training continues" in mirrored["said"][0]
-    assert mirrored["said"][1:] == ["train.sinks: tensorboard works again and has all rows."]
-    assert mirrored["steps"] == list(range(41, 121)), "all since the last checkpoint before"
-    assert mirrored["files"] == 2, "attempts leave no empty files"
