@@ -34,6 +34,9 @@ def test_layers_follow_one_another(model, captured):
         assert len(captured[after]) == CONFIG.num_layers
         np.testing.assert_array_equal(captured[after][:-1], captured[before][1:])
     np.testing.assert_array_equal(captured["layers"][-1], captured["norm.args.x"])
+    assert not captured["layers.args.state_bsr"][0].any()
+    embedding, bias, scale = (np.asarray(x[...]) for x in (model.embedding, model.input_bias, model.input_scale))
+    assert_close(captured["layers.args.x_bsd"][0], (embedding[TOKENS] + bias) * scale, 1e-6)
     norm = jax.tree.map(lambda x: x[0], model.blocks[0].attention_norm)
     normed = norm(captured["layers.args.x_bsd"][0], jnp.float32, LOCAL)
     assert_close(captured["layers.attention.args.h_bsd"][0], normed, 1e-6)

@@ -201,13 +201,11 @@ def partitioned():
 @pytest.mark.parametrize(
     ("transform", "params", "calls"),
     [
-        (lambda: optax.chain(optax.identity(), public_muon(lambda _: 0.02)), MATRICES, 3),
-        (lambda: optax.inject_hyperparams(public_muon)(learning_rate=0.02), MATRICES, 3),
-        (lambda: optax.MultiSteps(public_muon(0.02), 2), MATRICES, 6),
-        (lambda: optax.masked(public_muon(0.02), IS_MATRIX), PARAMS, 3),
+        (lambda: optax.chain(optax.identity(), optax.masked(public_muon(lambda _: 0.02), IS_MATRIX)), PARAMS, 3),
+        (lambda: optax.MultiSteps(optax.inject_hyperparams(public_muon)(learning_rate=0.02), 2), MATRICES, 6),
         (partitioned, PARAMS, 3),
     ],
-    ids=["chain", "inject_hyperparams", "MultiSteps", "masked", "multi_transform"],
+    ids=["chain of masked", "MultiSteps of inject_hyperparams", "multi_transform"],
 )
 def test_muon_gives_the_same_updates_inside_optax(alone, transform, params, calls):
     updates = third_update(transform(), params, calls)
