@@ -142,13 +142,6 @@ def test_state_is_float32_for_gradients_in_bfloat16(form, nesterov):
         assert relative(out["w"], exact["w"]) < 0.1
 
 
-@pytest.mark.parametrize(("form", "iterates"), [("sum", "float32"), ("ema", "bfloat16")])
-def test_a_zero_gradient_gives_a_zero_update(form, iterates):
-    init, update = muon(momentum_form=form, newton_schulz_dtype=iterates)
-    grad = {"w": np.zeros((4, 6), np.float32)}
-    assert not np.any(update(grad, init(grad))[0]["w"])
-
-
 def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none():
     grads = {"tall": draw(1, 2, 17, 9)}
     transform = scale_by_muon(MuonConfig(momentum_form="ema", newton_schulz_dtype="float32"))
