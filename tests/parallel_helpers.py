@@ -2,16 +2,16 @@
 
 import dataclasses
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from tests.helpers import random_values
 from tests.train_helpers import CONFIG, fast_jit, leaves, make_program, placed_step
 from zaya_jax.config import BatchConfig, Config, ParallelConfig
 from zaya_jax.config.optimizer import ComputeDtype
-from zaya_jax.train.state import init_state
+from zaya_jax.train.state import TrainState, init_counters, init_state
 from zaya_jax.train.step import make_local_loss
 
 # Every device has a sequence of each of two micro-batches, every expert rank experts, every piece a few tokens.
@@ -109,29 +109,40 @@ def run_layout(
         return steps
 
 
-class Gradient(NamedTuple):
-    """The sums and the gradient of a start, and the HLO of what computes them."""
+class Step(NamedTuple):
+    """The metrics of a step, the state after it, and its HLO."""
 
-    sums: dict[str, np.ndarray]
-    gradient: dict[str, np.ndarray]
+    metrics: dict[str, np.ndarray]
+    state: dict[str, np.ndarray]
     text: str
 
 
-def run_gradient(config: Config, devices: int) -> Gradient:
-    """The gradient of the loss of `config`, which computes in fp64, on so many devices."""
+def run_step(config: Config, devices: int) -> Step:
+    """A step of `config` in fp64 on so many devices, from parameters at random."""
     with jax.enable_x64(True):
         config.check()
-        alone, program = (
-            make_program(dataclasses.replace(config, parallel=ParallelConfig())),
-            make_program(config, devices),
-        )
-        drawn = fast_jit(lambda: operator.attrgetter("params", "balance")(uneven(init_state(alone))))()
-        params, balance = jax.device_get(drawn)
-        params = jax.device_put(params, program.placement.shardings(program.abstract_state).params)
-        _, batch = placed_step(program)
+        program, values = make_program(config, devices), random_values(config.model)
+        state, bias = program.abstract_state, np.zeros(config.model.num_experts + 1)
+        bias[0], bias[-1] = 0.6, 0.7  # so that many tokens skip, and more of the others choose the first expert
+        kinds = ("params", "balance", "opt_state", "balance_state")
+        drawn = {kind: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), getattr(state, kind)) for kind in kinds}
+        drawn["params"] = {name: np.asarray(values[name], x.dtype) for name, x in state.params.items()}
+        drawn["balance"] = {name: np.broadcast_to(bias, x.shape).astype(x.dtype) for name, x in state.balance.items()}
+        start = TrainState(**drawn, **init_counters(config))
+        step, batch = placed_step(program)
+        state = jax.device_put(start, program.placement.shardings(start))
+        compiled = step.lower(state, batch).compile()
+        state, metrics = compiled(state, batch)
+        return Step(jax.device_get(metrics), leaves(state), compiled.as_text() or "")
+
+
+def gradient_text(config: Config) -> str:
+    """The HLO of the gradient of the loss of `config`, in fp64, on the devices of this process."""
+    with jax.enable_x64(True):
+        program = make_program(config, jax.device_count())
+        state, (_, batch) = program.abstract_state, placed_step(program)
         region = fast_jit(program.placement.gradient(make_local_loss(program)))
-        compiled = region.lower(params, balance, batch).compile()
-        return Gradient(*jax.device_get(compiled(params, balance, batch)), compiled.as_text() or "")
+        return region.lower(state.params, state.balance, batch).compile().as_text() or ""
 
 
 def run_layouts(names: list[str], gradient: bool, dtype: ComputeDtype = "float64") -> dict[str, ThreeSteps]:

@@ -52,44 +52,6 @@ def test_equals_the_dense_loss(seed):
         assert not np.any(np.asarray(ours[1][0])[weights == 0]), "a token of weight zero has no gradient"
 
 
-@pytest.mark.parametrize("size", [4, 64])
-def test_any_size_of_chunk_gives_the_same(size):
-    arguments = draw(1)
-    hidden, head, bias, targets, weights = (np.asarray(x, np.float64) for x in arguments)
-    z = hidden @ head.T + bias
-    each = (np.log(np.exp(z).sum(-1)) - z[np.arange(T), targets.astype(int)]) * weights
-    expected = compiled(dense, True)(*arguments)
-    with blocks_of(size):
-        (value, same), gradients = jit(jax.value_and_grad(chunked_loss, (0, 1, 2), has_aux=True))(*arguments)
-        alone, terms = jit(chunked_loss)(*arguments)  # forward only, which evaluation uses
-    assert_close((value, gradients), expected, 1e-5)
-    np.testing.assert_allclose(alone, expected[0], rtol=1e-5)
-    for actual in (terms, same):
-        np.testing.assert_allclose(actual, each, rtol=1e-4, atol=1e-5)
-
-
-def test_the_logits_of_all_tokens_never_exist():
-    with blocks_of(4):
-        jaxpr = str(jax.make_jaxpr(jax.value_and_grad(total, argnums=(0, 1, 2)))(*draw(0)))
-    assert f"4,{V}]" in jaxpr
-    for rows in (T, 16):
-        assert f"[{rows},{V}]" not in jaxpr
-
-
-def test_the_head_is_cast_once_for_all_chunks():
-    hidden, head, bias, targets, weights = draw(0)
-
-    def bodies(function):
-        with blocks_of(4):
-            jaxpr = jax.make_jaxpr(function)(hidden.astype(jnp.bfloat16), head, bias, targets, weights)
-        return [str(equation.params["jaxpr"]) for equation in _walk(jaxpr.jaxpr) if equation.primitive.name == "scan"]
-
-    for function in (total, jax.value_and_grad(total, argnums=(0, 1, 2))):
-        (body,) = bodies(function)
-        assert f"bf16[{V},{D}]" in body or f"bf16[{D},{V}]" in body
-        assert f"f32[{V},{D}]" not in body
-
-
 @pytest.mark.parametrize(("most", "expected"), [(2 * V * D, f"{D},{V}"), (2 * V * D - 1, f"{V},{D}")])
 def test_a_small_head_is_transposed_once_and_a_large_one_is_not_copied(most, expected, monkeypatch):
     monkeypatch.setattr(loss, "TRANSPOSED_BYTES", most)
@@ -179,3 +141,44 @@ def test_a_frozen_head_has_no_sum_of_its_size(monkeypatch):
 
     assert f"f32[{D},{V}]" in text(False)
     assert f"f32[{D},{V}]" not in text(True)
+
+
+# --- chunks of another size, last: what is compiled is forgotten for each ---------------------------------------
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_any_size_of_chunk_gives_the_same(size):
+    arguments = draw(1)
+    hidden, head, bias, targets, weights = (np.asarray(x, np.float64) for x in arguments)
+    z = hidden @ head.T + bias
+    each = (np.log(np.exp(z).sum(-1)) - z[np.arange(T), targets.astype(int)]) * weights
+    expected = compiled(dense, True)(*arguments)
+    with blocks_of(size):
+        (value, same), gradients = jit(jax.value_and_grad(chunked_loss, (0, 1, 2), has_aux=True))(*arguments)
+        alone, terms = jit(chunked_loss)(*arguments)  # forward only, which evaluation uses
+    assert_close((value, gradients), expected, 1e-5)
+    np.testing.assert_allclose(alone, expected[0], rtol=1e-5)
+    for actual in (terms, same):
+        np.testing.assert_allclose(actual, each, rtol=1e-4, atol=1e-5)
+
+
+def test_the_logits_of_all_tokens_never_exist():
+    with blocks_of(4):
+        jaxpr = str(jax.make_jaxpr(jax.value_and_grad(total, argnums=(0, 1, 2)))(*draw(0)))
+    assert f"4,{V}]" in jaxpr
+    for rows in (T, 16):
+        assert f"[{rows},{V}]" not in jaxpr
+
+
+def test_the_head_is_cast_once_for_all_chunks():
+    hidden, head, bias, targets, weights = draw(0)
+
+    def bodies(function):
+        with blocks_of(4):
+            jaxpr = jax.make_jaxpr(function)(hidden.astype(jnp.bfloat16), head, bias, targets, weights)
+        return [str(equation.params["jaxpr"]) for equation in _walk(jaxpr.jaxpr) if equation.primitive.name == "scan"]
+
+    for function in (total, jax.value_and_grad(total, argnums=(0, 1, 2))):
+        (body,) = bodies(function)
+        assert f"bf16[{V},{D}]" in body or f"bf16[{D},{V}]" in body
+        assert f"f32[{V},{D}]" not in body

@@ -126,10 +126,3 @@ def test_softmax_and_state_are_float32_in_bfloat16():
     chex.assert_type(p, jnp.float32)
     np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-6)
     assert np.abs(np.asarray(p) - reference(router(), h, state)[0]).max() < 0.1
-
-
-def test_a_row_is_routed_as_by_itself():
-    h, state = draw(7)
-    each = jit(jax.vmap(lambda h, state: router()(h[None], state[None], LOCAL)))(h, state)
-    each = jax.tree.map(lambda x: np.asarray(x)[:, 0], each)
-    chex.assert_trees_all_close(each, route(router(), h, state), rtol=1e-5, atol=1e-6)

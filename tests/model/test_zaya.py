@@ -25,11 +25,9 @@ from tests.helpers import (
 )
 from zaya_jax.errors import InputError
 from zaya_jax.model import tree
-from zaya_jax.model.attention import Context
-from zaya_jax.model.layers import MATRIX_ROLES, rotary_table, segment_positions
+from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache, logits
-from zaya_jax.ops import LOCAL
 
 ROWS, LENGTH = 6, 20
 DIFFERENTIATED = ("plain", "biased", "sliding", *ABLATIONS)
@@ -209,21 +207,40 @@ def test_the_loss_moves_every_parameter_of_every_layer(variant):
         assert (np.abs(layers).max(1) > 0).all(), name
 
 
+@functools.cache
+def at():
+    """(positions) → (hidden, counts) of some tokens, by a model without residual scaling."""
+    model, tokens = random_model(UNSCALED), draw_tokens(UNSCALED, 13)[0]
+
+    @jit
+    def compute(model, positions):
+        out = model(tokens, None, positions)
+        return out.hidden_bsd, out.stats.expert_counts_le
+
+    return lambda positions: jax.device_get(compute(model, positions))
+
+
+UNSCALED = tiny_config("plain", residual_scaling=False)
+POSITIONS = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+
+
 def test_without_residual_scaling_is_with_neutral_scales_and_biases():
-    config = tiny_config("plain")
-    plain = tiny_config("plain", residual_scaling=False)
-    values = random_values(plain)
-    added = abstract_model(config)
-    neutral = {name: (jnp.zeros if name.endswith("bias") else jnp.ones)(x.shape)
-               for name, x in jax.eval_shape(tree.parameters, added).items() if name not in values}  # fmt: skip
+    config, values = tiny_config("plain"), random_values(UNSCALED)
+    neutral = {name: (np.zeros if name.endswith("bias") else np.ones)(x.shape, np.float32)
+               for name, x in tree.abstract_weights(config).items() if name not in values}  # fmt: skip
     assert {name.split(".")[-1] for name in neutral} == {
         "input_scale", "input_bias", "hidden_scale", "hidden_bias", "residual_scale", "residual_bias",
     }  # fmt: skip
     tokens = draw_tokens(config, 13)[0]
-    ours = jit(lambda model, tokens: model(tokens)[:2])(random_model(plain), tokens)
     hidden, counts = forward("plain")({**values, **neutral}, tokens, np.ones_like(tokens))
-    assert_close(ours[0], hidden, 1e-4)
-    np.testing.assert_array_equal(ours[1].expert_counts_le, counts)
+    assert_close(at()(POSITIONS)[0], hidden, 1e-4)
+    np.testing.assert_array_equal(at()(POSITIONS)[1], counts)
+
+
+def test_a_document_may_stand_anywhere():
+    hidden, _ = at()(POSITIONS)
+    assert_close(at()(POSITIONS + 31)[0], hidden, 1e-3)
+    assert np.abs(at()(5 * POSITIONS)[0] - hidden).max() > 1e-2, "distances between tokens do matter"
 
 
 @given(seed=seeds())
@@ -237,35 +254,6 @@ def test_counts_are_of_the_tokens_and_the_skip_class_comes_last(seed):
     # Layers 0 and 1 are of the first group, whose skip bias is −1; after it skip wins now and then.
     assert (counts[:2, -1] == 0).all()
     assert counts[2:, -1].sum() > 0
-
-
-def test_the_scan_is_a_loop_over_the_blocks():
-    config = tiny_config("plain")
-    model = random_model(config)
-    tokens = draw_tokens(config, 3)[0]
-    segments = np.repeat([[2] * 9 + [1] * 8 + [0] * 3], ROWS, 0).astype(np.int32)
-
-    @jit
-    def loop(model, tokens, segments):
-        bases = {layer.rope_base for layer in config.layer_kinds}
-        positions = segment_positions(segments)
-        rotary = {base: rotary_table(positions, config.rotary_size, base) for base in bases}
-        x = (model.embedding[...][tokens] + model.input_bias[...]) * model.input_scale[...]
-        state = jnp.zeros((ROWS, LENGTH, config.router_size))
-        counts = []
-        for layer in range(config.num_layers):
-            group, position = divmod(layer, len(config.period))
-            block = jax.tree.map(lambda a, group=group: a[group], model.blocks[position])
-            x, state, count, _ = block(
-                x, state, Context(jnp.asarray(segments), jnp.asarray(segments), rotary), None, LOCAL
-            )
-            counts.append(count)
-        return model.norm(x, jnp.float32, LOCAL), jnp.stack(counts)
-
-    hidden, counts = loop(model, tokens, segments)
-    scanned, scanned_counts = forward("plain")(random_values(config), tokens, segments)
-    assert_close(scanned, hidden, 1e-4)
-    np.testing.assert_array_equal(scanned_counts, counts)
 
 
 @pytest.mark.soak
@@ -320,18 +308,6 @@ def test_decoding_is_the_whole_sequence_at_every_position(variant, sizes, data, 
 def step(variant: str):
     empty = abstract_model(config_of(variant))
     return jit(lambda values, tokens, segments, cache: tree.with_values(empty, values)(tokens, segments, cache=cache))
-
-
-def test_a_document_may_stand_anywhere():
-    config = tiny_config("plain")
-    values, tokens = random_values(config), draw_tokens(config, 8)[0]
-    model = random_model(config)
-    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
-    at = jit(lambda model, positions: model(tokens, None, positions).hidden_bsd)
-    hidden, _ = forward("plain")(values, tokens, np.ones_like(tokens))
-    assert_close(at(model, positions), hidden, 1e-4)
-    assert_close(at(model, positions + 31), hidden, 1e-3)
-    assert np.abs(at(model, 5 * positions) - hidden).max() > 1e-2, "distances between tokens do matter"
 
 
 def test_tokens_outside_every_document_have_finite_states():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close, assert_trees_close, jit, random_model
-from tests.kernel_helpers import kernel_names, kernels, lower
+from tests.kernel_helpers import TARGETS, kernel_names, kernels, lower, traced_kernels
 from zaya_jax.config import ModelConfig
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import abstract_model, init_cache, logits
@@ -82,16 +82,27 @@ def shapes(config=SHAPES):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params), biases
 
 
-# Each operation is lowered for CUDA in tests/ops.
-@pytest.mark.parametrize(
-    ("platform", "config"), [("rocm", SLIDING), pytest.param("cuda", SHAPES, marks=pytest.mark.soak)]
+# Traced, of layers of one kind; lowered are each operation in tests/ops and the forward pass in tests/parallel.
+each_program = pytest.mark.parametrize(
+    ("platform", "config"),
+    [(None, SLIDING), *(pytest.param(platform, SHAPES, marks=pytest.mark.soak) for platform in TARGETS)],
 )
+
+
+def launched(platform, function, *arrays):
+    """How often each kernel is in a program that is lowered for a platform, or traced for None."""
+    if platform is None:
+        return Counter(traced_kernels(function, *arrays))
+    return Counter(kernel_names(lower(function, *arrays, platform=platform)))
+
+
+@each_program
 def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twice(platform, config):
     """Products and attention, which `remat` keeps, are not done again; norms, merges and the mix are."""
-    gradient = jax.grad(functools.partial(loss, ops=kernels(platform).ops, config=config), has_aux=True)
+    ops = kernels(platform or "rocm").ops
+    gradient = jax.grad(functools.partial(loss, ops=ops, config=config), has_aux=True)
     tokens, segments = (jax.ShapeDtypeStruct((2, LENGTH), jnp.int32) for _ in range(2))
-    lowered = lower(gradient, *shapes(config), tokens, segments, platform=platform)
-    launches = Counter(kernel_names(lowered))
+    launches = launched(platform, gradient, *shapes(config), tokens, segments)
     layers = len(config.period)  # those in the body of the scan
     once = ("attention", "attention_backward_keys", "attention_backward_queries", "router_forward", "router_backward",
             "cca_mix_backward", "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
@@ -100,10 +111,10 @@ def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twi
     assert launches["residual_norm_backward"] == 3 * layers  # a merge with a norm, a norm alone, a merge alone
 
 
-@pytest.mark.parametrize("platform", ["rocm", pytest.param("cuda", marks=pytest.mark.soak)])
-def test_a_decode_step_has_the_kernel_for_few_queries(platform):
-    config = dataclasses.replace(SLIDING, num_layers=1)
-    empty, ops = abstract_model(config), kernels(platform).ops
+@each_program
+def test_a_decode_step_has_the_kernel_for_few_queries(platform, config):
+    config = dataclasses.replace(config, num_layers=len(config.period))
+    empty, ops = abstract_model(config), kernels(platform or "rocm").ops
     params, biases = shapes(config)
     cache = jax.eval_shape(lambda: init_cache(config, 2, LENGTH, jnp.bfloat16))
 
@@ -111,7 +122,7 @@ def test_a_decode_step_has_the_kernel_for_few_queries(platform):
         return tree.with_values(empty, {**params, **biases})(tokens, cache=cache, ops=ops)
 
     token = jax.ShapeDtypeStruct((2, 1), jnp.int32)
-    lowered = lower(step, params, biases, token, cache, platform=platform)
-    launches = Counter(kernel_names(lowered))
+    launches = launched(platform, step, params, biases, token, cache)
     assert "attention" not in launches
-    assert launches["attention_decode"] == launches["cca_mix"] == launches["residual_norm_forward"] == 1
+    for name in ("attention_decode", "cca_mix", "residual_norm_forward"):
+        assert launches[name] == config.num_layers, name

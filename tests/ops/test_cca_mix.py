@@ -121,14 +121,6 @@ def test_two_taps_and_two_compose_into_three(seed):
     assert_close(np.concatenate([q, k], 2), expected, 1e-3)
 
 
-def test_lengths_are_the_root_of_the_width_and_keys_carry_the_temperature():
-    u, current, delayed, rotary, weights, start = draw(3, "long")
-    q, k, _ = whole(u, current, delayed, np.ones((B, S), np.int32), rotary, weights, start)
-    np.testing.assert_allclose(np.linalg.norm(q, axis=-1), C**0.5, rtol=1e-5)
-    expected = np.broadcast_to(C**0.5 * np.abs(weights.temperature_k), (B, S, 1))
-    np.testing.assert_allclose(np.linalg.norm(k, axis=-1), expected, rtol=1e-5)
-
-
 def test_values_are_this_tokens_and_the_one_befores():
     u, current, delayed, rotary, weights, start = draw(4, "released")
     segments = np.array([[1] * 5 + [2] * 8, [0] * 2 + [7] + [8] * 10], np.int32)

@@ -102,13 +102,15 @@ def test_equals_the_reference(data, seed):
 
 
 def test_nothing_is_before_a_sequence_without_a_halo_in_bfloat16():
-    (packed, weights), (_, segments, rotary), _ = draw(
-        "heads", 3, np.repeat([[9, 1, 2]], [2, 13, 6], axis=1).astype(np.int32)
-    )
-    arguments = packed.astype(jnp.bfloat16), None, segments, rotary, weights, None
-    ours, wanted = (jit(mix)(*arguments) for mix in (kernel("cca_mix", "interpret"), cca_mix))
-    chex.assert_type([*ours], jnp.bfloat16)
-    assert_close(*(jax.tree.map(lambda x: np.asarray(x, np.float32), tuple(x)) for x in (ours, wanted)), 3e-2)
+    """As in fp32 behind the halo of another document, and with zeros for the delayed value at the start."""
+    segments = np.tile(np.repeat([9, 1, 2], [3, 20, 17]).astype(np.int32), (2, 1))
+    (packed, weights, *halo, start), rest, cotangents = draw("taps", 1, segments)
+    packed = packed.astype(jnp.bfloat16)
+    found = jit(kernel("cca_mix", "interpret"))(packed, None, rest[1], rest[2], weights, None)
+    chex.assert_type([*found], jnp.bfloat16)
+    inputs = (packed.astype(np.float32), weights, *halo, np.zeros_like(start)), rest, cotangents
+    expected, _ = ours(jnp.float32)(*jax.tree.map(jnp.asarray, inputs))
+    assert_close(jax.tree.map(np.float32, tuple(found)), tuple(expected), 3e-2)
 
 
 @pytest.mark.soak

@@ -74,8 +74,7 @@ def polynomial(s, coefficients, steps):
     return s
 
 
-@every_set
-@pytest.mark.parametrize("steps", [3, 10])
+@pytest.mark.parametrize(("coefficients", "steps"), [("standard", 3), ("dion", 3), ("dion", 10), ("polar_express", 10)])
 def test_it_is_the_published_polynomial_of_the_singular_values(coefficients, steps):
     for seed in range(4):
         m, u, s, v = draw(seed, 8, 24)
@@ -120,13 +119,12 @@ def test_an_ill_conditioned_matrix_stays_under_the_band(coefficients, dtype, see
     assert values[-3:].max() < 1e-6, "the rows of zeros are such still"
 
 
-@every_set
 @given(seed=seeds(), factor=st.floats(-1e4, 1e4).filter(lambda x: abs(x) > 1e-5))
-def test_it_commutes_with_rotations_and_transposition_and_takes_scale_out(coefficients, seed, factor):
+def test_it_commutes_with_rotations_and_transposition_and_takes_scale_out(seed, factor):
     m, *_ = draw(seed, 8, 24)
     rng = np.random.default_rng(seed)
     left, right = rotation(rng, 8, 8), rotation(rng, 24, 24)
-    once = newton_schulz(jnp.float32, coefficients)
+    once = newton_schulz()
     out = np.asarray(once(m), np.float64)
     np.testing.assert_allclose(once(left @ m @ right), left @ out @ right, atol=3e-4)
     np.testing.assert_allclose(once(m.T), out.T, atol=3e-4)

@@ -142,13 +142,6 @@ def test_state_is_float32_for_gradients_in_bfloat16(form, nesterov):
         assert relative(out["w"], exact["w"]) < 0.1
 
 
-@pytest.mark.parametrize(("form", "iterates"), [("sum", "float32"), ("ema", "bfloat16")])
-def test_a_zero_gradient_gives_a_zero_update(form, iterates):
-    init, update = muon(momentum_form=form, newton_schulz_dtype=iterates)
-    grad = {"w": np.zeros((4, 6), np.float32)}
-    assert not np.any(update(grad, init(grad))[0]["w"])
-
-
 def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none():
     grads = {"tall": draw(1, 2, 17, 9)}
     transform = scale_by_muon(MuonConfig(momentum_form="ema", newton_schulz_dtype="float32"))
@@ -201,13 +194,11 @@ def partitioned():
 @pytest.mark.parametrize(
     ("transform", "params", "calls"),
     [
-        (lambda: optax.chain(optax.identity(), public_muon(lambda _: 0.02)), MATRICES, 3),
-        (lambda: optax.inject_hyperparams(public_muon)(learning_rate=0.02), MATRICES, 3),
-        (lambda: optax.MultiSteps(public_muon(0.02), 2), MATRICES, 6),
-        (lambda: optax.masked(public_muon(0.02), IS_MATRIX), PARAMS, 3),
+        (lambda: optax.chain(optax.identity(), optax.masked(public_muon(lambda _: 0.02), IS_MATRIX)), PARAMS, 3),
+        (lambda: optax.MultiSteps(optax.inject_hyperparams(public_muon)(learning_rate=0.02), 2), MATRICES, 6),
         (partitioned, PARAMS, 3),
     ],
-    ids=["chain", "inject_hyperparams", "MultiSteps", "masked", "multi_transform"],
+    ids=["chain of masked", "MultiSteps of inject_hyperparams", "multi_transform"],
 )
 def test_muon_gives_the_same_updates_inside_optax(alone, transform, params, calls):
     updates = third_update(transform(), params, calls)

@@ -2,9 +2,7 @@
 
 import math
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -123,14 +121,13 @@ def test_a_schedule_goes_on_through_phases_and_one_of_its_own_begins_anew():
     np.testing.assert_allclose(factors(again, range(60, 80)), factors(alone, range(20)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", [
-    ScheduleConfig("cosine", final=0.0, warmup_tokens=10**9),
-    ScheduleConfig("linear", final=0.0, warmup_tokens=10**9),
-    ScheduleConfig("wsd", final=0.0, warmup_tokens=2000, decay_tokens=10**10),
-    ScheduleConfig("wsd", final=0.1, warmup_tokens=TRILLIONS // 3, decay_tokens=TRILLIONS // 2),
-    ScheduleConfig("constant", warmup_tokens=TRILLIONS // 2),
+@pytest.mark.parametrize(("schedule", "size"), [
+    (ScheduleConfig("cosine", final=0.0, warmup_tokens=10**9), 4096),
+    (ScheduleConfig("linear", final=0.0, warmup_tokens=10**9), 4096),
+    (ScheduleConfig("wsd", final=0.0, warmup_tokens=2000, decay_tokens=10**10), 4096),
+    (ScheduleConfig("wsd", final=0.1, warmup_tokens=TRILLIONS // 3, decay_tokens=TRILLIONS // 2), 16 * 2**20),
+    (ScheduleConfig("constant", warmup_tokens=TRILLIONS // 2), 16 * 2**20),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("size", [4096, 16 * 2**20])
 def test_trillions_of_tokens_are_told_apart(schedule, size):
     batch = {"tokens": size, "start": size // 4, "ramp_tokens": 10**11}
     config = run(PhaseConfig(TRILLIONS // 2, "a", schedule=schedule), PhaseConfig(TRILLIONS // 2, "b"),
@@ -147,15 +144,3 @@ def test_trillions_of_tokens_are_told_apart(schedule, size):
 def test_after_the_end_it_is_the_final_one():
     config = run(PhaseConfig(64 * 10, schedule=ScheduleConfig(final=0.25)))
     assert (factors(config, [9, 10, 11, 10**9]) == np.float32(0.25)).all()
-
-
-class Variants(chex.TestCase):
-    """Whatever it is called by, the factor is that of the reference."""
-
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_the_factor_does_not_depend_on_how_it_is_called(self):
-        config = run(PhaseConfig(640, "a"), PhaseConfig(640, "b", schedule=ScheduleConfig("linear", 0.3, 0.0, 100)))
-        steps = [0, 1, total_steps(config) // 2, total_steps(config) - 1]
-        factor = self.variant(learning_rate_factor(config))  # pyright: ignore[reportCallIssue]
-        ours = [factor(jnp.int32(step)) for step in steps]
-        np.testing.assert_allclose(ours, [reference(config, step) for step in steps], rtol=1e-5, atol=1e-9)

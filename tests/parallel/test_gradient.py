@@ -78,7 +78,7 @@ def check(case: tuple[int, int, int, int], result: tuple[dict, dict, dict]) -> N
     chex.assert_trees_all_close(result, (sums, grads, sums), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("micros", "seed"), [(1, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("micros", "seed"), [(3, 0), (3, 1)])
 def test_micro_batches_add_up_to_the_gradient_of_the_whole(micros, seed):
     case = (1, micros, 12, seed)
     check(case, summed_on(*case))

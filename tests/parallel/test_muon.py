@@ -24,8 +24,7 @@ SHAPES = {"blocks.0.attention.query": (5, 32, 24), "blocks.0.mixture.experts.gat
           "blocks.0.router.output": (3, 7, 9), "blocks.0.attention.output": (40, 16, 64)}  # fmt: skip
 ROLES = {"blocks.0.attention.query": "attention", "blocks.0.mixture.experts.gate_up": "expert",
          "blocks.0.router.output": "router", "blocks.0.attention.output": "attention"}  # fmt: skip
-LAYOUTS = [(ParallelConfig(), "float32"), (ParallelConfig(expert=4), "float32"),
-           (ParallelConfig(fsdp=2, context=2), "bfloat16")]  # fmt: skip
+LAYOUTS = [(ParallelConfig(expert=4), "float32"), (ParallelConfig(fsdp=2, context=2), "bfloat16")]
 # Stacks of 5, 15 and 40 matrices, which eight devices do not divide but for the last.
 STACKS = {"blocks.0.attention.query": (5, 32, 24), "blocks.0.mixture.experts.down": (3, 5, 32, 24),
           "blocks.0.attention.output": (40, 32, 24)}  # fmt: skip

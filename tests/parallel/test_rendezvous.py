@@ -59,7 +59,7 @@ def test_all_meet_or_are_told_the_number_that_is_wrong(drawn):
 
 
 def test_another_number_of_processes_is_told_to_all():
-    for said in meeting([0, 1], [2, 3]):
+    for said in meeting([0, 1], [2, 3], 20):
         assert "Process 1 on " in said
         assert "--processes 3, but process 0 with --processes 2" in said
 
