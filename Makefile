@@ -67,7 +67,7 @@ docs: $(VENV)/.stamp-docs
 	@echo "Open build/docs/index.html"
 
 parity: $(VENV)/.stamp-parity
-	$(PY) -m pytest -m parity tests/parity tests/bench $(PYTEST_ARGS)
+	$(PY) -m pytest -m parity $(or $(PYTEST_ARGS),tests/parity tests/bench)
 
 # In an environment of its own: with the plugins installed, every jax program looks for their GPUs first.
 compilers: $(VENV)-compilers/.stamp

@@ -1,4 +1,4 @@
-"""Which test runs which line of the product, in this process and in those that it starts."""
+"""Map the lines of the product to the tests that run them, also in processes that tests start."""
 
 import collections
 import os

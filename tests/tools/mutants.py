@@ -1,9 +1,10 @@
 """Compare how many faults two test suites find: `python -m tests.tools.mutants draw|cover|run|compare`.
 
-A mutant is the product with one small fault: a comparison turned, a constant changed, a statement left out. A suite
+A mutant is the product with one small fault: a comparison inverted, a constant changed, a statement left out. A suite
 kills it if one of its tests fails. `draw` draws mutants, `cover` records which test runs which line, `run` runs the
 tests that cover a mutant's line until one fails, for 120 CPU-seconds at most, and `compare` lists what one suite kills
-and the other does not. A mutant that runs into the limit is not killed.
+and the other does not. A mutant that runs into the limit is not killed, nor is one that is killed by a test that fails
+without it, too.
 
     python -m tests.tools.mutants draw --seed 1 --count 60 --output mutants.json
     python -m tests.tools.mutants cover --tree ../old --output old.cover
@@ -67,15 +68,15 @@ def run_tests(copy: Path, tests: list[str], cache: Path) -> tuple[str, str]:
             subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
             process.wait()
         log.seek(0)
-        said = log.read()
+        output = log.read()
     if status is None:
         return "hang", ""
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return "timeout", ""
     if status == 0:
         return "survived", ""
-    failed = [line.split()[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return "killed", failed[0] if failed else said.strip().splitlines()[-1][-200:]
+    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return "killed", failed[0] if failed else f"status {status}: {output.strip()[-200:]}"
 
 
 def run_mutants(
@@ -90,53 +91,63 @@ def run_mutants(
       workers: how many mutants to run at the same time.
       first: by mutant, a test to begin with.
     """
-    copies = threading.local()
+    copies, folder = threading.local(), Path(tempfile.mkdtemp(prefix="mutants-"))
     cache = tree / ".pytest_cache" / "jax"
 
     def run(mutant: Mutant) -> dict[str, Any]:
         if not hasattr(copies, "folder"):
-            copies.folder = copy_tree(tree, Path(tempfile.mkdtemp(prefix="mutants-")) / "tree")
+            copies.folder = copy_tree(tree, folder / threading.current_thread().name)
         begun, path = time.monotonic(), copies.folder / mutant.file
-        text = path.read_text(encoding="utf-8")
-        mutated, lines = apply(mutant, text)
-        tests = cover.tests(mutant.file, lines)
+        text, outcome, by, tests = path.read_text(encoding="utf-8"), "uncovered", "", []
+        try:
+            mutated, lines = apply(mutant, text)
+            tests = cover.tests(mutant.file, lines)
+        except LookupError:
+            outcome = "absent"
         chosen = first.get(mutant.number, "")
-        if chosen and cover.knows(chosen):
+        if cover.knows(chosen):
             tests = [chosen, *(test for test in tests if test != chosen)]
-        outcome, by = "uncovered", ""
         if tests:
             path.write_text(mutated, encoding="utf-8")
             try:
                 outcome, by = run_tests(copies.folder, tests, cache)
             finally:
                 path.write_text(text, encoding="utf-8")
+            # A test that fails without the fault as well has not found it.
+            if (
+                outcome == "killed"
+                and run_tests(copies.folder, [by] if cover.knows(by) else tests, cache)[0] == "killed"
+            ):
+                outcome = "flaky"
         result = {"number": mutant.number, "outcome": outcome, "by": by, "tests": len(tests),
                   "seconds": round(time.monotonic() - begun, 1)}  # fmt: skip
         print(json.dumps(result), flush=True)
         return result
 
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(run, mutants))
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(run, mutants))
+    finally:
+        shutil.rmtree(folder)
 
 
 def compare(mutants: list[Mutant], old: list[Any], new: list[Any]) -> dict[str, Any]:
     """Count by room what each suite kills, and list what only the old one does."""
-    olds, news = ({one["number"]: one for one in results} for results in (old, new))
-    found = {"killed"}
+    by_old, by_new = ({result["number"]: result for result in results} for results in (old, new))
     rooms = {room: Counter() for room in sorted({mutant.room for mutant in mutants})}
     lost, gained, survivors = [], [], []
     for mutant in mutants:
-        before, after = (results[mutant.number]["outcome"] for results in (olds, news))
+        before, after = (results[mutant.number]["outcome"] == "killed" for results in (by_old, by_new))
         count = rooms[mutant.room]
         count["mutants"] += 1
-        count["killed_by_old"] += before in found
-        count["killed_by_new"] += after in found
-        entry = {**mutant._asdict(), "old": olds[mutant.number], "new": news[mutant.number]}
-        if before in found and after not in found:
+        count["killed_by_old"] += before
+        count["killed_by_new"] += after
+        entry = {**mutant._asdict(), "old": by_old[mutant.number], "new": by_new[mutant.number]}
+        if before and not after:
             lost.append(entry)
-        elif after in found and before not in found:
+        elif after and not before:
             gained.append(entry)
-        elif after not in found:
+        elif not after:
             survivors.append(entry)
     return {"rooms": {room: dict(count) for room, count in rooms.items()}, "lost": lost, "gained": gained,
             "survivors_of_both": survivors}  # fmt: skip

@@ -19,18 +19,19 @@ ROOT = Path(__file__).parent.parent.parent
 TIMES = Path(__file__).parent / "times.json"
 PACKAGES = ("zaya_jax", "pallas_kernels")
 _ELSEWHERE = ("parity", "soak")  # not part of `make test`
+_NONE_RAN = 5  # status of pytest if all tests of the files are marked for other commands
 _UNKNOWN_SECONDS = 1.0  # of a test file that no record has
 
 
 def changed_files(base: str) -> list[str]:
-    """Paths that differ from commit `base`, and untracked ones; deleted ones are left out."""
+    """List paths that differ from commit `base`, deleted ones too, and untracked ones."""
     listed = []
     for command in (
         ["git", "diff", "--name-only", "-z", base],
         ["git", "ls-files", "-z", "--others", "--exclude-standard"],
     ):
         listed += subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    return sorted({name for name in listed if name and (ROOT / name).exists()})
+    return sorted({name for name in listed if name})
 
 
 def module(path: str) -> str:
@@ -39,7 +40,7 @@ def module(path: str) -> str:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Which modules of the packages and of the tests import a module, by its name."""
+    """Return, for each module, the modules of the packages and of the tests that import it."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=str(ROOT / ".import_linter_cache"))
     importers = {name: graph.find_modules_that_directly_import(name) for name in graph.modules}
     importers = defaultdict(set, importers)
@@ -47,6 +48,8 @@ def import_graph() -> dict[str, set[str]]:
         name = module(str(path.relative_to(ROOT)))
         for imported in _imports(path):
             importers[imported].add(name)
+        if path.name == "conftest.py":
+            importers[name] |= {module(str(test.relative_to(ROOT))) for test in path.parent.rglob("test_*.py")}
     return importers
 
 
@@ -62,7 +65,7 @@ def _imports(path: Path) -> Iterable[str]:
 
 
 def distances(changed: list[str], importers: dict[str, set[str]]) -> dict[str, int]:
-    """Number of imports between each test file and the nearest changed file; those that no change reaches are left out.
+    """Count the imports between each test file and the nearest changed file; leave out those that no change reaches.
 
     A test in the folder of a changed module is nearer by one than others. A file that is not Python reaches the tests
     that name it or its folder.
@@ -118,28 +121,33 @@ def main() -> int:
             f"No file differs from {args.base}. To check the last commits, name an earlier one: make quick BASE=HEAD~1"
         )
         return 0
-    python = [path for path in changed if path.endswith(".py")]
+    python = [path for path in changed if path.endswith(".py") and (ROOT / path).exists()]
     recorded = json.loads(TIMES.read_text(encoding="utf-8"))["files"]
     chosen, left = choose(distances(changed, import_graph()), recorded, args.seconds)
     print(f"{len(changed)} changed files; {len(chosen)} of {len(chosen) + len(left)} test files that they can break")
     print("\n".join(f"  {name}" for name in chosen), flush=True)
 
-    def start(*command: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT)
-
-    typed = [path for path in python if path.startswith(PACKAGES)]
-    beside = (
-        [start("ruff", "check", "-q", *python), start("ruff", "format", "--check", "-q", *python)] if python else []
-    )
-    beside += [start("basedpyright", "--pythonpath", sys.executable, *typed)] if typed else []
-    beside.append(subprocess.Popen([Path(sys.executable).with_name("lint-imports"), "--no-logo"], cwd=ROOT,
-                                   stdout=subprocess.DEVNULL))  # fmt: skip
-    status = start("pytest", "-q", "--no-header", *chosen).wait() if chosen else 0
-    failed = [process.args for process in beside if process.wait()]
+    checks = [[Path(sys.executable).with_name("lint-imports"), "--no-logo"]]
+    if python:
+        checks += [[sys.executable, "-m", "ruff", *how, "-q", *python] for how in (["check"], ["format", "--check"])]
+    if typed := [path for path in python if path.startswith(PACKAGES)]:
+        checks.append([sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, *typed])
+    # They take one core, the tests the other.
+    running = [subprocess.Popen(check, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+               for check in checks]  # fmt: skip
+    status = 0
+    if chosen:
+        status = subprocess.run([sys.executable, "-m", "pytest", "-q", "--no-header", *chosen], cwd=ROOT,
+                                check=False).returncode  # fmt: skip
+    for check in running:
+        output, _ = check.communicate()
+        if check.returncode:
+            print(output)
+            status = status if status not in (0, _NONE_RAN) else 1
     if left:
         seconds = sum(recorded.get(name, _UNKNOWN_SECONDS) for name in left)
         print(f"Not run: {len(left)} test files further away ({seconds:.0f} CPU-seconds); `make test` runs all.")
-    return int(bool(status or failed))
+    return 0 if status == _NONE_RAN else status
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class Times:
             budget = budgets.get(name, 0) * slower
             over = "  over budget" * (seconds > budget)
             write(f"{name:<12} {counts[name]:5d} tests {seconds:7.1f} of {budget:6.1f}{over}")
-        total, budget = sum(folders.values()), slower * sum(budgets.values())
+        total, budget = sum(folders.values()), slower * sum(budgets.get(name, 0) for name in folders)
         write(f"{'all':<12} {len(self.tests):5d} tests {total:7.1f} of {budget:6.1f}")
         for phase, title in (("call", "tests"), ("setup", "set-ups")):
             terminalreporter.section(f"slowest {title}, CPU-seconds")
