@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,34 @@ def blocks_of(size: int) -> Iterator[None]:
         jax.clear_caches()
         yield
     jax.clear_caches()
+
+
+def folder_blocks(size: int) -> tuple[Callable, Callable]:
+    """Two hooks of a conftest, around each test, that give the tests of its folder `blocks_of(size)`.
+
+    Unlike a fixture of scope "package", which without an `__init__.py` lasts as long as the session, they leave the
+    tests of other folders the product's blocks.
+    """
+    stack, inside = contextlib.ExitStack(), False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup() -> None:
+        nonlocal inside
+        if not inside:
+            inside = True
+            stack.enter_context(blocks_of(size))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        nonlocal inside
+        try:
+            return (yield)
+        finally:
+            if nextitem is None or nextitem.path.parent != item.path.parent:
+                inside = False
+                stack.close()
+
+    return pytest_runtest_setup, pytest_runtest_teardown
 
 
 def assert_close(ours, theirs, rtol: float, least: float = 0.0) -> None:

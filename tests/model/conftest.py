@@ -1,11 +1,5 @@
 """Small blocks for the whole room, so that tiny shapes visit several."""
 
-import pytest
+from tests.helpers import folder_blocks
 
-from tests.helpers import blocks_of
-
-
-@pytest.fixture(autouse=True, scope="package")
-def small_blocks():
-    with blocks_of(8):
-        yield
+pytest_runtest_setup, pytest_runtest_teardown = folder_blocks(8)
