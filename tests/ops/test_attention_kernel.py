@@ -259,10 +259,10 @@ def gradient(q, k, v, *rest, platform, window=None):
 
 
 def test_decoding_has_kernels_of_its_own_but_its_gradient_is_that_of_a_forward_pass():
-    """In bfloat16, and for AMD, the kernels of the forward pass are lowered in tests/model/test_zaya_kernels.py."""
-    decode = arguments(F32, s=1, b=16)
-    assert lowered_kernels(forward, *decode, platform="cuda") == ["attention_decode", "attention_join"]
-    assert lowered_kernels(gradient, *decode, platform="cuda") == FLASH
+    """As trainings have them most: in bfloat16, for AMD. Whole steps are lowered in tests/parallel/test_lowering.py."""
+    decode = arguments(jnp.bfloat16, s=1, b=16)
+    assert lowered_kernels(forward, *decode, platform="rocm") == ["attention_decode", "attention_join"]
+    assert lowered_kernels(gradient, *decode, platform="rocm") == FLASH
 
 
 @pytest.mark.parametrize(
