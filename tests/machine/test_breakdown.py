@@ -28,6 +28,7 @@ from zaya_jax.machine.breakdown.timeline import Interval, attribute
 from zaya_jax.machine.dry_run import memory
 from zaya_jax.ops.parts import OTHER, PARTS
 from zaya_jax.train import initialization, loop
+from zaya_jax.train.trainer import Trainer
 
 SECOND = 10**9
 intervals = st.lists(
@@ -79,8 +80,18 @@ def zeros(x):
 
 
 def traced(folder):
-    """Train with a traced window, and trace a step of the same configuration; returns what both say."""
-    path, said = write_run(Path(folder)), io.StringIO()
+    """Train with a traced window, and trace a step of the same configuration.
+
+    Returns:
+      What both say, and for each step of the run the parameters from before it that are still in memory.
+    """
+    path, said, kept, step = write_run(Path(folder)), io.StringIO(), [], Trainer.step
+
+    def watched_step(trainer):
+        before = trainer.state.params
+        step(trainer)
+        kept.append([name for name, x in before.items() if not x.is_deleted()])
+
     links = [fit("all_gather", 2, 1e-4, 1e9), fit("all_reduce", 2, 1e-4, 1e9)]
     measured = write(Path(folder, "measured"), gemm=GEMM, memory=MEMORY, collectives=COLLECTIVES | {"fits": links})
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
@@ -89,23 +100,24 @@ def traced(folder):
         patch.setattr(loop, "plot_run", lambda *_, **__: None)
         patch.setattr(heldout, "heldout_loss", lambda *_: heldout.HeldoutLoss(1.0, 1))
         patch.setattr(memory, "residual_bytes", lambda *_: 10**6)
+        patch.setattr(Trainer, "step", watched_step)
         loop.run_training(load_config(path, OVERRIDES))
         more = ["--steps", "1", "--hardware", measured, "--output", f"{folder}/step.json"]
         assert main(["step", str(path), *OVERRIDES, *more]) == 0
-    return said.getvalue()
+    return said.getvalue(), kept
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """The folder of `traced` on two devices, and what was said."""
+    """The folder of `traced` on two devices, and what it returned."""
     folder = tmp_path_factory.mktemp("traced")
-    return folder, on_devices(2, "tests.machine.test_breakdown:traced", str(folder))
+    return folder, *on_devices(2, "tests.machine.test_breakdown:traced", str(folder))
 
 
 @pytest.fixture
 def run(said):
     """The folder of a run on two devices, of whose steps two are traced."""
-    folder, _ = said
+    folder, *_ = said
     return folder / "run"
 
 
@@ -130,8 +142,15 @@ def test_a_traced_run_is_broken_down_by_part(said, run, tmp_path, capsys):
     assert "Not predicted: There is no data sheet of the device (cpu)." in printed
 
 
+def test_a_step_donates_the_parameters_that_it_replaces(said):
+    """Only runs that compile as users' do can say so: `compile_once` donates nothing."""
+    *_, kept = said
+    assert len(kept) == 6
+    assert kept[:5] == [[]] * 5  # those from before step 6 are saved meanwhile, by a CPU from where they lie
+
+
 def test_a_configuration_is_traced_here_and_set_beside_the_estimate(said):
-    folder, printed = said
+    folder, printed, _ = said
     result = json.loads((folder / "step.json").read_text())
     assert result["steps"] == 1
     assert result["untraced_seconds"] > 0
