@@ -1,10 +1,6 @@
-from pathlib import Path
-
 import pytest
 
 import zaya_jax
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_every_promised_name_is_there():

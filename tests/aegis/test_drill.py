@@ -49,7 +49,6 @@ def test_a_run_that_is_killed_and_hangs_ends_as_one_that_is_not(tmp_path, monkey
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     card = drill(tmp_path, [Fault("sigkill", 0, 6, Phase.DATA), Fault("wait", 0, 11, Phase.DISPATCH)], 1)
     check(card)
-    assert card["classes"]["crash"]["detect"]["p50"] < 5
     report = format_report(tmp_path / "drill" / "disturbed")
     assert "crash: signal-SIGKILL of process 0 after step 6 -> restart, training again after" in report
     assert "ended with exit code 0 (finished); 2 faults" in format_status(tmp_path / "drill" / "disturbed")

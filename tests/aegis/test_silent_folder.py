@@ -16,6 +16,7 @@ def silence(supervised):
     """Make the next write of the supervisor wait, as for a server that is gone: nobody reads the pipe."""
     os.mkfifo(supervised.folder / "state.json.partial")
     while time.time() - (supervised.folder / "state.json").stat().st_mtime < 1.8:  # it is written every second
+        assert supervised.process.poll() is None, supervised.said
         time.sleep(0.01)
 
 

@@ -59,8 +59,16 @@ def damage(folder: Path, rng: random.Random, kind: str, where: str, spared: Coll
         files.append(folder / "GENERATION")
     if kind in ("flip", "truncate", "zero page"):
         files = [path for path in files if path.stat().st_size]
-    path = rng.choice(files)
-    return Damage(kind, where, path.relative_to(folder).as_posix(), _DO[kind](path, files, rng))
+    if kind == "zero page":
+        files = [path for path in files if any(path.read_bytes())]
+    path, before = rng.choice(files), _contents(folder)
+    done = Damage(kind, where, path.relative_to(folder).as_posix(), _DO[kind](path, files, rng))
+    assert _contents(folder) != before, f"{done} changed nothing"
+    return done
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _flip(path: Path, _: list[Path], rng: random.Random) -> str:
@@ -80,7 +88,7 @@ def _truncate(path: Path, _: list[Path], rng: random.Random) -> str:
 
 def _zero_page(path: Path, _: list[Path], rng: random.Random) -> str:
     content = bytearray(path.read_bytes())
-    start = PAGE * rng.randrange(-(-len(content) // PAGE))
+    start = rng.choice([at for at in range(0, len(content), PAGE) if any(content[at : at + PAGE])])
     content[start : start + PAGE] = bytes(len(content[start : start + PAGE]))
     path.write_bytes(content)
     return f"at byte {start}"
@@ -92,13 +100,15 @@ def _delete(path: Path, _: list[Path], __: random.Random) -> str:
 
 
 def _swap(path: Path, files: list[Path], rng: random.Random) -> str:
-    """With another file of the checkpoint, or for one that lies there in the older checkpoint."""
+    """With another file of the checkpoint, or for one that lies there in the older checkpoint; never for its equal."""
+    content = path.read_bytes()
     older = [file for file in sorted(_in_older(path.parent).glob("*")) if file.is_file() and file != path]
+    older = [file for file in older if file.read_bytes() != content]
     if older and rng.random() < 0.5:
         source = rng.choice(older)
         shutil.copy(source, path)
         return f"for {source.name} of checkpoint 1"
-    other = rng.choice([file for file in files if file != path])
+    other = rng.choice([file for file in files if file.read_bytes() != content])
     spare = path.with_name("spare")
     path.rename(spare)
     other.rename(path)
@@ -132,6 +142,8 @@ def count(folder: Path, number: int, seed: int, all_files: bool) -> dict[str, Co
         done = damage(run, rng, kind, where, spared)
         try:
             ending = _ending(run, done, states)
+            # Which process may write, as GENERATION says, does not matter to values.
+            assert all_files or ending != "harmless" or done.file == "GENERATION"
         except Exception as error:
             error.add_note(f"{done} (damage {index}, seed {seed})")
             raise

@@ -136,7 +136,7 @@ def in_own_file_system(folder):
     command = 'mount -t tmpfs -o size=300m none "$1" && exec "$2" -c "$3"'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command, "sh", str(folder), sys.executable, code],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -16,11 +16,23 @@ from zaya_jax.data.prepare import open_manifest, prepare
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.errors import InputError
 
-# The command with small units: prepare INPUT TOKENIZER OUTPUT UNIT_BYTES WORKERS.
+# The command with small units: prepare INPUT TOKENIZER OUTPUT UNIT_BYTES WORKERS. The first worker that has finished a
+# unit stops all processes; each of them runs what precedes `if`.
 DRIVER = """
-import sys
+import os, signal, sys
 from pathlib import Path
+from zaya_jax.data import convert
 from zaya_jax.data.prepare import PrepareSettings, prepare
+
+def write_and_stop(path, content):
+    write(path, content)
+    try:
+        Path(__file__).with_name("stopped").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.killpg(os.getpgrp(), signal.SIGSTOP)
+
+write, convert.write_atomically = convert.write_atomically, write_and_stop
 if __name__ == "__main__":
     documents, tokenizer, output, unit_bytes, workers = sys.argv[1:]
     prepare([documents], Path(tokenizer), Path(output), PrepareSettings(heldout=0.25), unit_bytes=int(unit_bytes),
@@ -95,13 +107,11 @@ class Command:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 
-    def wait_for(self, ready):
-        """Whether that came about before the process ended."""
-        while self.process.poll() is None:
-            if ready():
-                return True
+    def wait_until_stopped(self):
+        """Wait until a unit is finished and all processes have stopped."""
+        while set(self.living()) != {psutil.STATUS_STOPPED}:
+            assert self.process.poll() is None
             time.sleep(0.001)
-        return False
 
     def kill(self):
         """Kill the process, see that those it started end too, and return its exit status."""
@@ -110,29 +120,26 @@ class Command:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGCONT)
         until = time.monotonic() + 60  # they look several times a second
-        while self.others() and time.monotonic() < until:
+        while self.living() and time.monotonic() < until:
             time.sleep(0.02)
-        assert self.others() == []
+        assert self.living() == []
         return status
 
-    def others(self):
-        """Processes of the command that live."""
-        living = []
+    def living(self):
+        """The states of the command's processes that live."""
+        states = []
         for pid in psutil.pids():
-            try:
-                if os.getsid(pid) == self.process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                    living.append(pid)
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                continue
-        return living
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(pid) == self.process.pid:
+                    states.append(psutil.Process(pid).status())
+        return [state for state in states if state != psutil.STATUS_ZOMBIE]
 
 
 def test_a_kill_in_the_middle_changes_no_byte_and_two_calls_at_once_are_refused(tmp_path, tokenizer):
     texts_file, unit_bytes, output = write_jsonl(tmp_path / "in.jsonl", make_texts(400)), 900, tmp_path / "out"
     units = len(list_units([str(texts_file)], unit_bytes=unit_bytes))
     command = Command(texts_file, tokenizer, output, unit_bytes, 2)
-    assert command.wait_for(lambda: count_notes(output) > 0)
-    os.killpg(command.process.pid, signal.SIGSTOP)
+    command.wait_until_stopped()
     assert 0 < count_notes(output) < units
     with pytest.raises(InputError, match=rf"^--output \({output}\) is in use by another process"):
         prepare([str(texts_file)], tokenizer, output, QUARTER, unit_bytes=unit_bytes, workers=1)

@@ -79,8 +79,6 @@ def test_texts_are_scored_alike_in_a_run_and_in_its_export(run, tmp_path, capsys
     assert records[1]["texts"] == records[0]["texts"]
 
 
-# Without lm-eval, every other test of this file shows it.
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_training_and_text_need_no_lm_eval():
     code = ("import sys; sys.modules['lm_eval'] = None; import zaya_jax.train.loop, zaya_jax.evaluate.command; "
             "print('datasets' in sys.modules, 'torch' in sys.modules)")  # fmt: skip

@@ -10,31 +10,51 @@ from tests.parallel.processes_helpers import free_port
 from tests.train_helpers import ROOT
 from zaya_jax.parallel.relay import relay
 
+# The threads have a clock that stands still unless `pass_time` sets it, so that no peer is late on a busy machine.
 CODE = """
-import socket, threading, time
+import socket, sys, threading, time
+from collections import Counter
+from types import SimpleNamespace
+from zaya_jax.parallel import peer_liveness
 from zaya_jax.parallel.rendezvous import Peer
 from zaya_jax.parallel.peer_liveness import PeerLiveness
 
+now, looks = 0.0, Counter()
+def read_clock():
+    looks[threading.get_ident()] += 1
+    return now
+peer_liveness.time = SimpleNamespace(monotonic=read_clock, sleep=time.sleep)
+peer_liveness._LAST_WORD = 60.0
+
+def pass_time(seconds=0.0):
+    "Set the clock forward, and wait until each thread has acted on what it saw then: it looks twice at most a time."
+    global now
+    now += seconds
+    before = Counter(looks.copy())
+    while sum(count - before[thread] >= 6 for thread, count in looks.copy().items()) < len(watches):
+        time.sleep(0.01)
+
+def go_on():
+    print("still here")
+    sys.exit()
+
 ours, theirs = socket.socketpair()
-watches = [PeerLiveness([Peer(ours, 3, "node3")], 0.5)]
-time.sleep(0.3)
+watches = [PeerLiveness([Peer(ours, 3, "node3")], {limit})]
 {act}
-time.sleep(2)
-print("still here")
+time.sleep(60)
 """
-HEARD = "watches.append(PeerLiveness([Peer(theirs, 0, 'node0')], 0.5))"
 
 
-def run(act):
-    done = subprocess.run([sys.executable, "-c", CODE.format(act=act)], cwd=ROOT, timeout=60, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+def run(act, limit=0.5):
+    done = subprocess.run([sys.executable, "-c", CODE.format(act=act, limit=limit)], cwd=ROOT, timeout=120,
+                          capture_output=True, text=True, check=False)  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        ("", "sent no heartbeat for 0.5 s"),
+        ("pass_time(0.6)", "sent no heartbeat for 0.5 s"),
         ("theirs.close()", "was lost: its connection closed"),
         ("theirs.sendall(b'\\n'); theirs.close()", "was lost: its connection closed"),
     ],
@@ -47,11 +67,19 @@ def test_a_process_that_is_lost_ends_the_others(act, said):
 
 
 def test_those_that_are_heard_go_on():
-    assert run(HEARD) == (0, "still here\n", "")
+    act = """
+watches.append(PeerLiveness([Peer(theirs, 0, "node0")], 0.5))
+for _ in range(5):
+    pass_time(0.2)  # each sends
+    pass_time()  # and hears
+go_on()
+"""
+    assert run(act) == (0, "still here\n", "")
 
 
 def test_a_farewell_is_not_a_loss():
-    assert run("theirs.sendall(b'\\ndone\\n'); theirs.close()") == (0, "still here\n", "")
+    act = "theirs.sendall(b'\\ndone\\n'); theirs.close(); pass_time(); pass_time(0.6); go_on()"
+    assert run(act) == (0, "still here\n", "")
 
 
 def test_one_that_has_to_end_says_so_for_all():
@@ -60,15 +88,17 @@ def test_one_that_has_to_end_says_so_for_all():
 
 def test_the_last_word_is_left_to_the_first_and_reaches_the_others():
     act = """
-threading.Timer(0.2, watches[0].leave, ["second", 3]).start()
 def read():
     heard = b""
     while data := theirs.recv(100): heard += data
+    threading.Thread(target=watches[0].leave, args=["second", 3]).start()
+    time.sleep(0.2)  # in which it would print
     print(*filter(None, heard.decode().split("\\n")), flush=True)  # without heartbeats, which may follow
+    theirs.close()  # which ends the first's wait
 threading.Thread(target=read).start()
 watches[0].leave("first", 2)
 """
-    assert run(act) == (2, "!2 first\n", "first\n")
+    assert run(act, limit=60.0) == (2, "!2 first\n", "first\n")
 
 
 def test_a_process_ends_even_if_nobody_reads_what_it_prints():
@@ -89,7 +119,7 @@ theirs.sendall(b"!7 lost\\n")
 def test_a_connection_waits_for_the_service_and_outlasts_it():
     port = free_port()
     host, _, near_port = relay("127.0.0.1", port).rpartition(":")
-    with socket.create_connection((host, int(near_port)), timeout=10) as near:
+    with socket.create_connection((host, int(near_port)), timeout=60) as near:
         near.sendall(b"first")  # before there is a service
         with socket.create_server(("127.0.0.1", port)) as server:
             far, _ = server.accept()
@@ -112,5 +142,5 @@ def test_the_service_learns_of_the_end():
         with socket.create_connection((host, int(port))):
             far, _ = server.accept()
         with far:
-            far.settimeout(10)
+            far.settimeout(60)
             assert far.recv(100) == b""

@@ -105,9 +105,11 @@ def test_a_reader_and_a_kill_see_a_whole_file(tmp_path, begin):
     path = tmp_path / "a.json"
     writer = begin(WRITER, path)
     while not path.exists():
+        assert writer.poll() is None
         time.sleep(0.001)
     seen = set()
     while len(seen) < 8:  # so many letters were written meanwhile
+        assert writer.poll() is None
         text = path.read_text()
         assert text == text[0] * 200_000
         seen.add(text[0])

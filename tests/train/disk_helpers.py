@@ -68,7 +68,9 @@ def full_while_training(root):
                               "checkpoint.max_unsaved_seconds": 0.3})  # fmt: skip
 
     def fill_once_saved():
+        deadline = time.monotonic() + 120
         while 2 not in saved_steps(root / "stopped" / "checkpoints"):  # which happens in the background
+            assert time.monotonic() < deadline, "step 2 was not saved"
             time.sleep(0.001)
         fill(ballast)
 
