@@ -34,7 +34,7 @@ def test_damage_is_never_loaded(tmp_path, capfd):
     counts = count(tmp_path, 40, seed=3, all_files=False)
     assert set(counts) == {f"{kind}, {where}" for kind in KINDS for where in WHERE}
     assert all_counts(counts, "silent") == 0
-    assert all_counts(counts, "found") >= 39  # the other is of the file GENERATION
+    assert all_counts(counts, "found") >= 30  # `count` lets only damage of GENERATION be harmless
     assert capfd.readouterr().err == ""
 
 
