@@ -58,7 +58,7 @@ def saved_when_due(store, step):
 
 
 def disturbed(root):
-    """Run in a file system of its own at `root`: all in one process, since it takes long to import jax.
+    """Run with a small file system mounted at `root`, in one process because importing jax takes seconds.
 
     Gives what was said of saves while a smaller one was full, and while it was read-only; and what became of trainings.
     """
@@ -126,7 +126,7 @@ def read_only_for_a_while(root):
 
 
 def in_own_file_system(folder):
-    """Call `disturbed` where `folder` is a file system of its own; gives what it returns."""
+    """Call `disturbed` with a small file system mounted at `folder`; return its result."""
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(folder)], check=False,
                       capture_output=True).returncode:  # fmt: skip
         pytest.skip("This system lets a user mount no file system of their own (unshare -rm).")

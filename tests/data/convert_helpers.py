@@ -1,4 +1,4 @@
-"""Work to convert, in a module of its own: worker processes import it, and little else."""
+"""A conversion that tests start in worker processes; a separate module, so that they import little else."""
 
 import os
 import signal
