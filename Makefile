@@ -8,6 +8,9 @@ VENV ?= .venv
 CONFIG ?= configs/tiny.yaml
 PYTEST_ARGS ?=
 
+# Images for containers set it. Each process then compiles all that it imports, and pytest rewrites every assertion.
+unexport PYTHONDONTWRITEBYTECODE
+
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 SPEC := pyproject.toml constraints.txt
