@@ -54,17 +54,22 @@ class CoverageMap:
         return test in self._tests
 
     def tests(self, file: str, lines: range) -> list[str]:
-        """List the tests that run one of `lines`.
+        """List the tests that run one of `lines`, or the test files and folder of lines that no test is known to run.
 
-        Of lines that only imports or long-lived processes run: the tests of the file, then those of its folder.
+        These are lines that only imports or long-lived processes run. A test that starts such a process may run no
+        line itself.
         """
-        room = file.split("/")[1] if file.startswith("zaya_jax") else "ops"
+        package, room, *inside = file.split("/")
+        here = "tests/ops/" if package == "pallas_kernels" else f"tests/{room}/" if inside else "tests/test_"
         of_file = {test: numbits for test, numbits in self._lines[file].items() if "::" in test}
-        of_room = {test for test in self._tests if test.startswith(f"tests/{room}/")}
         covering = {test for test, numbits in of_file.items() if any(_has(numbits, line) for line in lines)}
+        if not covering:
+            files = {test.partition("::")[0] for test in of_file}
+            folder = [here] if here.endswith("/") else []
+            return [*sorted(path for path in files if path.startswith(here)), *folder,
+                    *sorted(path for path in files if not path.startswith(here))]  # fmt: skip
         # Tests of the same folder come first: they are the likeliest to fail.
-        return sorted(covering or of_room | of_file.keys(),
-                      key=lambda test: (test not in of_file, test not in of_room, test))  # fmt: skip
+        return sorted(covering, key=lambda test: (not test.startswith(here), test))
 
 
 def _has(numbits: bytes, line: int) -> bool:

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,7 @@ def run_tests(copy: Path, tests: list[str], cache: Path) -> tuple[str, str]:
         return "timeout", ""
     if status == 0:
         return "survived", ""
-    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     return "killed", failed[0] if failed else f"status {status}: {output.strip()[-200:]}"
 
 
@@ -114,10 +115,8 @@ def run_mutants(
             finally:
                 path.write_text(text, encoding="utf-8")
             # A test that fails without the fault as well has not found it.
-            if (
-                outcome == "killed"
-                and run_tests(copies.folder, [by] if cover.knows(by) else tests, cache)[0] == "killed"
-            ):
+            again = [by] if "::" in by else tests
+            if outcome == "killed" and run_tests(copies.folder, again, cache)[0] == "killed":
                 outcome = "flaky"
         result = {"number": mutant.number, "outcome": outcome, "by": by, "tests": len(tests),
                   "seconds": round(time.monotonic() - begun, 1)}  # fmt: skip
