@@ -7,14 +7,13 @@ import json
 import re
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.devices_helpers import ROOT, on_devices
 from tests.hardware.test_measurements import COLLECTIVES, GEMM, MEMORY, fit, write
+from tests.machine.helpers import empty_state
 from tests.train_helpers import write_run
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
@@ -73,11 +72,8 @@ def test_overlap_is_a_share_of_the_time_of_collectives():
 
 # One step longer than up to the save after step 5, where the window ends early.
 OVERRIDES = ["profile.start=4", "profile.steps=9", 'phases=[{"tokens": 1536}]', "sample.tokens=0",
-             "train.batch.tokens=256", "model.attention=gqa", "model.router=linear", "optimizer.matrices=adamw"]  # fmt: skip
-
-
-def zeros(x):
-    return jax.random.key(0) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros(x.shape, x.dtype)
+             "train.batch.tokens=256", "model.attention=gqa", "model.router=linear",
+             "optimizer.matrices=adamw"]  # fmt: skip
 
 
 def traced(folder):
@@ -103,7 +99,7 @@ def traced(folder):
     measured = write(Path(folder, "measured"), gemm=GEMM, memory=MEMORY, collectives=COLLECTIVES | {"fits": links})
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         # These take seconds, and times do not depend on values.
-        patch.setattr(initialization, "init_state", lambda program: jax.tree.map(zeros, program.abstract_state))
+        patch.setattr(initialization, "init_state", empty_state)
         patch.setattr(loop, "plot_run", lambda *_, **__: None)
         patch.setattr(heldout, "heldout_loss", lambda *_: heldout.HeldoutLoss(1.0, 1))
         patch.setattr(memory, "residual_bytes", lambda *_: 10**6)
