@@ -62,3 +62,20 @@ def test_a_step_may_start_processes():
             "process.start(); process.join(); assert process.exitcode == 0")  # fmt: skip
     with run_in_subprocess(functools.partial, exec, code) as step:
         step()
+
+
+def test_steps_are_timed_in_turn_each_after_an_untimed_pass(monkeypatch):
+    calls, now = [], [0.0]
+
+    def step(name, seconds):
+        def run():
+            calls.append(name)
+            now[0] += seconds
+            return len(calls)
+
+        return run
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    passes = interleave({"ours": step("ours", 1.0), "peer": step("peer", 3.0)}, 2)
+    assert calls == ["ours", "ours", "peer", "peer"] * 2
+    assert passes == {"ours": ([1.0, 1.0], [2, 6]), "peer": ([3.0, 3.0], [4, 8])}
