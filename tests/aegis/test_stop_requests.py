@@ -51,8 +51,7 @@ def test_the_trainer_saves_once_it_gets_a_signal_twice(tmp_path, monkeypatch, ca
     monkeypatch.setattr(initialization, "init_state", empty_state)
     monkeypatch.setattr(loop, "plot_run", lambda *_, **__: None)
     monkeypatch.setattr(ProgressRecord, "enter", interrupted)
-    record = tmp_path / "record"
-    record.write_bytes(bytes(SIZE))
+    (record := tmp_path / "record").write_bytes(bytes(SIZE))
     monkeypatch.setenv(VARIABLE, str(record))
     overrides = ["phases.0.tokens=76800", "evaluation.every=5", "sample.tokens=0", "checkpoint.every=1000",
                  "model.num_layers=1", "model.attention=gqa", "model.router=linear", "model.residual_scaling=false",
