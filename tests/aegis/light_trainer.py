@@ -63,6 +63,7 @@ ACTIONS = {
     "endless": endless,
     # A child that leaves the session, and one that stays.
     "child": lambda: os.system("setsid sleep 300 & sleep 300 &"),  # noqa: S605
+    "group": lambda: [os.kill(process, signal.SIGTERM) for process in (os.getppid(), os.getpid())],
     "deaf": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "diverge": lambda: losses.append(math.inf),
     "slow": lambda: delays.update(own=0.05),

@@ -1,13 +1,20 @@
 """Requests to stop, to whom and when ever: the run is saved, or the newest checkpoint kept, and resumes bitwise."""
 
+import os
+import signal
 import time
 
 import pytest
 
-from tests.aegis.aegis_helpers import left_running
+from tests.aegis.aegis_helpers import left_running, supervise_light
 from tests.aegis.real_helpers import Run, undisturbed
+from tests.machine.helpers import empty_state
+from tests.train_helpers import compile_once, write_run
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.main import main
 from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.progress_record import SIZE, VARIABLE, Phase, ProgressRecord, read_progress
+from zaya_jax.train import initialization, loop
 
 TARGETS = ("sigterm", "term-supervisor", "term-group", "term-twice")
 PHASES = ("open", "restore", "compile", "data", "device_wait", "evaluate", "save")
@@ -24,16 +31,39 @@ def stop(run, *faults):
     return supervised, end
 
 
-def test_a_signal_to_the_whole_group_stops_once_and_saves(tmp_path):
+def test_a_signal_to_the_whole_group_stops_once(tmp_path):
     """As of systemd: the trainer gets the signal, and once more from the supervisor."""
-    small = ["model.attention=gqa", "model.router=linear", "optimizer.matrices=adamw", "checkpoint.every=1000"]
-    run = Run(tmp_path, 1, 600, "disturbed", *small)
-    supervised, end = stop(run, "term-group@0:6:data")
-    assert "saving after this step, then exiting.\n" in supervised.said
-    assert end["exit_statuses"] == [143]
-    assert max(saved_steps(run.run_dir / "checkpoints")) == end["last_step"] >= 6
-    phases = {"join", "open", "restore", "compile", "data", "dispatch", "device_wait", "evaluate", "save"}
-    assert set(end["times"]) >= phases  # that the trainer has entered
+    supervised = supervise_light(tmp_path, 5000, "group@3")
+    assert supervised.wait() == SupervisorExit.PREEMPTED
+    (end,) = supervised.kinds("end")
+    assert (end["exit_statuses"], end["last_step"]) == ([143], int((tmp_path / "checkpoint-0").read_text()))
+
+
+def test_the_trainer_saves_once_it_gets_a_signal_twice(tmp_path, monkeypatch, capsys):
+    enter, sent = ProgressRecord.enter, []
+
+    def interrupted(record, phase):
+        enter(record, phase)
+        if record.step == 6 and phase == Phase.DATA and not sent:
+            sent.extend(os.kill(os.getpid(), signal.SIGTERM) for _ in range(2))
+
+    compile_once(monkeypatch)
+    monkeypatch.setattr(initialization, "init_state", empty_state)
+    monkeypatch.setattr(loop, "plot_run", lambda *_, **__: None)
+    monkeypatch.setattr(ProgressRecord, "enter", interrupted)
+    (record := tmp_path / "record").write_bytes(bytes(SIZE))
+    monkeypatch.setenv(VARIABLE, str(record))
+    overrides = ["phases.0.tokens=76800", "evaluation.every=5", "sample.tokens=0", "checkpoint.every=1000",
+                 "model.num_layers=1", "model.attention=gqa", "model.router=linear", "model.residual_scaling=false",
+                 "optimizer.matrices=adamw", "train.batch.micro_batch=4"]  # fmt: skip
+    assert main(["--config", str(write_run(tmp_path)), *overrides]) == 143
+    assert "saving after this step, then exiting.\n" in capsys.readouterr().err
+    with record.open() as file:
+        progress = read_progress(file.fileno())
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [progress.step]
+    assert (progress.step, progress.last_words.status) == (8, 143)
+    assert {phase.name.lower() for phase in Phase if progress.longest[phase]} >= {
+        "join", "open", "restore", "compile", "data", "dispatch", "device_wait", "evaluate", "save"}  # fmt: skip
 
 
 @pytest.mark.soak

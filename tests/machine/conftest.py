@@ -20,7 +20,9 @@ def _once(program, sequences, context):
     return _counted[key]
 
 
-@pytest.fixture(autouse=True)
-def counted_once(monkeypatch):
-    monkeypatch.setattr(memory, "residual_bytes", _once)
-    monkeypatch.setattr(estimate, "select_kernels", _select)
+@pytest.fixture(autouse=True, scope="module")
+def counted_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "residual_bytes", _once)
+        patch.setattr(estimate, "select_kernels", _select)
+        yield

@@ -1,7 +1,10 @@
 """What tests of measurements share."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from zaya_jax.train.program import PhaseProgram
@@ -32,3 +35,13 @@ def share_states(patch: pytest.MonkeyPatch) -> None:
         return states[key]
 
     patch.setattr(PhaseProgram, "abstract_state", property(shared))
+
+
+def empty_state(program: PhaseProgram) -> Any:
+    """A state that takes as much as one that is drawn, and need not be compiled."""
+
+    def empty(x: jax.ShapeDtypeStruct) -> Any:
+        typed_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.key(0) if typed_key else np.zeros(x.shape, x.dtype)
+
+    return jax.tree.map(empty, program.abstract_state)

@@ -1,4 +1,4 @@
-"""Where a step's time goes: attribution of intervals, and a trace of a real run on two devices."""
+"""Where a step's time goes: attribution of intervals, and a trace of a real run on eight devices."""
 
 import contextlib
 import functools
@@ -7,14 +7,13 @@ import json
 import re
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.devices_helpers import ROOT, on_devices
 from tests.hardware.test_measurements import COLLECTIVES, GEMM, MEMORY, fit, write
+from tests.machine.helpers import empty_state
 from tests.train_helpers import write_run
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
@@ -28,6 +27,7 @@ from zaya_jax.machine.breakdown.timeline import Interval, attribute
 from zaya_jax.machine.dry_run import memory
 from zaya_jax.ops.parts import OTHER, PARTS
 from zaya_jax.train import initialization, loop
+from zaya_jax.train.program import PhaseProgram
 from zaya_jax.train.trainer import Trainer
 
 SECOND = 10**9
@@ -71,12 +71,9 @@ def test_overlap_is_a_share_of_the_time_of_collectives():
 
 
 # One step longer than up to the save after step 5, where the window ends early.
-OVERRIDES = ["profile.start=4", "profile.steps=9", 'phases=[{"tokens": 768}]', "sample.tokens=0",
-             "model.attention=gqa", "model.router=linear", "optimizer.matrices=adamw"]  # fmt: skip
-
-
-def zeros(x):
-    return jax.random.key(0) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.zeros(x.shape, x.dtype)
+OVERRIDES = ["profile.start=4", "profile.steps=9", 'phases=[{"tokens": 1536}]', "sample.tokens=0",
+             "train.batch.tokens=256", "model.attention=gqa", "model.router=linear",
+             "optimizer.matrices=adamw"]  # fmt: skip
 
 
 def traced(folder):
@@ -86,21 +83,28 @@ def traced(folder):
       What both say, and for each step of the run the parameters from before it that are still in memory.
     """
     path, said, kept, step = write_run(Path(folder)), io.StringIO(), [], Trainer.step
+    compiled = functools.cache(PhaseProgram.compile)
+    programs = []
+
+    def compile_step(program, stage):  # once: both have the same
+        programs.append(program)
+        return compiled(programs[0], stage)
 
     def watched_step(trainer):
         before = trainer.state.params
         step(trainer)
         kept.append([name for name, x in before.items() if not x.is_deleted()])
 
-    links = [fit("all_gather", 2, 1e-4, 1e9), fit("all_reduce", 2, 1e-4, 1e9)]
+    links = [fit("all_gather", 8, 1e-4, 1e9), fit("all_reduce", 8, 1e-4, 1e9)]
     measured = write(Path(folder, "measured"), gemm=GEMM, memory=MEMORY, collectives=COLLECTIVES | {"fits": links})
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         # These take seconds, and times do not depend on values.
-        patch.setattr(initialization, "init_state", lambda program: jax.tree.map(zeros, program.abstract_state))
+        patch.setattr(initialization, "init_state", empty_state)
         patch.setattr(loop, "plot_run", lambda *_, **__: None)
         patch.setattr(heldout, "heldout_loss", lambda *_: heldout.HeldoutLoss(1.0, 1))
         patch.setattr(memory, "residual_bytes", lambda *_: 10**6)
         patch.setattr(Trainer, "step", watched_step)
+        patch.setattr(PhaseProgram, "compile", compile_step)
         loop.run_training(load_config(path, OVERRIDES))
         more = ["--steps", "1", "--hardware", measured, "--output", f"{folder}/step.json"]
         assert main(["step", str(path), *OVERRIDES, *more]) == 0
@@ -109,14 +113,14 @@ def traced(folder):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """The folder of `traced` on two devices, and what it returned."""
+    """The folder of `traced` on eight devices, and what it returned."""
     folder = tmp_path_factory.mktemp("traced")
-    return folder, *on_devices(2, "tests.machine.test_breakdown:traced", str(folder))
+    return folder, *on_devices(8, "tests.machine.test_breakdown:traced", str(folder))
 
 
 @pytest.fixture
 def run(said):
-    """The folder of a run on two devices, of whose steps two are traced."""
+    """The folder of a run on eight devices, of whose steps two are traced."""
     folder, *_ = said
     return folder / "run"
 

@@ -1,15 +1,17 @@
-"""A job of several processes that checks its devices, and measures every collective, together."""
+"""A job of several processes that checks its devices, and measures collectives, together."""
 
 import json
 
 import pytest
 
 from tests.parallel.processes_helpers import finish_job, start_job
-from zaya_jax.machine.collectives.operations import COLLECTIVES
 from zaya_jax.machine.collectives.text import parse_rows
 
+# Those that processes do by an all-reduce, and one that they do as devices of one process.
+OPERATIONS = ["broadcast", "reduce_scatter", "all_to_all"]
 # Both verbs in the same processes, which join their job once.
-CODE = """
+CODE = f"""
+OPERATIONS = {OPERATIONS}
 import zaya_jax.main
 from zaya_jax.machine import __main__ as machine
 from zaya_jax.machine.preflight.probes import Sizes
@@ -20,12 +22,12 @@ def main(arguments):
     status = machine.main(["preflight", "configs/tiny.yaml", *flags, *job])
     from zaya_jax.parallel import multihost
     multihost.join = lambda *_: None
-    sizes = ["--min-bytes", "512", "--max-bytes", "512", "--repeats", "1"]
+    sizes = ["--operations", *OPERATIONS, "--min-bytes", "512", "--max-bytes", "512", "--repeats", "1"]
     return status or machine.main(["collectives", *sizes, "--output", folder + "collectives", *job])
 
 from zaya_jax.machine.collectives import check
 from zaya_jax.machine.preflight import probes
-check.COLLECTIVES = {"permute": check.COLLECTIVES["permute"]}  # the second verb checks all
+check.COLLECTIVES, check.DTYPES = {{"permute": check.COLLECTIVES["permute"]}}, ("int32",)
 probes.CPU = Sizes(256, "float32", 2**20, 2**12)
 zaya_jax.main.main = main
 """
@@ -52,10 +54,10 @@ def test_processes_check_their_devices_together(job):
     assert [check["check"] for check in result["checks"]][-2:] == ["all_reduce", "all_gather"]
 
 
-def test_processes_measure_every_collective_together(job):
+def test_processes_measure_collectives_together(job):
     _, result, said = job
-    by_sum = {"broadcast": "bcast_via_allreduce", "reduce_scatter": "reduce_scatter_via_allreduce"}
-    assert {row["operation"] for row in result["results"]} == {by_sum.get(name, name) for name in COLLECTIVES}
+    assert {row["operation"] for row in result["results"]} == {
+        "bcast_via_allreduce", "reduce_scatter_via_allreduce", "all_to_all"}  # fmt: skip
     assert {(row["devices"], row["wrong"]) for row in result["results"]} == {(4, 0)}
     rows = list(parse_rows(said[0]))
     assert len(rows) == len(result["results"])

@@ -98,24 +98,18 @@ def smoke(machine: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, dict]:
+def results() -> dict[str, dict]:
     """A result of every verb, by verb."""
-    folder = tmp_path_factory.mktemp("results")
     machine = describe_machine()
     machine["network"] = {"interfaces": {"eth0": {"state": "up", "speed": 100000}}, "plugins": {
         "librccl-net.so": {"files": ["/usr/lib/librccl-net.so"], "loaded": False}},
         "rdma": {"mlx5_0/1": {"link_layer": "Ethernet", "state": "ACTIVE", "rate": None}}}  # fmt: skip
     made = {"describe": machine, "preflight": preflight(), "smoke": smoke(machine), "collectives": collectives(),
-            "step": step(), "memory": read("machine_cpu/memory")}  # fmt: skip
-    made["memory"]["hardware"] |= made["step"]["hardware"]
-    for verb, *arguments in (
-        ("storage", "configs/tiny.yaml", f"run_dir={folder}", "--size", "1M", "--threads", "1", "--repeats", "1"),
-        ("sizing", "configs/tiny.yaml", "train.log_every=1", "--devices", "1"),
-        ("gemm", "configs/tiny.yaml", "--families", "square", "--squares", "16", "32", "16", "--flush", "1M",
-         "--repeats", "1"),
-    ):  # fmt: skip
-        main([verb, *arguments, "--output", str(folder / "result.json")])
-        made[verb] = json.loads((folder / "result.json").read_text())
+            "step": step()}  # fmt: skip
+    for verb in ("memory", "storage", "gemm"):
+        made[verb] = read(f"machine_cpu/{verb}")
+        made[verb]["hardware"] |= made["step"]["hardware"]
+    made["sizing"] = read("machine_cpu/sizing")
     row = {"flops": 2e9, "warm_flops_per_second": 5e9, "cold_flops_per_second": 1e9}
     made["gemm"]["results"] += [
         {"family": "model", "name": "head, forward", **row},

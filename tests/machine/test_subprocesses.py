@@ -1,5 +1,4 @@
 import functools
-import multiprocessing
 import os
 import signal
 from types import SimpleNamespace
@@ -59,15 +58,10 @@ def test_the_environment_inside_a_block_is_that_of_the_processes_started_there(m
 
 
 def test_a_step_may_start_processes():
-    with run_in_subprocess(functools.partial, run_elsewhere) as step:
-        assert step() == 0
-
-
-def run_elsewhere():
-    process = multiprocessing.get_context("spawn").Process(target=os.getpid)
-    process.start()
-    process.join()
-    return process.exitcode
+    code = ("import multiprocessing as m, os; process = m.get_context('spawn').Process(target=os.getpid); "
+            "process.start(); process.join(); assert process.exitcode == 0")  # fmt: skip
+    with run_in_subprocess(functools.partial, exec, code) as step:
+        step()
 
 
 def test_steps_are_timed_in_turn_each_after_an_untimed_pass(monkeypatch):

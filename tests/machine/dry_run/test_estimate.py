@@ -17,6 +17,11 @@ TINY = load_config("configs/tiny.yaml", ["train.batch.tokens=8192", "train.batch
                                          "model.attention=gqa", "model.router=linear"])  # fmt: skip
 
 
+def no_activations(*_):
+    """In place of counting them, which takes a second; times do not depend on them."""
+    return Activations(0, 0)
+
+
 @pytest.mark.parametrize(("context", "total"), [(4096, 8.74e9), (32768, 15.8e9), (131072, 40.0e9)])
 def test_operations_a_token_are_those_published(context, total):
     """docs/reference.md §1.1."""
@@ -28,7 +33,7 @@ def test_operations_a_token_are_those_published(context, total):
 
 
 def test_the_estimate_of_the_released_model():
-    estimate = estimate_phase(simulated_programs(RELEASED, 1024), 0, HARDWARE["mi300x"])
+    estimate = estimate_phase(simulated_programs(RELEASED, 1024), 0, HARDWARE["mi300x"], no_activations)
     assert estimate.axes == {"data": 1024, "fsdp": 1, "expert": 1, "context": 1}
     assert (estimate.tokens, estimate.sequences, estimate.micro_batches) == (16_777_216, 4, 1)
     assert round(estimate.flops["newton_schulz"] / 1e12, 2) == 444.42  # docs/reference.md §3.1
@@ -50,8 +55,7 @@ def test_the_estimate_of_the_released_model():
 
 def test_several_micro_batches_gather_all_layers_before_the_first():
     config = load_config("configs/zaya1_8b.yaml", ["phases.pretrain_1.batch.micro_batch=1"])
-    least = Activations(0, 0)  # of which the time of messages does not depend
-    estimate = estimate_phase(simulated_programs(config, 1024), 0, HARDWARE["mi300x"], lambda *_: least)
+    estimate = estimate_phase(simulated_programs(config, 1024), 0, HARDWARE["mi300x"], no_activations)
     assert estimate.micro_batches == 4
     # Nothing hides 17.7 GB of parameters; the layers of the last micro-batch hide the reduction of their gradients.
     assert estimate.seconds["exposed network"] == pytest.approx(0.065, abs=0.002)
@@ -59,7 +63,7 @@ def test_several_micro_batches_gather_all_layers_before_the_first():
 
 def test_what_the_layers_cannot_hide_is_exposed():
     slow = HARDWARE["mi300x"]._replace(intra_node=44.8e9, link=6.4e9)
-    estimate = estimate_phase(simulated_programs(RELEASED, 1024), 0, slow)
+    estimate = estimate_phase(simulated_programs(RELEASED, 1024), 0, slow, no_activations)
     network = seconds(estimate.transfers, estimate.axes, slow, LINKS)
     assert estimate.step_seconds == pytest.approx(network)
     assert 0.8 * network < estimate.seconds["exposed network"] < network
@@ -81,7 +85,7 @@ def test_what_cannot_be_laid_out_is_refused(overrides, devices, named):
 
 @functools.cache
 def tiny_estimate():
-    return estimate_phase(simulated_programs(TINY, 8), 0, None)
+    return estimate_phase(simulated_programs(TINY, 8), 0, None, no_activations)
 
 
 def made(**changes):

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
+from tests.machine.helpers import empty_state
 from tests.train_helpers import make_program, on_devices
 from zaya_jax.config import load_config
 from zaya_jax.machine.dry_run import memory as module
@@ -23,9 +23,7 @@ KERNELS = select_kernels(TARGET, TINY.model, TINY.train.compute_dtype)
 DOC = Path(__file__).parents[3] / "docs/parallel.md"
 LAYOUTS = {
     "data": [],
-    "fsdp": ["parallel.fsdp=8"],
     "mixed": ["parallel.fsdp=2", "parallel.expert=2", "parallel.context=2"],
-    "expert": ["parallel.expert=8"],
 }
 PLAIN = ["train.compute_dtype=bfloat16", "model.attention=gqa", "model.router=linear"]
 NARROW = ["model.vocab_size=512", "model.hidden_size=64"]  # arrays that are there take time to make
@@ -42,19 +40,13 @@ def memory(config, devices=1, sequences=1, micro_batches=2, count=module.count_a
 def allocated(layouts):
     """Bytes of the master weights, and of the rest of a state, on the second of eight devices that really hold it."""
     sizes, config = {}, load_config("configs/tiny.yaml", NARROW)
-    state = jax.tree.map(nothing, make_program(config).abstract_state)
+    state = empty_state(make_program(config))
     for name, overrides in layouts.items():
         config = load_config("configs/tiny.yaml", [*NARROW, *overrides])
         placed = jax.device_put(state, make_program(config, 8).placement.shardings(state))
         master_weights = held(placed.params)
         sizes[name] = master_weights, held(placed) - master_weights
     return sizes
-
-
-def nothing(x):
-    """What takes as much as what is drawn, and need not be compiled."""
-    typed_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key(0) if typed_key else np.zeros(x.shape, x.dtype)
 
 
 def held(tree):
