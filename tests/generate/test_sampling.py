@@ -40,8 +40,8 @@ def rows(values, count):
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(1.0), Sampling(0.5), Sampling(2.0), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.8),
-        Sampling(1.5, min_p=0.1), Sampling(1.0, repetition_penalty=1.8),
+        Sampling(0.5), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.8), Sampling(1.5, min_p=0.1),
+        Sampling(1.0, repetition_penalty=1.8),
         Sampling(1.3, top_k=12, top_p=0.9, min_p=0.05, repetition_penalty=0.7),
     ],
 )  # fmt: skip

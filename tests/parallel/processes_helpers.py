@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from tests.compile_helpers import CHEAP
-from tests.train_helpers import ROOT
+from tests.devices_helpers import ROOT
+from zaya_jax.train.program import PhaseProgram
+from zaya_jax.train.state import TrainState, init_counters
 
 
 @contextmanager
@@ -23,6 +26,15 @@ def wide_everywhere() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", False)
+
+
+def random_state(program: PhaseProgram) -> TrainState:
+    """In place of `init_state`, which takes longer to compile than a step."""
+    rng, abstract = np.random.default_rng(0), program.abstract_state
+    params = {name: rng.normal(0, 0.3, x.shape).astype(x.dtype) for name, x in abstract.params.items()}
+    balance = {name: np.zeros(x.shape, x.dtype) for name, x in abstract.balance.items()}
+    return TrainState(params, balance, program.optimizer.init(params), program.balancer.init(balance),
+                      **init_counters(program.config))  # fmt: skip
 
 
 def free_port() -> int:

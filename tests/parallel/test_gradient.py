@@ -157,8 +157,7 @@ def stacked_loss(leaves: Mapping[str, LeafPlacement]) -> LocalLoss:
     return loss
 
 
-LAYOUTS = [({"data": 4}, 3, "step"), ({"data": 4}, 1, "step"), ({"fsdp": 4}, 3, "micro_batch"),
-           ({"data": 2, "fsdp": 2}, 3, "step"), ({"data": 2, "fsdp": 2}, 1, "step")]  # fmt: skip
+LAYOUTS = [({"data": 4}, 3, "step"), ({"fsdp": 4}, 3, "micro_batch"), ({"data": 2, "fsdp": 2}, 1, "step")]
 
 
 def stacked_on_four_devices() -> list[tuple[dict, dict]]:

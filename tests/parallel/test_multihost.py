@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close
-from tests.parallel.processes_helpers import Link, finish_job, free_port, start_job, wide_everywhere
-from tests.train_helpers import ROOT, leaves, restore, small_run, trained, write_run
+from tests.parallel.processes_helpers import Link, finish_job, free_port, random_state, start_job, wide_everywhere
+from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, RunStopped, last_words
@@ -28,6 +28,7 @@ from zaya_jax.parallel.multihost import all_gather, broadcast, check_alike, is_p
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
+from zaya_jax.train import initialization
 from zaya_jax.train.loop import run_training
 
 SAME = ["train.compute_dtype=float64", "train.batch.micro_batch=1", "evaluation.batch_size=4", "sample.tokens=1"]
@@ -59,9 +60,11 @@ SHORT = ["model.attention=gqa", "model.router=linear", "model.residual_scaling=f
 SEVERAL = """
 import threading
 import jax
+from tests.parallel.processes_helpers import random_state
 from zaya_jax.main import main
 from zaya_jax.parallel import multihost
 from zaya_jax.run.options import parse_training
+from zaya_jax.train import initialization
 from zaya_jax.train.program import PhaseProgram
 
 options, hits, compile_step = parse_training(sys.argv[1:]), [], PhaseProgram.compile
@@ -82,7 +85,7 @@ def compile_in_turn(*arguments):
     return step
 
 jax.monitoring.register_event_listener(count)
-PhaseProgram.compile = compile_in_turn
+PhaseProgram.compile, initialization.init_state = compile_in_turn, random_state
 print("status", main(sys.argv[1:]))
 print("--", flush=True)
 sys.argv += [f"run_dir={options.config}.bad", f"seed={options.process}"]
@@ -108,8 +111,9 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(job):
     assert "_proxy" not in first + second
     assert "step" not in second  # process 0 speaks for all
     two, one = (small_run(folder, *SAME, *SHORT, run=run) for run in ("two", "one"))
-    with wide_everywhere():
-        state = trained(one)[1].state
+    with wide_everywhere(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initialization, "init_state", random_state)
+        state = run_training(one).state
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         together, alone = (read_checkpoint(Path(run.run_dir) / CHECKPOINTS / "6", lambda _: abstract)
                            for run in (two, one))  # fmt: skip
