@@ -217,10 +217,10 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 
 
 def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all runs of one shape in this process share their compiled functions, the drawn start and their pictures.
+    """Let all runs of one shape in this process share their compiled functions and the drawn start.
 
-    Nothing is donated. What is compiled and donated, and when, is left to the tests that start
-    `python -m zaya_jax.main`.
+    Nothing is donated, and `loss.png` holds what would be drawn. What is compiled and donated, and when, is left to the
+    tests that start `python -m zaya_jax.main`.
     """
 
     class Jax:
@@ -249,7 +249,7 @@ _MOVED = ("params", "balance", "opt_state", "balance_state")
 
 
 @functools.cache
-def _little_step(num_layers: int) -> Callable:
+def _little_step(num_layers: int, sources: int) -> Callable:
     layers = np.zeros(num_layers, np.float32)
 
     def move(x: jax.Array, by: jax.Array) -> jax.Array:
@@ -258,13 +258,17 @@ def _little_step(num_layers: int) -> Callable:
     @jax.jit
     def step(state: TrainState, batch: Batch, base: Any) -> tuple[TrainState, dict[str, Any]]:
         del base
-        by = 0.1 + batch["tokens"].mean() / 1e3
+        by = 1e-3 + batch["tokens"].mean() / 1e5
         moved = {kind: jax.tree.map(lambda x: move(x, by), getattr(state, kind)) for kind in _MOVED}
         metrics = {"loss": 9.0 / (1 + jax.tree.leaves(moved["params"])[0].mean()), "grad_norm": 1.0,
                    "learning_rate": 0.5, "tokens": batch["loss_mask"].sum(), "skipped": 0, "skip": 0,
                    "expert_counts": layers[:, None], "load_entropy": layers, "max_load": layers, "skip_rate": layers,
                    "bias_range": layers, "grad_norm_by_role": {"matrix": 1.0},
                    "update_norm_by_role": {"matrix": 0.5}}  # fmt: skip
+        if "sources" in batch:
+            read = (batch["sources"][..., None] == np.arange(sources)) & batch["loss_mask"][..., None]
+            tokens = read.sum((0, 1, 2))
+            metrics |= {"source_loss": metrics["loss"] * tokens, "source_tokens": tokens}
         return dataclasses.replace(state, step=state.step + 1, **moved), metrics
 
     return step
@@ -278,11 +282,13 @@ def compute_little(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = {kind: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), getattr(state, kind)) for kind in _MOVED}
         return TrainState(**drawn, **init_counters(program.config))
 
-    def sums(params: dict[str, jax.Array], *_: Any, **__: Any) -> dict[str, np.ndarray]:
-        return {"loss": np.asarray(jax.tree.leaves(params)[0]).mean(), "tokens": np.float32(1.0)}
+    def sums(params: dict[str, jax.Array], balance: Any, batch: Batch, **_: Any) -> dict[str, np.ndarray]:
+        tokens, mask = (np.asarray(batch[name]) for name in ("tokens", "loss_mask"))
+        return {"loss": np.asarray(jax.tree.leaves(params)[0]).mean() + tokens.sum(), "tokens": np.float32(mask.sum())}
 
     compile_once(monkeypatch)
-    monkeypatch.setattr(PhaseProgram, "compile", lambda program, _: _little_step(program.config.model.num_layers))
+    monkeypatch.setattr(PhaseProgram, "compile", lambda program, _: _little_step(
+        program.config.model.num_layers, len(program.config.data.source_names)))  # fmt: skip
     monkeypatch.setattr(compiled, "check_compiled", lambda *_: None)
     monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: sums)
     monkeypatch.setattr(initialization, "init_state", zeros)
@@ -363,18 +369,9 @@ def start(config: Config) -> TrainState:
         return _start_arrays(_same_start(config))
 
 
-_plot = loop.plot_run
-_pictures: dict[str, bytes] = {}
-
-
 def _plot_run(rows: list[dict[str, Any]], path: Path, compressors: dict[str, float]) -> None:
-    """A picture takes as long as all steps of a small run: the same rows are drawn once."""
-    key = json.dumps([rows, compressors])
-    if key in _pictures:
-        path.write_bytes(_pictures[key])
-    else:
-        _plot(rows, path, compressors)
-        _pictures[key] = path.read_bytes()
+    """Write what would be drawn: a picture takes longer than all steps of a small run."""
+    path.write_text(json.dumps([rows, compressors]), encoding="utf-8")
 
 
 # --- killing ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from zaya_jax.checkpoint.__main__ import main as checkpoint
 from zaya_jax.config import ModelConfig
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import Zaya, abstract_model
-from zaya_jax.train import initialization, loop, state
+from zaya_jax.train import initialization, state
 from zaya_jax.train.loop import TrainResult, run_training
 from zaya_jax.train.report import report
 
@@ -42,8 +42,7 @@ def trained_run(base: Path) -> TrainedRun:
     model = start(config.model)
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        # A picture, and tracing how a model is drawn, take longer than all steps.
-        patch.setattr(loop, "plot_run", lambda rows, path, compressors: path.touch())
+        # Tracing how a model is drawn takes longer than all steps.
         patch.setattr(initialization, "init_state", state.init_state)
         patch.setattr(state, "Zaya", lambda *_: model)
         result = run_training(config)
