@@ -365,8 +365,7 @@ def _start_arrays(config: Config) -> TrainState:
 
 def start(config: Config) -> TrainState:
     """The state before the first step, drawn once for all runs of this shape and seed."""
-    with jax.ensure_compile_time_eval():
-        return _start_arrays(_same_start(config))
+    return _start_arrays(_same_start(config))
 
 
 def _plot_run(rows: list[dict[str, Any]], path: Path, compressors: dict[str, float]) -> None:
