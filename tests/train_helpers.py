@@ -1,16 +1,11 @@
-"""Runs small enough for tests: their configuration, corpus and compiled steps, and the killing of their processes."""
+"""Runs small enough for tests: their configuration, corpus and compiled steps."""
 
 import dataclasses
 import functools
 import inspect
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +14,6 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.compile_helpers import CHEAP
 from tests.config_helpers import changed as change  # noqa: F401 (tests of training find these here)
 from tests.devices_helpers import ROOT, on_devices  # noqa: F401
 from tests.helpers import jit as fast_jit
@@ -45,8 +39,6 @@ from zaya_jax.config import (
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.run.checkpoints import CHECKPOINTS
-from zaya_jax.run.folder import METRICS
-from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import compiled, initialization, loop, resumption
 from zaya_jax.train import program as program_module
 from zaya_jax.train.loop import TrainResult, run_training
@@ -217,10 +209,10 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 
 
 def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all runs of one shape in this process share their compiled functions, the drawn start and their pictures.
+    """Let all runs of one shape in this process share their compiled functions and the drawn start.
 
-    Nothing is donated. What is compiled and donated, and when, is left to the tests that start
-    `python -m zaya_jax.main`.
+    Nothing is donated, and `loss.png` holds what would be drawn. What is compiled and donated, and when, is left to the
+    tests that start `python -m zaya_jax.main`.
     """
 
     class Jax:
@@ -249,7 +241,7 @@ _MOVED = ("params", "balance", "opt_state", "balance_state")
 
 
 @functools.cache
-def _little_step(num_layers: int) -> Callable:
+def _little_step(num_layers: int, sources: int) -> Callable:
     layers = np.zeros(num_layers, np.float32)
 
     def move(x: jax.Array, by: jax.Array) -> jax.Array:
@@ -258,13 +250,17 @@ def _little_step(num_layers: int) -> Callable:
     @jax.jit
     def step(state: TrainState, batch: Batch, base: Any) -> tuple[TrainState, dict[str, Any]]:
         del base
-        by = 0.1 + batch["tokens"].mean() / 1e3
+        by = 1e-3 + batch["tokens"].mean() / 1e5
         moved = {kind: jax.tree.map(lambda x: move(x, by), getattr(state, kind)) for kind in _MOVED}
         metrics = {"loss": 9.0 / (1 + jax.tree.leaves(moved["params"])[0].mean()), "grad_norm": 1.0,
                    "learning_rate": 0.5, "tokens": batch["loss_mask"].sum(), "skipped": 0, "skip": 0,
                    "expert_counts": layers[:, None], "load_entropy": layers, "max_load": layers, "skip_rate": layers,
                    "bias_range": layers, "grad_norm_by_role": {"matrix": 1.0},
                    "update_norm_by_role": {"matrix": 0.5}}  # fmt: skip
+        if "sources" in batch:
+            read = (batch["sources"][..., None] == np.arange(sources)) & batch["loss_mask"][..., None]
+            tokens = read.sum((0, 1, 2))
+            metrics |= {"source_loss": metrics["loss"] * tokens, "source_tokens": tokens}
         return dataclasses.replace(state, step=state.step + 1, **moved), metrics
 
     return step
@@ -278,11 +274,13 @@ def compute_little(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = {kind: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), getattr(state, kind)) for kind in _MOVED}
         return TrainState(**drawn, **init_counters(program.config))
 
-    def sums(params: dict[str, jax.Array], *_: Any, **__: Any) -> dict[str, np.ndarray]:
-        return {"loss": np.asarray(jax.tree.leaves(params)[0]).mean(), "tokens": np.float32(1.0)}
+    def sums(params: dict[str, jax.Array], balance: Any, batch: Batch, **_: Any) -> dict[str, np.ndarray]:
+        tokens, mask = (np.asarray(batch[name]) for name in ("tokens", "loss_mask"))
+        return {"loss": np.asarray(jax.tree.leaves(params)[0]).mean() + tokens.sum(), "tokens": np.float32(mask.sum())}
 
     compile_once(monkeypatch)
-    monkeypatch.setattr(PhaseProgram, "compile", lambda program, _: _little_step(program.config.model.num_layers))
+    monkeypatch.setattr(PhaseProgram, "compile", lambda program, _: _little_step(
+        program.config.model.num_layers, len(program.config.data.source_names)))  # fmt: skip
     monkeypatch.setattr(compiled, "check_compiled", lambda *_: None)
     monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: sums)
     monkeypatch.setattr(initialization, "init_state", zeros)
@@ -359,139 +357,12 @@ def _start_arrays(config: Config) -> TrainState:
 
 def start(config: Config) -> TrainState:
     """The state before the first step, drawn once for all runs of this shape and seed."""
-    with jax.ensure_compile_time_eval():
-        return _start_arrays(_same_start(config))
-
-
-_plot = loop.plot_run
-_pictures: dict[str, bytes] = {}
+    return _start_arrays(_same_start(config))
 
 
 def _plot_run(rows: list[dict[str, Any]], path: Path, compressors: dict[str, float]) -> None:
-    """A picture takes as long as all steps of a small run: the same rows are drawn once."""
-    key = json.dumps([rows, compressors])
-    if key in _pictures:
-        path.write_bytes(_pictures[key])
-    else:
-        _plot(rows, path, compressors)
-        _pictures[key] = path.read_bytes()
-
-
-# --- killing ---------------------------------------------------------------------------------------------------
-
-
-class Moment(NamedTuple):
-    """When a process is killed: `at` a part of the start-up, or of the steps of the run."""
-
-    kind: str  # 'start', 'step' or 'save'
-    at: float
-
-
-def draw_moments(rng: random.Random, count: int) -> list[Moment]:
-    """Moments that spread over the run in order, each kind among three and more."""
-    kinds = ["start", "step", "save", *rng.choices(["start", "step", "save"], k=max(0, count - 3))]
-    rng.shuffle(kinds)
-    kinds = kinds[:count]
-    return [
-        Moment(kind, rng.random() if kind == "start" else (index + 0.2 + 0.6 * rng.random()) / count)
-        for index, kind in enumerate(kinds)
-    ]
-
-
-def check_kills(folder: Path, steps: int, kills: int, seed: int) -> None:
-    """Compare a run that is killed `kills` times, and started again with the same command, with one that is not."""
-    rng = random.Random(seed)
-    third = steps // 3
-    phases = [
-        {"name": "one", "tokens": third * 128, "schedule": {"warmup_tokens": 256}},
-        {"name": "two", "tokens": third * 128, "context": 64, "rope_base": 1e3, "packing": "bins",
-         "batch": {"tokens": 128, "micro_batch": 2}},
-        {"name": "three", "tokens": (steps - 2 * third) * 128, "schedule": {"shape": "linear", "final": 0.0}},
-    ]  # fmt: skip
-    overrides = {"phases": json.dumps(phases), "train.batch.micro_batch": 4, "checkpoint.every": 4,
-                 "evaluation.every": 15, "train.log_every": 10, "sample.tokens": 4}  # fmt: skip
-    alone, killed = (_KilledRun(folder, run, overrides) for run in ("alone", "killed"))
-    alone.finish()
-    for moment in draw_moments(rng, kills):
-        killed.kill(moment, steps, alone.startup, rng)
-    killed.finish()
-
-    rows = (alone.folder / METRICS).read_bytes()
-    assert [row["step"] for row in read_rows(alone.folder / METRICS)] == list(range(1, steps + 1))
-    assert (killed.folder / METRICS).read_bytes() == rows
-    (first, first_data), (second, second_data) = (restore(run.config, steps) for run in (alone, killed))
-    assert not differing(first, second)
-    assert first_data == second_data
-    assert (killed.folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    assert killed.report() == alone.report()
-    assert not list((killed.folder / CHECKPOINTS).glob("*tmp*"))
-    assert "Resuming after step" in killed.log.read_text(encoding="utf-8")  # else the kills came too early to matter
-
-
-class _KilledRun:
-    """The processes of one run."""
-
-    def __init__(self, folder: Path, run: str, overrides: dict[str, Any]) -> None:
-        self.config_path = write_run(folder, run)
-        self.overrides = [
-            f"data.cache_dir={folder / run}_cache",
-            *(f"{key}={value}" for key, value in overrides.items()),
-        ]
-        self.config = load_config(self.config_path, self.overrides)
-        self.folder = Path(self.config.run_dir)
-        self.log = folder / f"{run}.log"
-        self.startup = 0.0  # seconds until the first row
-        # A cache of its own: a kill can leave half an entry behind.
-        self.env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "XLA_FLAGS": CHEAP}
-
-    def start(self) -> subprocess.Popen:
-        with self.log.open("a", encoding="utf-8") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "zaya_jax.main", "--config", str(self.config_path), *self.overrides],
-                cwd=ROOT, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
-
-    def finish(self) -> None:
-        begun = time.monotonic()
-        with self.start() as process:
-            for _ in _while_alive(process):
-                if not self.startup and self.rows():
-                    self.startup = time.monotonic() - begun
-        assert process.returncode == 0, self.log.read_text(encoding="utf-8")
-
-    def kill(self, moment: Moment, steps: int, startup: float, rng: random.Random) -> None:
-        before, begun = self.rows(), time.monotonic()
-        target = min(max(round(moment.at * steps), before + 1), steps - 2)
-        with self.start() as process:
-            for _ in _while_alive(process):
-                if moment.kind == "start":
-                    # A start from compiled programs is shorter than the first one was: over when rows change.
-                    if time.monotonic() - begun >= moment.at * startup or self.rows() != before:
-                        break
-                elif self.rows() >= target and (moment.kind == "step" or self.saving()):
-                    time.sleep(rng.random() * 0.02)
-                    break
-            process.send_signal(signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL, f"{moment} came too late: {self.log.read_text(encoding='utf-8')}"
-
-    def rows(self) -> int:
-        path = self.folder / METRICS
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def saving(self) -> bool:
-        return any((self.folder / CHECKPOINTS).glob("*tmp*"))
-
-    def report(self) -> list[str]:
-        """What a finished run prints at its end, but its folder."""
-        lines = self.log.read_text(encoding="utf-8").splitlines()
-        starts = [index for index, line in enumerate(lines) if line.startswith("Held-out loss")]
-        return [line for line in lines[starts[-1] :] if not line.startswith("Run folder")]
-
-
-def _while_alive(process: subprocess.Popen) -> Iterator[None]:
-    while process.poll() is None:
-        yield
-        time.sleep(0.001)
+    """Write what would be drawn: a picture takes longer than all steps of a small run."""
+    path.write_text(json.dumps([rows, compressors]), encoding="utf-8")
 
 
 def restore(config: Config, step: int) -> tuple[TrainState, Any]:

@@ -159,12 +159,9 @@ def writer(model: Zaya) -> Writer:
     return Writer(shared.model, Letters(), [7], shared.placement, 2)
 
 
-LONG = {"max_positions": 256}
-
-
 def test_continuations_depend_neither_on_the_batch_nor_on_its_order():
     before = {name: getattr(decode, name)._cache_size() for name in ("_prefill", "_decode")}
-    ready = writer(random_model(tiny_config(**LONG)))
+    ready = writer(random_model(tiny_config("bare", max_positions=256)))
     seen = []
     written = ready.write(prompts(), progress=lambda *counts: seen.append(counts))
     compiled = {name: getattr(decode, name)._cache_size() - count for name, count in before.items()}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train_helpers import check_kills
+from tests.train.kill_helpers import check_kills
 
 
 @pytest.mark.soak

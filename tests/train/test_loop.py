@@ -40,7 +40,9 @@ def test_a_run_leaves_its_configuration_rows_checkpoints_and_a_picture(finished)
                      "status.json", "tokenizer"}  # fmt: skip
     assert open_run(folder).status.state == "finished"
     assert load_config(folder / "config.yaml") == config
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    rows, compressors = json.loads((folder / "loss.png").read_text())
+    assert rows == metric_rows(folder)
+    assert compressors.keys() >= {"gzip", "xz"}
     assert saved_steps(folder / "checkpoints") == [10, 12]  # the newest two of 5, 10, 12
 
 

@@ -1,7 +1,6 @@
 """What a person sees of a run: its picture, and the report at its end."""
 
 import dataclasses
-import functools
 import json
 import math
 from pathlib import Path
@@ -9,11 +8,10 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from tests.train_helpers import change, fast_jit, make_program
+from tests.train_helpers import change, differing, make_program
 from zaya_jax.config.checks import counted
 from zaya_jax.data.pipeline import heldout_text
-from zaya_jax.generate import decode
-from zaya_jax.generate.decode import Continuation, generate_tokens
+from zaya_jax.generate.decode import Continuation
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.tree import parameters
 from zaya_jax.train import plot
@@ -22,13 +20,12 @@ from zaya_jax.train.report import continuation, report
 
 
 @pytest.fixture(autouse=True)
-def _fast_decode(monkeypatch):
-    monkeypatch.setattr(decode, "_decode", _compiled(decode._decode.__wrapped__))
-
-
-@functools.cache
-def _compiled(function):
-    return fast_jit(function, static_argnames=("size", "branches", "placement"), donate_argnums=1)
+def asked(monkeypatch):
+    """What is asked of `generate_tokens`, whose tests are elsewhere; it answers with two tokens."""
+    asked = []
+    monkeypatch.setattr("zaya_jax.train.report.generate_tokens", lambda *arguments, **options: (
+        asked.append((arguments, options)), [Continuation([65, 66], [], stopped=False)])[1])  # fmt: skip
+    return asked
 
 
 def test_a_report_sets_the_model_beside_the_compressors_and_lets_it_speak(finished):
@@ -65,39 +62,31 @@ def test_a_report_names_sources_that_hold_nothing_out_and_survives_a_disk_that_c
     assert "summary.json: Not a directory" in text
 
 
-def test_a_continuation_is_that_of_the_result_repeats_and_ends_where_positions_do(finished, monkeypatch):
+def test_a_continuation_is_drawn_from_the_result_with_the_seed_and_ends_where_positions_do(finished, asked):
     config, result = finished
     tokenizer, sample = result.prepared.tokenizer, config.sample
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)]
-    (row,) = generate_tokens(result.model, [prompt], sample.tokens, Sampling(sample.temperature), seeds=[config.seed],
-                             stop_tokens=[tokenizer.eot], placement=result.program.placement.replicated)  # fmt: skip
-    assert continuation(config, result) == continuation(config, result) == tokenizer.decode(row.tokens)
-    assert continuation(change(config, {"seed": config.seed + 1}), result) != tokenizer.decode(row.tokens)
-    asked = []
-    monkeypatch.setattr("zaya_jax.train.report.generate_tokens", lambda model, prompts, steps, *_, **__: (
-        asked.append(steps), [row])[1])  # fmt: skip
-    continuation(change(config, {"sample.tokens": 1000}), result)
-    assert asked == [config.model.max_positions - len(prompt)]
+    assert continuation(config, result) == tokenizer.decode([65, 66])
+    ((model, *rest), options) = asked.pop()
+    assert not differing(parameters(model), parameters(result.model))
+    assert rest == [[prompt], sample.tokens, Sampling(sample.temperature)]
+    assert options == {"seeds": [config.seed], "stop_tokens": [tokenizer.eot],
+                       "placement": result.program.placement.replicated}  # fmt: skip
+    continuation(change(config, {"seed": config.seed + 1, "sample.tokens": 1000}), result)
+    (_, _, steps, _), options = asked.pop()
+    assert (steps, options["seeds"]) == (config.model.max_positions - len(prompt), [config.seed + 1])
 
 
-def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(finished, monkeypatch):
+def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(finished, asked, monkeypatch):
     """Others would be tried by each process alone, and two that differ would wait for each other for ever."""
     config, result = finished
-    program, calls = make_program(change(config, {"train.compute_dtype": "bfloat16"})), []
+    program = make_program(change(config, {"train.compute_dtype": "bfloat16"}))
     monkeypatch.setattr("zaya_jax.generate.placement.validate_kernels", None)
-
-    def generate(model, *_, placement, **__):
-        calls.append((parameters(model), placement))
-        return [Continuation([5, 6], [], stopped=False)]
-
-    monkeypatch.setattr("zaya_jax.train.report.generate_tokens", generate)
-    assert continuation(config, dataclasses.replace(result, program=program)) == result.prepared.tokenizer.decode(
-        [5, 6]
-    )
-    ((params, placement),) = calls
-    assert {name: x.dtype for name, x in params.items()} == program.placement.dtypes
-    assert placement.kernels is program.placement.kernels
-    assert placement.mesh.size == 1
+    continuation(config, dataclasses.replace(result, program=program))
+    ((model, *_), options) = asked.pop()
+    assert {name: x.dtype for name, x in parameters(model).items()} == program.placement.dtypes
+    assert options["placement"].kernels is program.placement.kernels
+    assert options["placement"].mesh.size == 1
     assert {x.dtype.name for x in parameters(result.model).values()} == {"float32"}
 
 
