@@ -44,9 +44,11 @@ class CoverageMap:
             "select context.context, file.path, numbits from line_bits"
             " join context on context.id = context_id join file on file.id = file_id"
         )
-        self._lines: dict[str, dict[str, bytes]] = collections.defaultdict(dict)  # by file and test
-        for test, file, numbits in rows:
-            self._lines[file][test] = numbits
+        # By file and test, of one or several processes.
+        self._lines: dict[str, dict[str, list[bytes]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        for context, file, numbits in rows:
+            # In a process that serves several tests, the one that started it comes first.
+            self._lines[file]["tests/" + context.rpartition("tests/")[2]].append(numbits)
         self._tests = {test for tests in self._lines.values() for test in tests if "::" in test}
 
     def knows(self, test: str) -> bool:
@@ -72,5 +74,5 @@ class CoverageMap:
         return sorted(covering, key=lambda test: (not test.startswith(here), test))
 
 
-def _has(numbits: bytes, line: int) -> bool:
-    return line // 8 < len(numbits) and bool(numbits[line // 8] & (1 << line % 8))
+def _has(processes: list[bytes], line: int) -> bool:
+    return any(line // 8 < len(numbits) and numbits[line // 8] & (1 << line % 8) for numbits in processes)
