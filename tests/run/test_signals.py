@@ -14,7 +14,7 @@ from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT, write_run
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS
-from zaya_jax.run.signals import NAMES, Listener
+from zaya_jax.run.signals import NAMES, Listener, print_error
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +150,14 @@ def test_a_killed_data_worker_ends_a_run_with_a_sentence_and_a_checkpoint(tmp_pa
     (step,) = saved_steps(tmp_path / "run" / "checkpoints")
     assert f"Step {step} is saved." in last
     assert metrics.read_bytes().count(b"\n") == step
+
+
+def test_what_was_printed_before_the_last_sentence_is_waited_for(monkeypatch, capfd):
+    class Slow:
+        def flush(self):
+            time.sleep(0.1)
+            os.write(1, b"printed\n")
+
+    monkeypatch.setattr(sys, "stdout", Slow())
+    print_error("Stopped.")
+    assert capfd.readouterr() == ("printed\n", "Stopped.\n")
