@@ -131,8 +131,12 @@ def run_mutants(
 
 
 def compare(mutants: list[Mutant], old: list[Any], new: list[Any]) -> dict[str, Any]:
-    """Count by room what each suite kills, and list what only the old one does."""
-    by_old, by_new = ({result["number"]: result for result in results} for results in (old, new))
+    """Count by room what each suite kills, and list what only the old one does.
+
+    Mutants that the old suite does not kill may be missing in `new`.
+    """
+    unseen = {mutant.number: {"number": mutant.number, "outcome": "not run"} for mutant in mutants}
+    by_old, by_new = (unseen | {result["number"]: result for result in results} for results in (old, new))
     rooms = {room: Counter() for room in sorted({mutant.room for mutant in mutants})}
     lost, gained, survivors = [], [], []
     for mutant in mutants:
