@@ -32,7 +32,7 @@ OPTIMIZER = OptimizerConfig(
     adamw=AdamWConfig(learning_rate=0.002, b1=0.8, b2=0.9, eps=1e-4, weight_decay=0.7),
 )
 DECAYED = {"attention", "router", "expert", "embedding", "convolution"}
-# Every role has its defaults with one optimizer of matrices, and factors of its own with the other.
+# Each role keeps its defaults under one matrix optimizer, and has other factors under the other.
 ROLE_CONFIGS = {role: RoleConfig(learning_rate=1.5 + number, weight_decay=0.25 * number)
                 for number, role in enumerate(ROLES)}  # fmt: skip
 EVEN, ODD = (RolesConfig(**{role: ROLE_CONFIGS[role] for role in ROLES[first::2]}) for first in (0, 1))

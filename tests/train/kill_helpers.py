@@ -81,7 +81,7 @@ class _KilledRun:
         self.folder = Path(self.config.run_dir)
         self.log = folder / f"{run}.log"
         self.startup = 0.0  # seconds until the first row
-        # A cache of its own: a kill can leave half an entry behind.
+        # A separate cache, since a kill can leave a partial entry.
         self.env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "XLA_FLAGS": CHEAP}
 
     def start(self) -> subprocess.Popen:
