@@ -21,7 +21,7 @@ from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
-from zaya_jax.config import CheckpointConfig, ParallelConfig
+from zaya_jax.config import BatchConfig, CheckpointConfig, ParallelConfig
 from zaya_jax.parallel.multihost import join
 
 
@@ -41,6 +41,8 @@ SHAPES = {
     "fsdp 8": Shape(1, 8, ParallelConfig(fsdp=8)),
     "expert 4 x 2": Shape(1, 8, ParallelConfig(expert=4)),
     "context 2 x 4": Shape(1, 8, ParallelConfig(context=4)),
+    "data 3 x fsdp 2": Shape(1, 6, ParallelConfig(data=3, fsdp=2)),
+    "fsdp 3 x data 2": Shape(1, 6, ParallelConfig(data=2, fsdp=3)),
 }
 TRAINED = ("params.", "opt_state.", "balance.", "balance_state.")
 
@@ -49,7 +51,9 @@ class Job:
     """The state and the steps of one shape, in one of its processes."""
 
     def __init__(self, shape: Shape) -> None:
-        self.config = dataclasses.replace(WIDE, parallel=shape.parallel)
+        batch = BatchConfig(tokens=48 * WIDE.data.context, micro_batch=24)  # which six and eight devices divide
+        train = dataclasses.replace(WIDE.train, batch=batch)
+        self.config = dataclasses.replace(WIDE, parallel=shape.parallel, train=train)
         self.program = make_program(self.config, shape.devices)
         self.mesh, self.abstract = self.program.placement.mesh, self.program.abstract_state
 

@@ -164,7 +164,7 @@ def test_files_that_are_nested_without_end_are_answered(tmp_path, capsys):
     assert said(capsys, "inspect", f"{tmp_path}/run@one")[0] == 2
     (tmp_path / "run" / "phases.json").write_text("[7]")
     assert said(capsys, "inspect", f"{tmp_path}/run@one")[0] == 2
-    assert said(capsys, "prune", tmp_path / "run", "--keep", "1", "--dry-run")[0] == 0
+    assert said(capsys, "prune", tmp_path / "run", "--keep", "1", "--dry-run")[0] == 2
     (tmp_path / "run" / "checkpoints" / "GENERATION").write_bytes(deep)
     assert said(capsys, "ls", tmp_path / "run")[0] == 0
     write_manifest(folder, deep)

@@ -1,17 +1,24 @@
 """What is written into a checkpoint is read from it, whole or in parts, and described."""
 
+import errno
 import logging
 import math
+import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
+from hypothesis import example, given, settings
 
 from tests.checkpoint.saved_helpers import drawn, save_run
 from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import make_state, save_all
+from tests.hostile_names import HOSTILE_NAMES
 from zaya_jax.checkpoint.digest import PIECE, ArrayPart
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
 from zaya_jax.checkpoint.leaves import named
@@ -21,7 +28,7 @@ from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
-from zaya_jax.run.manifest import STATE, Damaged, read_digests, read_manifest
+from zaya_jax.run.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
 
 WIDTH = 3000
 
@@ -37,10 +44,72 @@ def test_arrays_are_read_whole_and_in_pieces_without_devices(tmp_path):
             assert np.array_equal(reader.read(name, (slice(1, 2),)), np.asarray(array)[1:2])
 
 
-def test_an_array_that_is_not_there_is_named(tmp_path):
+def test_an_array_that_is_not_there_is_named_and_is_no_damage(tmp_path):
     save_all(tmp_path, [1])
-    with pytest.raises(Damaged, match=r"The array nothing in .* cannot be read"):
+    with pytest.raises(Unreadable, match=r"The array nothing in .* cannot be read"):
         CheckpointReader(tmp_path / "1", {}).read("nothing")
+
+
+def test_only_what_is_missing_cut_or_altered_is_called_damaged(tmp_path):
+    save_all(tmp_path, [1], width=WIDTH)
+    for name in ("intact", "cut", "loop", "gone", "altered"):
+        shutil.copytree(tmp_path / "1", tmp_path / name)
+    manifest = read_manifest(tmp_path / "1")
+    said = {}
+    for name, change in {
+        "intact": lambda file: None,
+        "cut": lambda file: os.truncate(file, 9),
+        "loop": lambda file: (file.unlink(), file.symlink_to(file)),
+        "gone": lambda file: file.unlink(),
+        "altered": lambda file: flip(file, 3),
+    }.items():
+        change(tmp_path / name / STATE / "manifest.ocdbt")
+        try:
+            CheckpointReader(tmp_path / name, manifest.leaves, manifest.files).read("params.blocks.0.query")
+            said[name] = None
+        except InputError as error:
+            said[name] = type(error)
+    assert said == {"intact": None, "cut": Damaged, "loop": Unreadable, "gone": Damaged, "altered": Damaged}
+
+
+def test_what_passes_is_read_again_and_what_stays_is_told(tmp_path, monkeypatch):
+    save_all(tmp_path, [1], width=WIDTH)
+    manifest, reader = open_checkpoint(tmp_path / "1")
+    file, pauses = tmp_path / "1" / STATE / "manifest.ocdbt", []
+    content = file.read_bytes()
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:  # it comes back
+            file.unlink()
+            file.write_bytes(content)
+
+    monkeypatch.setattr("zaya_jax.checkpoint.reader._PASSING", {errno.ELOOP})
+    monkeypatch.setattr("zaya_jax.checkpoint.reader.time.sleep", pause)
+    for times in (2, 3):
+        file.unlink()
+        file.symlink_to(file)
+        if times == 3:
+            pauses.extend([0] * 2)
+            with pytest.raises(Unreadable, match="may be intact"):
+                CheckpointReader(tmp_path / "1", manifest.leaves, manifest.files).read("params.blocks.0.query")
+        else:
+            assert reader.read("params.blocks.0.query").shape[1] == WIDTH
+            assert pauses == sorted(pauses)
+
+
+@given(HOSTILE_NAMES)
+@example("%41")
+@example("a\\b")
+@settings(max_examples=12)
+def test_a_checkpoint_can_be_in_a_folder_of_any_name(name):
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base) / name / "5"
+        write_checkpoint(folder, 5, {}, LEAVES, parts((0, 4)))
+        assert verify_checkpoint(folder) == []
+        start_save(folder.with_name("6"), {"n": np.array(7, np.int32)})()
+        assert CheckpointReader(folder.with_name("6"), {}).read("n") == 7
+        assert os.listdir(base) == [name]
 
 
 def test_a_flipped_value_is_named_with_its_part(tmp_path):

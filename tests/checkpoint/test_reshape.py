@@ -11,8 +11,8 @@ from tests.train_helpers import on_devices
 
 
 def test_one_layout_restores_what_another_has_saved(tmp_path):
-    pairs = on_devices(8, "tests.checkpoint.reshape_helpers:reshape_here", tmp_path, ["fsdp 8"], ["expert 4 x 2"])
-    assert pairs == 1
+    savers, restorers = ["fsdp 8", "data 3 x fsdp 2"], ["expert 4 x 2", "fsdp 3 x data 2"]
+    assert on_devices(8, "tests.checkpoint.reshape_helpers:reshape_here", tmp_path, savers, restorers) == 4
 
 
 @pytest.mark.soak

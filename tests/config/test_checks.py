@@ -19,6 +19,8 @@ def test_what_can_be_no_path_is_named(value):
         require_path("a.b", value)
 
 
-@pytest.mark.parametrize("value", ["runs/new", "/no/such/folder", "~", "configs/tiny.yaml/below/a/file", ""])
+@pytest.mark.parametrize(
+    "value", ["runs/new", "/no/such/folder", "~", "~no_such_user_here/x", "configs/tiny.yaml/below/a/file", ""]
+)
 def test_a_path_need_not_exist(value):
     require_path("a.b", value)

@@ -5,19 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.errors import ExitCode, InputError, printable
+from zaya_jax.run.command import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `ExitCode`."""
     options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (InputError, KeyboardInterrupt) as error:
-        sentence, status = last_words(error)
-        print(sentence, file=sys.stderr)
-        return status
+    return run_command(lambda: _run(options))
 
 
 def _parser() -> Parser:
@@ -105,14 +101,14 @@ def _run(options: argparse.Namespace) -> ExitCode:
         case "verify":
             from zaya_jax.checkpoint.commands import verify
 
-            text, intact = verify(options.checkpoint, options.all)
-            print(text)
+            lines, intact = verify(options.checkpoint, options.all)
+            print("\n".join(map(printable, lines)))
             return ExitCode.OK if intact else ExitCode.STOPPED
         case "inspect":
             from zaya_jax.checkpoint.commands import inspect
 
             for line in inspect(options.checkpoint):
-                print(line)
+                print(printable(line))
         case "diff":
             from zaya_jax.checkpoint.commands import diff
 
@@ -124,7 +120,7 @@ def _run(options: argparse.Namespace) -> ExitCode:
             from zaya_jax.config import CheckpointConfig
 
             config = CheckpointConfig(keep=options.keep, keep_every=options.keep_every, keep_best=options.keep_best)
-            print(prune(options.run_dir, config, options.quarantined, options.dry_run))
+            print(printable(prune(options.run_dir, config, options.quarantined, options.dry_run)))
         case "rollback":
             from zaya_jax.checkpoint.rollback import rollback
 
@@ -133,11 +129,11 @@ def _run(options: argparse.Namespace) -> ExitCode:
             from zaya_jax.weights.average import average_checkpoints
 
             folder = average_checkpoints(options.checkpoints, options.output, options.base)
-            print(f"Averaged {len(options.checkpoints)} checkpoints into {folder}.")
+            print(printable(f"Averaged {len(options.checkpoints)} checkpoints into {folder}."))
         case "import-hf":
             from zaya_jax.weights.interop import import_hf
 
-            print(import_hf(options.folder, options.output, options.allow_nonfinite))
+            print(printable(import_hf(options.folder, options.output, options.allow_nonfinite)))
         case "export-hf":
             from zaya_jax.weights.interop import export_hf, export_peft
 
@@ -145,10 +141,11 @@ def _run(options: argparse.Namespace) -> ExitCode:
                 raise InputError("--layout legacy cannot be combined with --peft: transformers loads adapters onto the "
                                  "hf layout.")  # fmt: skip
             if options.peft:
-                print(export_peft(options.checkpoint, options.folder, options.dtype, options.carry, options.base))
-                return ExitCode.OK
-            print(export_hf(options.checkpoint, options.folder, options.dtype, options.layout, options.carry,
-                            options.base))  # fmt: skip
+                said = export_peft(options.checkpoint, options.folder, options.dtype, options.carry, options.base)
+            else:
+                said = export_hf(options.checkpoint, options.folder, options.dtype, options.layout, options.carry,
+                                 options.base)  # fmt: skip
+            print(printable(said))
         case "verify-hf":
             from zaya_jax.weights.verify import verify_hf
 
@@ -159,4 +156,5 @@ def _run(options: argparse.Namespace) -> ExitCode:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main())

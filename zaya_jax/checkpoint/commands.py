@@ -6,28 +6,35 @@ from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, 
 from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config.checks import shown
-from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
-from zaya_jax.run.manifest import read_manifest
+from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder, list_checkpoints
+from zaya_jax.run.files import expanded
+from zaya_jax.run.manifest import Unreadable, read_manifest
 from zaya_jax.run.run import open_run
 
 
-def verify(path: str, every: bool) -> tuple[str, bool]:
-    """Verify a checkpoint, or every checkpoint of a run; return the report and whether all are intact."""
+def verify(path: str, every: bool) -> tuple[list[str], bool]:
+    """Verify a checkpoint, or every checkpoint of a run; return a report of lines and whether all are intact."""
+    of_run = expanded(path) / CHECKPOINTS
     if every:
-        run = open_run(path)
-        folders = [run.folder / CHECKPOINTS / str(checkpoint.step) for checkpoint in run.checkpoints]
+        folders = [open_run(path).folder / CHECKPOINTS / str(each.step) for each in open_run(path).checkpoints]
+    elif listed := [each for each in list_checkpoints(of_run, check_files=False) if not each.is_superseded]:
+        folders = [of_run / str(listed[-1].step)]  # also if it is damaged, so that others would be used
     else:
         folders = [checkpoint_folder(path, "CHECKPOINT")]
     lines, intact = [], True
     for folder in folders:
-        if damage := verify_checkpoint(folder):
+        try:
+            damage = verify_checkpoint(folder)
+        except Unreadable as error:
+            damage = [str(error)]
+        if damage:
             lines, intact = lines + damage, False
             continue
         manifest = read_manifest(folder)
         checked = "all checksums match" if manifest.digests else "file sizes match (saved without checksums)"
         lines.append(f"{folder}: OK, {checked} ({len(manifest.leaves)} arrays, "
                      f"{size_text(sum(manifest.files.values()))})")  # fmt: skip
-    return "\n".join(lines) or f"{path} has no checkpoint.", intact
+    return lines or [f"{path} has no checkpoint."], intact
 
 
 def inspect(path: str) -> Iterator[str]:

@@ -43,7 +43,7 @@ def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
       InputError: the manifest or a file's size shows damage.
     """
     manifest = read_manifest(folder)
-    return manifest, CheckpointReader(folder, manifest.leaves)
+    return manifest, CheckpointReader(folder, manifest.leaves, manifest.files)
 
 
 def saved_slices(folder: Path, manifest: Manifest) -> dict[str, list[str]]:

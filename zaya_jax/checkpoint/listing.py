@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from zaya_jax.errors import printable
 from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.run import open_run
 
@@ -15,12 +16,12 @@ def list_run(path: Path) -> str:
         end = "" if status.exit_status is None else f" with exit status {status.exit_status}"
         message = f": {status.message}" if status.message else ""
         lines.append(f"{status.state}{end} (process {status.pid} on {status.host}, {status.time}){message}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _line(checkpoint: Checkpoint) -> str:
     if checkpoint.manifest is None:
-        return f"{checkpoint.step:>9}  damaged: {checkpoint.problem}"
+        return f"{checkpoint.step:>9}  {checkpoint.problem}"
     notes = [note for note, holds in (
         ("pinned", checkpoint.is_pinned),
         ("verified", checkpoint.is_verified),

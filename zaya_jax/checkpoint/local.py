@@ -16,7 +16,7 @@ import numpy as np
 
 from zaya_jax.checkpoint.digest import array_digest, assemble
 from zaya_jax.run.digests import Digests, digest, read_slice, slice_text
-from zaya_jax.run.files import read_json
+from zaya_jax.run.files import expanded, read_json
 
 _INDEX = "index.json"
 
@@ -28,8 +28,8 @@ class LocalCopies:
         """Use a subfolder of `folder` that is derived from `run`, the run's checkpoint folder."""
         self._home: Path | None = None
         if folder is not None:
-            name = f"{digest(str(run).encode())[:12]}-{jax.process_index()}"
-            self._home = Path(folder).expanduser() / name
+            name = f"{digest(str(run).encode(errors='surrogateescape'))[:12]}-{jax.process_index()}"
+            self._home = expanded(folder) / name
         self._staged: dict[tuple[str, str], np.ndarray] = {}
         self._warned = False  # since a copy was last written
 

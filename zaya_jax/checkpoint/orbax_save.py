@@ -11,6 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.checkpoint.digest import PIECE
 from zaya_jax.run.manifest import STATE
+from zaya_jax.run.plain_path import plain_path
 
 _HANDLERS = ocp.handlers.local_registry(include_global_registry=False)
 _HANDLERS.add(ocp.handlers.PyTreeHandler)
@@ -39,7 +40,7 @@ def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
     log.setLevel(logging.CRITICAL)
     try:
         with _context():
-            response = ocp.save_checkpointables_async(str(work), {STATE: dict(arrays)})
+            response = ocp.save_checkpointables_async(str(plain_path(work.parent) / work.name), {STATE: dict(arrays)})
     except BaseException:
         log.setLevel(level)
         raise

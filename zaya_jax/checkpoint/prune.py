@@ -1,6 +1,5 @@
 """Remove checkpoints of a run on command."""
 
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -46,8 +45,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
             raise InputError(f"No checkpoint in {folder} is intact, so none was removed.")
         intact = [checkpoint for checkpoint in usable if checkpoint.step not in damaged]
         kept = steps_to_keep(intact, config, [intact[-1].step]) | damaged
-        with contextlib.suppress(InputError):  # phases.json is damaged
-            kept |= set(run.phases.values())
+        kept |= set(run.phases.values())
         gone = [folder / str(checkpoint.step) for checkpoint in usable if checkpoint.step not in kept]
         gone += run.quarantined if quarantined else []
         size = sum(file.stat().st_size for path in gone for file in path.rglob("*") if file.is_file())

@@ -3,10 +3,11 @@
 import errno
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorstore
@@ -15,21 +16,30 @@ from zaya_jax.checkpoint.digest import array_digest
 from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, unpack_array
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
+from zaya_jax.run.plain_path import plain_path
 from zaya_jax.run.progress import WorkProgress
 
+T = TypeVar("T")
 _THREADS = 4  # each reads one piece of an array at a time
 _CACHE = 2**26  # bytes, for the storage index
+# Errors of a busy system or network, which a second attempt may not meet, and the seconds before each attempt.
+_PASSING = {errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENFILE, errno.EMFILE,
+            errno.ENOMEM, errno.EBUSY}  # fmt: skip
+_PAUSES = (0.2, 1.0, 3.0)
 
 
 class CheckpointReader:
-    """Reads arrays of the checkpoint in `folder`, finished or not; `leaves` is the manifest's."""
+    """Reads arrays of the checkpoint in `folder`, finished or not; `leaves` and `files` are the manifest's."""
 
-    def __init__(self, folder: Path, leaves: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, folder: Path, leaves: Mapping[str, Mapping[str, Any]], files: Mapping[str, int] | None = None
+    ) -> None:
         self.folder = folder
         self._leaves = leaves
+        self._files = files or {}
         self._small: np.ndarray | None = None
         self._lock = threading.Lock()
-        self._store = {"driver": "ocdbt", "base": f"file://{(folder / STATE).resolve()}/"}
+        self._store = {"driver": "ocdbt", "base": f"file://{plain_path(folder)}/{STATE}/"}
         self._open: dict[str, Any] = {}
         # Arrays share one context, or each would read the storage index again.
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
@@ -38,22 +48,32 @@ class CheckpointReader:
         """Read the array `name`, or its part at the index `where`.
 
         Raises:
-          Damaged: the stored data is missing or invalid.
-          Unreadable: the system could not read it.
+          Damaged: a file is missing or cut, a checksum of the storage format differs, or the manifest contradicts it.
+          Unreadable: it could not be read for any other reason, also after a while where that can help.
         """
+        return retried(lambda: self._read(name, where))
+
+    def _read(self, name: str, where: tuple[Any, ...]) -> np.ndarray:
         try:
             leaf = self._leaves.get(name, {})
             if "at" in leaf:
                 return unpack_array(self._small_arrays(), leaf)[where]
             return self._array(name, where)
         except (ValueError, TypeError, IndexError, OverflowError, OSError) as error:
-            why = " ".join(str(error).split())[:200]
-            message = f"The array {name} in {self.folder} cannot be read: {why}"
-            # A system error other than a missing file does not mean that the data is damaged.
-            system = re.search(r"OS error (\d+)", str(error))
-            if system is not None and int(system.group(1)) != errno.ENOENT:
-                raise Unreadable(message) from error
-            raise Damaged(message) from error
+            self._open.pop(name, None)
+            message = f"The array {name} in {self.folder} cannot be read: {reason(error)}."
+            if self._is_damaged(error):
+                raise Damaged(message) from error
+            raise Unreadable(f"{message} The checkpoint may be intact.") from error
+
+    def _is_damaged(self, error: Exception) -> bool:
+        if isinstance(error, OSError) or _system_error(error) not in (0, errno.ENOENT) or not self.folder.is_dir():
+            return False
+        # tensorstore says so of checksums and lengths that differ. Its errors are plain `ValueError`s.
+        if type(error) is not ValueError or re.search(r"DATA_LOSS|Error decoding", str(error)):
+            return True
+        return any(not path.is_file() or path.stat().st_size != size
+                   for path, size in ((self.folder / name, size) for name, size in self._files.items()))  # fmt: skip
 
     def _array(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
         if name not in self._open:
@@ -66,6 +86,29 @@ class CheckpointReader:
             if self._small is None:
                 self._small = self._array(SMALL_ARRAYS)
             return self._small
+
+
+def retried(read: Callable[[], T]) -> T:
+    """Call `read`; after an error that a second attempt may not meet, call it again, for a few seconds."""
+    for pause in _PAUSES:
+        try:
+            return read()
+        except Unreadable as error:
+            if _system_error(error.__cause__) not in _PASSING:
+                raise
+        time.sleep(pause)
+    return read()
+
+
+def reason(error: Exception) -> str:
+    """Return what an error of tensorstore says, without the specification of the array that it adds."""
+    text = re.split(r" \[(?:tensorstore_spec|os_error_code|source locations)=", " ".join(str(error).split()))[0]
+    return text if len(text) <= 300 else f"{text[:100]} … {text[-200:]}"  # the cause comes last
+
+
+def _system_error(error: BaseException | None) -> int:
+    found = re.search(r"os_error_code='(\d+)'|OS error (\d+)", str(error))
+    return int(found[1] or found[2]) if found else getattr(error, "errno", None) or 0
 
 
 def wrong_parts(
@@ -101,9 +144,9 @@ def verify_checkpoint(folder: Path) -> list[str]:
       InputError: the checkpoint has a newer format.
     """
     try:
-        manifest = read_manifest(folder)
+        manifest = retried(lambda: read_manifest(folder))
         expected = read_digests(folder, manifest)
     except Damaged as error:
         return [str(error)]
     with WorkProgress(f"verifying {folder.name}", sum(manifest.files.values())) as progress:
-        return list(wrong_parts(CheckpointReader(folder, manifest.leaves), expected, progress.add))
+        return list(wrong_parts(CheckpointReader(folder, manifest.leaves, manifest.files), expected, progress.add))

@@ -10,14 +10,14 @@ import jax
 
 from zaya_jax.checkpoint.digest import assemble, differing
 from zaya_jax.checkpoint.leaves import like, named
-from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
+from zaya_jax.checkpoint.reader import CheckpointReader, retried, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary, primary_first
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.fencing import is_current
-from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
+from zaya_jax.run.manifest import Damaged, Manifest, Unreadable, read_digests, read_manifest
 from zaya_jax.run.progress import WorkProgress
 
 _PATIENCE = 3600  # seconds that the slowest process may take to read its part
@@ -96,7 +96,7 @@ def _manifest(folder: Path, step: int, manifest: Manifest | None = None) -> Mani
     """Read the manifest of a checkpoint unless given; all processes agree on whether it can be used."""
     path, problem = folder / str(step), None
     try:
-        manifest = manifest or read_manifest(path)
+        manifest = manifest or retried(lambda: read_manifest(path))
         if manifest.step != step:
             raise Damaged(f"{path} contains the checkpoint of step {manifest.step}, not of step {step}.")
         if not is_current(folder, step, manifest.fencing_token):
@@ -115,10 +115,12 @@ def _raise_everywhere(problem: Exception | None) -> None:
     Other `InputError`s take precedence over `Damaged`, so a checkpoint that one process cannot read is not
     quarantined.
     """
-    for kind in (InputError, Damaged):
-        text = str(problem) if problem is not None and isinstance(problem, Damaged) == (kind is Damaged) else ""
-        if first := next(filter(None, all_gather("restore", text, _PATIENCE)), ""):
-            raise kind(first)
+    kinds = (InputError, Unreadable, Damaged)
+    own = [place for place, kind in enumerate(kinds) if isinstance(problem, kind)]
+    every: list[Any] = all_gather("restore", [own[-1], str(problem)] if own else None, _PATIENCE)
+    if found := list(filter(None, every)):
+        place, text = min(found)
+        raise kinds[place](text)
 
 
 def _restore(
@@ -139,7 +141,7 @@ def _restore(
     if not all(all_gather("restore", arrays is not None, _PATIENCE)) or arrays is None:
         arrays = {}
         try:
-            arrays = _load(CheckpointReader(folder, manifest.leaves), expected)
+            arrays = _load(CheckpointReader(folder, manifest.leaves, manifest.files), expected)
             if digests:
                 _compare(folder, manifest, arrays, digests)
         except InputError as error:
@@ -200,5 +202,5 @@ def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], 
     assigned = read_digests(folder, manifest, jax.process_index(), jax.process_count())
     unread = {name: {where: text for where, text in parts.items() if where in not_held.get(name, ())}
             for name, parts in assigned.items() if name in arrays}  # fmt: skip
-    for sentence in wrong_parts(CheckpointReader(folder, manifest.leaves), unread):
+    for sentence in wrong_parts(CheckpointReader(folder, manifest.leaves, manifest.files), unread):
         raise Damaged(sentence)

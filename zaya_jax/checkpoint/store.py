@@ -25,7 +25,7 @@ from zaya_jax.checkpoint.orbax_save import start_save
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import RunStopped, as_sentence
+from zaya_jax.errors import InputError, RunStopped, as_sentence
 from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import joined, leaf_digest, uncovered
@@ -145,7 +145,7 @@ class CheckpointStore:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
-                token = take_token(self.folder, self._tokens(self._newest)).number
+                token = take_token(self.folder, names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self._verified.intersection(self.steps()):
                     (self.folder / str(step) / names.VERIFIED).touch()
                 self._retain()
@@ -155,21 +155,6 @@ class CheckpointStore:
         problem, token = broadcast(message)
         self._token = 0 if problem else token
         return problem
-
-    def _tokens(self, newest: int | None) -> dict[int, int]:
-        """Return step → fencing token of the current checkpoints; quarantine the others."""
-        tokens = {}
-        for step in self.steps():
-            manifest = try_read(self.folder / str(step))
-            if manifest is None:
-                continue  # restoring reports it
-            if is_current(self.folder, step, manifest.fencing_token) and (newest is None or step <= newest):
-                tokens[step] = manifest.fencing_token
-            else:
-                quarantined = names.quarantine(self.folder, step, "stale")
-                self.say(f"The checkpoint of step {step} was saved by superseded processes; it was quarantined as "
-                         f"{quarantined.name}.")  # fmt: skip
-        return tokens
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], ready: Callable[[], str] = str) -> None:
         """Start saving; the arrays can be donated to the next step at once.
@@ -214,7 +199,10 @@ class CheckpointStore:
     def _prospect(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> _Prospect:
         """Check whether `size` bytes can be saved to `work`; quarantine an unusable folder with the step's name."""
         path = self.folder / str(step)
-        manifest = try_read(path)
+        try:
+            manifest = try_read(path)
+        except InputError as error:
+            return _Prospect(problem=str(error))
         if manifest is not None and is_current(self.folder, step, manifest.fencing_token):
             return _Prospect(is_saved=True)
         if path.exists():

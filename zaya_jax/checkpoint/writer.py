@@ -16,10 +16,12 @@ import numpy as np
 import tensorstore
 
 from zaya_jax.checkpoint.digest import ArrayPart, array_digest
+from zaya_jax.checkpoint.reader import reason
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import Digests, digest, leaf_digest, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, list_files, write_manifest
+from zaya_jax.run.plain_path import plain_path
 from zaya_jax.run.progress import WorkProgress
 
 
@@ -56,14 +58,14 @@ def write_checkpoint(
     except InputError:
         raise
     except (OSError, ValueError) as error:  # tensorstore's errors are ValueErrors
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        why = getattr(error, "strerror", None) or reason(error)
         raise InputError(f"{folder} cannot be written: {why}.") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[ArrayPart]) -> Digests:
-    store = {"driver": "ocdbt", "base": f"file://{state.resolve()}/"}
+    store = {"driver": "ocdbt", "base": f"file://{plain_path(state.parent)}/{state.name}/"}
     arrays: dict[str, Any] = {}
     digests: Digests = {}
     total = sum(math.prod(leaf["shape"]) * np.dtype(leaf["dtype"]).itemsize for leaf in leaves.values())

@@ -26,7 +26,7 @@ class DataConfig:
     heldout_fraction: float = 0.04  # fraction of files held out (between 0 and 1), by a hash of their content
     sources: Table[SourceConfig] = field(default_factory=Table[SourceConfig])  # prepared folders; replace the corpus
     cache_dir: str = "runs/data"  # folder for tokenized corpora and rendered conversations, keyed by content
-    context: Positive[int] = 512  # tokens per row, for held-out text and for phases that do not set their own
+    context: Positive[int] = 512  # tokens per row in phases that do not set their own
     workers: int = 0  # processes that build batches, at most 256; 0 uses threads of the training process
     skip_rows: tuple[tuple[int, int], ...] = ()  # ranges [first, end] of rows never to train on, in order
 

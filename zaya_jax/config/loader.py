@@ -34,8 +34,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Args:
       path: a YAML file. Its optional key `extends` is the path, relative to it, of a file whose values it overrides.
         If a path that starts with `configs/` does not exist, the shipped file of that name is read.
-      overrides: `section.key=value` with a YAML value, applied last. Address list items by their `name` or index, as
-        in `phases.midtrain.tokens=1_000_000`; the same works in a file.
+      overrides: `section.key=value`, applied last. A value is YAML; of a key that is text, such as a path, it is taken
+        as it stands, unless it is in quotes, or null. Address list items by their `name` or index, as in
+        `phases.midtrain.tokens=1_000_000`; the same works in a file.
 
     Returns:
       The checked configuration.
@@ -50,11 +51,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         parts = key.split(".")
         if not equals or not key or len(parts) > _MAX_PARTS:
             raise InputError(f"The override {shown(override)} must have the form section.key=value, without spaces.")
-        value = parse_yaml(text, f"The value of the override {shown(override)}")
+        value: Any = text
+        if not _is_text(parts) or text[:1] in ("'", '"') or text in ("", "null", "~"):
+            value = parse_yaml(text, f"The value of the override {shown(override)}")
         for part in reversed(parts):
             value = {part: value}
         tree = _merge(tree, value)
     return from_dict(tree)
+
+
+def _is_text(parts: Sequence[str]) -> bool:
+    """Return whether the value of a dotted key is text."""
+    hint: Any = Config
+    for part in parts:
+        section = next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
+        is_item = typing.get_origin(hint) in (tuple, Table)  # `part` is its index or name
+        hint = section if is_item or section is None else _type_hints(section).get(part)
+    return str in (hint, *typing.get_args(hint)) and typing.get_origin(hint) is not tuple
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:

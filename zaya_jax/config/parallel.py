@@ -1,5 +1,6 @@
 """The parallel section of a configuration: the device mesh and its communication."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -7,20 +8,25 @@ from typing import Literal
 from zaya_jax.config.bounds import Positive
 from zaya_jax.config.checks import require
 from zaya_jax.config.model import ModelConfig
+from zaya_jax.errors import InputError
 
 Reduce = Literal["step", "micro_batch"]
 ContextAttention = Literal["all_gather", "ring"]
 ContextLayout = Literal["contiguous", "zigzag"]
 ExpertExchange = Literal["all_gather", "ragged"]
 
+AXES = ("data", "fsdp", "expert", "context")  # each a field of `ParallelConfig`
+BATCH_AXES = ("data", "fsdp", "expert")  # sequences of a batch are split over these
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Number of devices along each mesh axis, and how the devices communicate.
 
-    Master weights and optimizer state are sharded over all devices. Parameters in the compute dtype are replicated
-    along `data` and `context`, sharded by layer parameters along `fsdp` and by experts along `expert`. The sequences of
-    a batch are split over `data`, `fsdp` and `expert`, and each sequence over `context`.
+    Master weights and optimizer state are sharded over all devices, as far as these divide them. Parameters in the
+    compute dtype are replicated along `data` and `context`, sharded by layer parameters along `fsdp` and by experts
+    along `expert`. The sequences of a batch are split over `data`, `fsdp` and `expert`, and each sequence over
+    `context`.
     """
 
     data: Positive[int] | None = None  # replicas of the parameters; null: all devices that the other axes leave
@@ -56,3 +62,26 @@ class ParallelConfig:
             require(self.context == 1 or length // self.chunks >= model.convolution_reach, f"{where}.context",
                     self.context, f"such that a chunk of {name} has at least {model.convolution_reach} tokens, the "
                     "number that the convolutions look back")  # fmt: skip
+
+
+def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") -> dict[str, int]:
+    """Return the number of devices along each axis.
+
+    Args:
+      config: the layout.
+      devices: number of devices.
+      where: key of `config`, for messages.
+
+    Raises:
+      InputError: the product of the axes is not `devices`.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES if axis != "data"}
+    fixed = math.prod(sizes.values())
+    data = devices // fixed if config.data is None else config.data
+    if data * fixed != devices:
+        axes = " × ".join(f"{where}.{axis} {size}" for axis, size in sizes.items())
+        if config.data is None:
+            raise InputError(f"{axes} is {fixed}, but must divide {devices}, the number of devices in this job.")
+        raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {devices}, the number of "
+                         f"devices in this job. Change one, or set {where}.data=null to compute it.")  # fmt: skip
+    return {"data": data, **sizes}

@@ -108,7 +108,7 @@ class PhaseConfig:
     rope_base: Positive[float] | None = None  # RoPE base of full layers; null: model.rope_base
     mixture: Table[float] = field(
         default_factory=Table[float]
-    )  # relative share of each source in the rows; empty: in proportion to their tokens
+    )  # relative share of each source in the rows, 0 to only evaluate it; empty: in proportion to their tokens
     # how documents fill rows; windows: concatenated, then cut; bins: whole documents, best fit
     packing: Packing = "windows"
     over_length: OverLength = "split"  # policy for documents longer than a row
@@ -122,7 +122,9 @@ class PhaseConfig:
         """Raise `InputError` if a value is out of range; `where` is the phase's key."""
         require(is_name(self.name), f"{where}.name", self.name, "a name of at most 200 letters, digits, _ and -")
         for name, weight in self.mixture.items():
-            require(weight > 0, f"{where}.mixture.{name}", weight, "greater than 0 (to skip a source, leave it out)")
+            require(weight >= 0, f"{where}.mixture.{name}", weight, "at least 0 (0 only evaluates the source)")
+        require(not self.mixture or any(self.mixture.values()), f"{where}.mixture", dict(self.mixture),
+                "a table in which at least one source has a weight greater than 0")  # fmt: skip
         if self.template is not None:
             require_path(f"{where}.template", self.template)
         if self.schedule is not None:

@@ -153,10 +153,10 @@ class Config:
         if self.init_from is not None:
             path = parse_source(self.init_from).path
             require(path != "", "init_from", self.init_from, f"the path of a run or a checkpoint, or {HF}FOLDER")
-            require_path("init_from", path)
+            require_path("init_from", path.rpartition("@")[0] or path)
         if self.resume_from is not None:
             require(self.resume_from != "", "resume_from", self.resume_from, "the path of a run or a checkpoint")
-            require_path("resume_from", self.resume_from)
+            require_path("resume_from", self.resume_from.rpartition("@")[0] or self.resume_from)
             require(self.init_from is None, "resume_from", self.resume_from,
                     f"null if init_from is set (it is {self.init_from!r}): resume_from continues another run with its "
                     "complete state and position, init_from starts a new run from its parameters and optimizer state"
@@ -183,8 +183,7 @@ class Config:
                 require(source in self.data.source_names, f"{where}.mixture", source,
                         f"a configured source: {', '.join(self.data.source_names)}")  # fmt: skip
             self._check_batch(phase, where)
-            # Held-out rows have `data.context` tokens in every phase.
-            contexts = {self._context_key(phase, where): self.context_for(phase), "data.context": self.data.context}
+            contexts = {self._context_key(phase, where): self.context_for(phase)}
             self.parallel_for(phase).check(self.parallel_key(phase), self.model, contexts)
         require(self.start_phase is None or self.start_phase in names, "start_phase", self.start_phase,
                 f"one of {', '.join(names)}")  # fmt: skip

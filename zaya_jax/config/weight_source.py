@@ -1,5 +1,6 @@
 """How `init_from` and command lines name the weights of a model."""
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +9,7 @@ HF = "hf:"  # prefix of a transformers folder
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A source of weights, classified by its prefix without looking at the disk.
+    """A source of weights, classified by its prefix.
 
     Attributes:
       kind: 'transformers' for hf:FOLDER, else 'checkpoint' for RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP
@@ -21,5 +22,6 @@ class WeightSource:
 
 
 def parse_source(text: str) -> WeightSource:
-    """Parse the name of a source."""
-    return WeightSource("transformers" if text.startswith(HF) else "checkpoint", text.removeprefix(HF))
+    """Parse the name of a source; a path that exists is no prefix and FOLDER."""
+    is_hf = text.startswith(HF) and not os.path.lexists(text)
+    return WeightSource("transformers" if is_hf else "checkpoint", text.removeprefix(HF) if is_hf else text)

@@ -11,16 +11,19 @@ Names in it:
 A file `PINNED` in a checkpoint protects it from removal. A file `VERIFIED` records that all its checksums matched.
 """
 
+import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.errors import InputError, did_you_mean
-from zaya_jax.run.fencing import read_token
-from zaya_jax.run.files import read_json, require_existing
-from zaya_jax.run.manifest import Manifest, has_manifest, read_manifest
+from zaya_jax.run.fencing import is_current, read_token
+from zaya_jax.run.files import expanded, read_json, require_existing
+from zaya_jax.run.manifest import Damaged, Manifest, has_manifest, list_names, read_manifest, try_read
+from zaya_jax.run.signals import warn
 
 CHECKPOINTS = "checkpoints"  # folder in a run folder
 PHASES = "phases.json"  # file in a run folder: step of the last checkpoint of each finished phase
@@ -40,7 +43,7 @@ class Checkpoint(NamedTuple):
     phase: str = "-"
     tokens: int = 0  # seen by the run so far
     size: int = 0  # bytes of all files
-    problem: str = ""  # why it is damaged or unreadable; empty if it is neither
+    problem: str = ""  # begins with "damaged: " or "unreadable: "; empty if it is neither
     manifest: Manifest | None = None  # None if there is a problem
 
     @property
@@ -58,7 +61,7 @@ def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoi
         try:
             manifest = read_manifest(path, check_files=check_files)
         except InputError as error:
-            return Checkpoint(step, problem=str(error))
+            return Checkpoint(step, problem=f"{'damaged' if isinstance(error, Damaged) else 'unreadable'}: {error}")
         metadata, verified = manifest.metadata, manifest.read_back or (path / VERIFIED).exists()
         superseded = token is not None and not token.accepts(step, manifest.fencing_token)
         return Checkpoint(step, metadata.get("heldout_loss"), (path / PINNED).exists(), verified, superseded,
@@ -75,7 +78,7 @@ def usable_checkpoints(folder: Path) -> list[Checkpoint]:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether `folder` contains a checkpoint, intact or quarantined as corrupt."""
-    return any(path.name.isdecimal() or ".corrupt-" in path.name for path in folder.glob("*"))
+    return any(name.isdecimal() or ".corrupt-" in name for name in list_names(folder))
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -85,7 +88,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def named_steps(folder: Path) -> list[int]:
     """List the steps of folders with a checkpoint's final name."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+    return sorted(int(name) for name in list_names(folder) if name.isdecimal())
 
 
 def unfinished_name(step: int, token: int) -> str:
@@ -95,7 +98,7 @@ def unfinished_name(step: int, token: int) -> str:
 
 def clean(folder: Path) -> None:
     """Remove leftovers of unfinished saves; no save may be in progress."""
-    for path in folder.glob("*"):
+    for path in map(folder.joinpath, list_names(folder)):
         if not _LEFT_OVER.fullmatch(path.name):
             continue
         if path.is_dir():
@@ -121,9 +124,29 @@ def quarantine(folder: Path, step: int, why: str) -> Path:
     return target
 
 
+def current_tokens(folder: Path, newest: int | None, say: Callable[[str], object]) -> dict[int, int]:
+    """Return step → fencing token of the current checkpoints up to `newest`; quarantine the others as stale."""
+    tokens, previous = {}, read_token(folder)
+    for step in saved_steps(folder):
+        try:
+            manifest = try_read(folder / str(step))
+        except InputError:  # it stays what it was, since it may be intact
+            tokens[step] = 0 if previous is None else previous.accepted.get(step, previous.number)
+            continue
+        if manifest is None:
+            continue  # restoring reports it
+        if is_current(folder, step, manifest.fencing_token) and (newest is None or step <= newest):
+            tokens[step] = manifest.fencing_token
+        else:
+            target = quarantine(folder, step, "stale")
+            say(f"The checkpoint of step {step} was saved by superseded processes; it was quarantined as "
+                f"{target.name}.")  # fmt: skip
+    return tokens
+
+
 def quarantined(folder: Path) -> list[Path]:
     """List the quarantined checkpoints."""
-    return sorted(path for why in ("corrupt", "stale") for path in folder.glob(f"*.{why}-*"))
+    return sorted(folder / name for name in list_names(folder) if re.search(r"\.(corrupt|stale)-", name))
 
 
 def phase_ends(run: Path) -> dict[str, int]:
@@ -146,8 +169,8 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
     Raises:
       InputError: there is no such checkpoint.
     """
-    run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
-    named = Path(run if at else path).expanduser()
+    run, at, phase = path.rpartition("@") if not os.path.exists(expanded(path)) else (path, "", "")
+    named = expanded(run if at else path)
     require_existing(named, f"{what} is {path!r}, but {named}" if at else f"{what} is {path!r}, which")
     folder = named.resolve()
     if at:
@@ -156,8 +179,12 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
             raise InputError(f"{what} is {path!r}, but the finished phases of {folder} are: "
                              f"{', '.join(ends) or 'none'}.{did_you_mean(phase, ends, f'{run}@')}")  # fmt: skip
         folder = folder / CHECKPOINTS / str(ends[phase])
-    elif usable := usable_checkpoints(folder / CHECKPOINTS):
-        return folder / CHECKPOINTS / str(usable[-1].step)
+    elif listed := list_checkpoints(folder / CHECKPOINTS, check_files=False):
+        usable = next((each.step for each in reversed(listed) if each.is_usable), None)
+        if usable is not None:
+            if (newest := listed[-1]).problem:
+                warn(f"Warning: the newest checkpoint is not used, {newest.problem} Step {usable} is used.")
+            return folder / CHECKPOINTS / str(usable)
     if folder.parent.name == CHECKPOINTS and folder.name.isdecimal() and has_manifest(folder):
         return folder
     raise InputError(f"{what} is {path!r}, but must be a run folder with a checkpoint (RUN_DIR), one checkpoint "

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from zaya_jax.errors import InputError, did_you_mean
+from zaya_jax.errors import InputError, did_you_mean, printable
 
 _LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
 
@@ -21,15 +21,19 @@ PARTIAL = ".partial"  # suffix of a file that is being written
 
 def partial_name(path: Path) -> Path:
     """Return a temporary name for `path` that no other process or thread uses."""
-    return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")
+    # A name has at most 255 bytes, and a character up to 4.
+    return path.with_name(f"{path.name[:25]}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that readers see either the old or the new content, never a part."""
+    """Write a file so that readers see either the old or the new content, never a part.
+
+    Lone surrogates, which stand for bytes of paths, become escapes, which JSON has, too.
+    """
     part = partial_name(path)
     try:
         with part.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -37,9 +41,22 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def display_path(path: Path) -> Path:
-    """Return a path relative to the working directory if it is inside, else unchanged."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def expanded(path: str | Path) -> Path:
+    """Return a path with a home folder for `~`, where there is one; unlike `Path.expanduser`, this never raises."""
+    return Path(os.path.expanduser(path))
+
+
+def read_text(path: str, option: str) -> str:
+    """Return the text of a file that `option` names; InputError if it cannot be read or is not UTF-8."""
+    try:
+        return expanded(path).read_bytes().decode()
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL, too
+        raise InputError(f"{option} {path} cannot be read: {error}.") from error
+
+
+def display_path(path: Path) -> str:
+    """Return a path for a message, relative to the working directory if it is inside."""
+    return printable(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def require_regular(path: Path) -> None:
@@ -139,8 +156,9 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
     Raises:
       InputError: the folder cannot be written, or another process holds the lock.
     """
-    if path.parent.is_file():
-        raise InputError(f"{what} ({path.parent}) is a file, but must be a folder.")
+    if os.path.lexists(path.parent) and not path.parent.is_dir():
+        kind = "a file" if path.parent.is_file() else "a pipe, a device or a link without a target"
+        raise InputError(f"{what} ({path.parent}) is {kind}, but must be a folder.")
     try:
         file = _locked_file(path, wait)
     except BlockingIOError as error:

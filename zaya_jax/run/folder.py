@@ -14,7 +14,7 @@ from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
-from zaya_jax.run.files import PARTIAL, locked, write_atomically
+from zaya_jax.run.files import PARTIAL, expanded, locked, write_atomically
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -36,7 +36,7 @@ _FREE = (*_RECORDED, "run_dir", "preset", "measurements", "parallel.", "train.ba
 
 def run_folder(config: Config) -> Path:
     """Return the folder `config.run_dir`."""
-    return Path(config.run_dir).expanduser()
+    return expanded(config.run_dir)
 
 
 def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[None]:

@@ -1,12 +1,18 @@
 """The manifest of a checkpoint: its files, arrays and metadata, written last."""
 
+import contextlib
 import dataclasses
+import errno
+import fnmatch
 import json
+import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import with_current_keys
-from zaya_jax.errors import InputError
+from zaya_jax.errors import ExitCode, InputError
 from zaya_jax.run.digests import Digests, digest, joined, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
 
@@ -27,7 +33,9 @@ class Damaged(InputError):
 
 
 class Unreadable(InputError):
-    """The checkpoint could not be read, but may be intact."""
+    """The checkpoint could not be read, but may be intact, also for the next attempt."""
+
+    status = ExitCode.STOPPED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +73,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Return whether the checkpoint in `folder` is finished."""
-    return any(folder.glob(_NAME.format("*")))
+    """Return whether the checkpoint in `folder` is finished, or cannot be listed."""
+    with contextlib.suppress(OSError):
+        return bool(fnmatch.filter(list_names(folder), _NAME.format("*")))
+    return True
 
 
 def saved_at(folder: Path) -> float | None:
@@ -75,10 +85,10 @@ def saved_at(folder: Path) -> float | None:
 
 
 def try_read(folder: Path) -> Manifest | None:
-    """Read the manifest without checking the files; None if it cannot be used."""
+    """Read the manifest without checking the files; None if it is damaged or missing, `InputError` otherwise."""
     try:
         return read_manifest(folder, check_files=False)
-    except InputError:
+    except Damaged:
         return None
 
 
@@ -94,10 +104,12 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
         return manifest
     for name, size in manifest.files.items():
         path = folder / name
-        if not path.is_file():
-            raise Damaged(f"{path} is missing.")
-        if path.stat().st_size != size:
-            raise Damaged(f"{path} has {path.stat().st_size} bytes, but must have {size}.")
+        with _reading(path):
+            there = path.stat()
+        if not stat.S_ISREG(there.st_mode):
+            raise Damaged(f"{path} is not a file.")
+        if there.st_size != size:
+            raise Damaged(f"{path} has {there.st_size} bytes, but must have {size}.")
     for name, text in manifest.digests.items():
         if digest(_bytes(folder / name)) != text:
             raise Damaged(f"{folder / name} does not match its checksum.")
@@ -105,7 +117,8 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
 
 
 def _read(folder: Path) -> Manifest:
-    paths = sorted(folder.glob(_NAME.format("*")))
+    with _reading(folder):
+        paths = sorted(folder / name for name in fnmatch.filter(list_names(folder), _NAME.format("*")))
     if len(paths) != 1:
         raise Damaged(f"{folder} contains {len(paths)} manifests, but must contain one.")
     content = _bytes(paths[0])
@@ -176,6 +189,19 @@ def file_digests(folder: Path) -> dict[str, str]:
     return {name: digest((folder / name).read_bytes()) for name in list_files(folder) if not name.startswith(_VALUES)}
 
 
+def list_names(folder: Path) -> list[str]:
+    """List the names in a folder; none if it does not exist. Unlike `Path.glob`, this raises any other `OSError`.
+
+    A link whose target is gone, perhaps with a mount, is no missing folder.
+    """
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if os.path.islink(folder):
+            raise OSError(errno.ESTALE, "the target of this link is gone", str(folder)) from error
+    return []
+
+
 def list_files(folder: Path) -> dict[str, int]:
     """Return path → size in bytes for all files of a checkpoint."""
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*"))
@@ -183,9 +209,16 @@ def list_files(folder: Path) -> dict[str, int]:
 
 
 def _bytes(path: Path) -> bytes:
-    try:
+    with _reading(path):
         return path.read_bytes()
-    except FileNotFoundError as error:
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise `Damaged` if `path` is missing, and `Unreadable` for all else that the system says."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{path} is missing.") from error
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror}. The checkpoint may be intact.") from error

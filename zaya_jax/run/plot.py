@@ -7,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.errors import printable
 from zaya_jax.run.files import write_atomically
 
 FAINT = 0.25  # opacity of raw values behind smoothed ones
@@ -30,7 +31,7 @@ def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float,
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(printable(title, 500), parse_math=False, fontsize="medium")
     for panel in figure.subplots(len(heights), 1, sharex=shared, height_ratios=heights, squeeze=False)[:, 0]:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)

@@ -20,6 +20,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from zaya_jax.errors import printable
+
 T = TypeVar("T")
 
 _LINE_EVERY = 30.0  # seconds
@@ -39,12 +41,12 @@ class WorkProgress:
           show: false hides the bar, as in all processes but one.
         """
         console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-        self._label, self._total, self._done = label, total, 0
+        self._label, self._total, self._done = printable(label), total, 0
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
             TimeRemainingColumn(), console=console, disable=not (show and console.is_terminal), transient=True,
         )  # fmt: skip
-        self._task = self._bar.add_task(label, total=total)
+        self._task = self._bar.add_task(self._label, total=total)
         self._log, self._is_terminal, self._lock = log, console.is_terminal, threading.Lock()
         self._started = self._reported = time.monotonic()
 
@@ -110,7 +112,7 @@ def track(label: str, items: Sequence[T], name: Callable[[T], str]) -> Iterator[
     Without a terminal, prints a line for each item.
     """
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(label, total=len(items))

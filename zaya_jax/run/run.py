@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import Config, current_key, from_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, Checkpoint, list_checkpoints, phase_ends, quarantined
-from zaya_jax.run.files import require_existing
+from zaya_jax.run.files import expanded, require_existing
 from zaya_jax.run.folder import CHANGES, CONFIG, METRICS, TIMINGS, read_config
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.status import Status, read_status
@@ -81,7 +80,7 @@ def open_run(path: str | Path) -> Run:
     Raises:
       InputError: the folder is not a run folder.
     """
-    folder = Path(os.path.expanduser(path))  # unlike Path.expanduser, never raises
+    folder = expanded(path)
     require_existing(folder, str(path))
     if not any((folder / name).exists() for name in (CONFIG, CHECKPOINTS)):
         raise InputError(f"{path} is not a run folder: it contains neither {CONFIG} nor {CHECKPOINTS}/.")

@@ -17,6 +17,7 @@ from zaya_jax.hf.peft import write_peft_folder
 from zaya_jax.model.tree import abstract_weights, is_balancing_bias
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import slice_text
+from zaya_jax.run.files import expanded
 from zaya_jax.run.tokenizer import TOKENIZER, copy_tokenizer, special_ids
 from zaya_jax.weights.adapters import AdaptedWeights
 from zaya_jax.weights.load import open_folder_weights, open_weights
@@ -37,7 +38,7 @@ def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -
     Raises:
       InputError: a tensor contains NaN or infinite values; see also `open_folder` and `write_checkpoint`.
     """
-    weights, output = open_folder_weights(source), output.expanduser()
+    weights, output = open_folder_weights(source), expanded(output)
     special_ids(weights.folder)  # raises before anything is written
     dtypes = {name: np.dtype(np.float32) if is_balancing_bias(name) else dtype
               for name, dtype in weights.dtypes.items()}  # fmt: skip

@@ -1,6 +1,7 @@
 """Open weights from any source: a run, RUN_DIR@PHASE, a checkpoint, adapters on their base, or hf:FOLDER."""
 
 import functools
+import os
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.run.checkpoints import checkpoint_folder
+from zaya_jax.run.files import expanded
 from zaya_jax.run.tokenizer import run_tokenizer
 from zaya_jax.weights.adapters import AdaptedWeights
 from zaya_jax.weights.sources import CheckpointWeights, FolderWeights, Weights
@@ -32,10 +34,15 @@ def open_weights(source: str | Path, what: str = "path", base: str | None = None
     parsed = parse_source(str(source))
     if parsed.kind == "transformers":
         return FolderWeights(str(source), Path(parsed.path))
-    if (Path(source).expanduser() / "config.json").is_file():
+    if is_transformers(source):
         raise InputError(f"{what} is {str(source)!r}, which looks like a transformers folder; write {HF}{source}.")
     checkpoint = open_checkpoint_weights(source, what)
     return merge_adapters(checkpoint, base) if checkpoint.holds_adapters else checkpoint
+
+
+def is_transformers(source: str | Path) -> bool:
+    """Return whether a source is hf:FOLDER, or a `transformers` folder that is named without hf:."""
+    return parse_source(str(source)).kind == "transformers" or os.path.isfile(expanded(source) / "config.json")
 
 
 def open_folder_weights(source: str | Path) -> FolderWeights:
@@ -84,5 +91,5 @@ def tokenizer_folder(source: str) -> Path | None:
     """Return the tokenizer folder of a source without opening its weights; raises like `open_weights`."""
     parsed = parse_source(source)
     if parsed.kind == "transformers":
-        return Path(parsed.path).expanduser()
+        return expanded(parsed.path)
     return run_tokenizer(checkpoint_folder(source))
