@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -49,3 +51,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_unconfigure() -> None:
     """End what tests have left running for one another."""
     close_devices()
+
+
+@pytest.fixture
+def signals_arrive() -> Iterator[None]:
+    """Ctrl-C and SIGHUP arrive at the test and what it starts, even in the background or after `nohup`.
+
+    A process inherits what its parent ignores, but not what it handles.
+    """
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

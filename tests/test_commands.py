@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 def test_a_command_is_its_module_with_the_same_arguments(command, rest):
     called = []
     assert main([command, *rest], lambda *given_: called.append(given_)) == 0
-    assert called == [(sys.executable, [sys.executable, "-m", *COMMANDS[command][0], *rest])]
+    ((program, arguments, _),) = called
+    assert (program, arguments) == (sys.executable, [sys.executable, "-m", *COMMANDS[command][0], *rest])
 
 
 def test_every_room_with_a_command_is_listed():
@@ -52,8 +53,9 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["train", "configs/tiny.yaml"], "the configuration is missing; add --config configs/tiny.yaml"),
-    (["train", "seed=1"], "the configuration is missing; add --config FILE"),
+    (["train", "seed=1"], "the configuration is missing; add its file, such as configs/tiny.yaml"),
+    (["train", "a.yaml", "seed=1", "b.yml"], "2 configurations are named (a.yaml, b.yml); name one"),
+    (["train", "--config", "a.yaml", "seed=1", "--config", "a.yaml"], "2 configurations are named (a.yaml, a.yaml)"),
     (["train", "--config", "configs/tiny.yaml", "--dyr-run"], "arguments: --dyr-run. Did you mean --dry-run?"),
     (["train", "--config", "configs/tiny.yaml", "--run_dir=a"], "An override has no dashes: run_dir=VALUE."),
     (["train", "--config", "configs/tiny.yaml", "--model.num_layers", "2"], "no dashes: model.num_layers=VALUE."),
@@ -68,6 +70,14 @@ def test_a_misspelled_command_line_is_told_with_what_was_meant(arguments, said, 
     with pytest.raises(SystemExit, match="2"):
         module.main(rest)
     assert said in capsys.readouterr().err
+
+
+def test_how_to_write_a_path_that_begins_with_a_dash_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-x").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("zaya_jax.report.__main__").main(["-x"])
+    assert "A path that begins with - is written ./-x." in capsys.readouterr().err
 
 
 def test_the_exit_status_and_the_message_are_those_of_the_command():

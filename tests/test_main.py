@@ -65,7 +65,8 @@ def test_a_wrong_value_is_named_before_anything_is_made(tmp_path, capsys, overri
 
 def test_files_that_are_missing_empty_or_not_text_are_named(tmp_path, capsys):
     path, bad = write_run(tmp_path), tmp_path / "corpus" / "3.txt"
-    assert str(tmp_path / "no.yaml") in refused(capsys, tmp_path, "--config", tmp_path / "no.yaml")
+    for missing in (["--config", tmp_path / "no.yaml"], [tmp_path / "no.yaml", "seed=1"], [tmp_path / "no"]):
+        assert str(tmp_path / "no") in refused(capsys, tmp_path, *missing)
     (tmp_path / "empty").mkdir()
     assert ".txt" in refused(capsys, tmp_path, "--config", path, f"data.corpus={tmp_path / 'empty'}")
     for key in ("run_dir", "data.cache_dir"):  # a file where a folder should be
@@ -138,7 +139,7 @@ def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
         (
             OSError(errno.ENOSPC, "No space left on device", "a/b"),
             1,
-            "Stopped: [Errno 28] No space left on device: 'a/b'. Free some space, then rerun the command.\n",
+            "Stopped: a/b: No space left on device. Free some space, then rerun the command.\n",
         ),
     ],
 )

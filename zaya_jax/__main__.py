@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from zaya_jax import __version__
 from zaya_jax.errors import did_you_mean
+from zaya_jax.run.command import prepare_streams
 from zaya_jax.run.signals import warn
+from zaya_jax.run.typed_name import TYPED
 
 # The arguments of `python -m`, and what the command does.
 COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -24,12 +26,14 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
 _BAD_INPUT = 2
 
 
-def main(arguments: Sequence[str] | None = None, replace: Callable[[str, list[str]], None] = os.execv) -> int:
+def main(
+    arguments: Sequence[str] | None = None, replace: Callable[[str, list[str], dict[str, str]], None] = os.execve
+) -> int:
     """Run a command in place of this process, as `python -m` would.
 
     Args:
       arguments: the command and its arguments; None for those of this process.
-      replace: replaces this process by a program with arguments.
+      replace: replaces this process by a program with arguments and environment.
 
     Returns:
       The exit status without a command to run: 0 for the help and the version, 2 for an unknown command.
@@ -49,7 +53,9 @@ def main(arguments: Sequence[str] | None = None, replace: Callable[[str, list[st
         meant = did_you_mean(command, COMMANDS)
         warn(f"Error: zaya has no command {command!r}.{meant} Its commands are {', '.join(COMMANDS)}.")
         return _BAD_INPUT
-    replace(sys.executable, [sys.executable, "-m", *COMMANDS[command][0], *rest])
+    typed = "python -m zaya_jax" if sys.argv[0].endswith("__main__.py") else "zaya"
+    safe = ["-P"] if typed == "zaya" else []  # an installed command imports nothing from the current folder
+    replace(sys.executable, [sys.executable, *safe, "-m", *COMMANDS[command][0], *rest], {**os.environ, TYPED: typed})
     return 0
 
 
@@ -67,10 +73,11 @@ commands:
 eval "$(register-python-argcomplete zaya)"
 
 examples:
-  zaya train --config configs/tiny.yaml
+  zaya train configs/tiny.yaml
   zaya generate runs/tiny --prompt 'def '
   zaya doctor"""
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main())

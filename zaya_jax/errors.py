@@ -3,6 +3,9 @@
 import difflib
 import enum
 import errno
+import os
+import re
+import traceback
 from collections.abc import Iterable
 
 
@@ -12,8 +15,12 @@ class ExitCode(enum.IntEnum):
     OK = 0
     STOPPED = 1  # the run had to stop, or a check found damage or a difference
     BAD_INPUT = 2
+    HUNG_UP = 129  # 128 + SIGHUP: the terminal is gone
     INTERRUPTED = 130  # Ctrl-C; the shell convention is 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
+
+
+REQUESTED = {ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED}  # a person or the system asked for the end
 
 
 class InputError(ValueError):
@@ -21,7 +28,12 @@ class InputError(ValueError):
 
     The message names the input and its value, and says what is allowed. Commands print it and exit with
     `ExitCode.BAD_INPUT`, before anything is compiled or overwritten.
+
+    Attributes:
+      status: the exit status; a supervisor does not restart what ends with `BAD_INPUT`.
     """
+
+    status = ExitCode.BAD_INPUT
 
 
 class RunStopped(RuntimeError):
@@ -33,7 +45,7 @@ class WorkerLost(RunStopped):
 
 
 class Preempted(RuntimeError):
-    """The run was asked to stop (Ctrl-C, SIGTERM) and has saved a checkpoint.
+    """The run was asked to stop (Ctrl-C, SIGTERM, SIGHUP) and has saved a checkpoint.
 
     Attributes:
       status: the exit status of the process.
@@ -47,19 +59,71 @@ class Preempted(RuntimeError):
 def last_words(error: BaseException) -> tuple[str, int]:
     """Return the last sentence and the exit status of a command that ends with `error`."""
     if isinstance(error, KeyboardInterrupt):
-        return "Stopped by Ctrl-C.", ExitCode.INTERRUPTED
+        return f"Stopped by Ctrl-C. {error}".strip(), ExitCode.INTERRUPTED
     if isinstance(error, Preempted):
         return str(error), error.status
-    if is_disk_full(error):
-        return f"Stopped: {error}. Free some space, then rerun the command.", ExitCode.STOPPED
+    if isinstance(error, _WRONG_PATH):
+        return f"Error: {as_sentence(error)}", ExitCode.BAD_INPUT
     if isinstance(error, InputError):
-        return f"Error: {error}", ExitCode.BAD_INPUT
+        return f"{'Error' if error.status == ExitCode.BAD_INPUT else 'Stopped'}: {error}", error.status
+    if isinstance(error, OSError | MemoryError):
+        return f"Stopped: {as_sentence(error)}{_advice(error)}", ExitCode.STOPPED
+    if not isinstance(error, RunStopped) and (sentence := _wrong_setting(error)):
+        return f"Error: {sentence}", ExitCode.BAD_INPUT
     return f"Stopped: {error}", ExitCode.STOPPED
+
+
+_WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+def _advice(error: OSError | MemoryError) -> str:
+    """Return what to change when a resource ran out, after the sentence of an error."""
+    code = error.errno if isinstance(error, OSError) else errno.ENOMEM
+    return f" {_ADVICE[code]}" if code in _ADVICE else ""
+
+
+_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, then rerun the command.") | {
+    errno.EMFILE: "Raise the limit of this process (ulimit -n).",
+    errno.ENFILE: "Raise the limit of this machine (sysctl fs.file-max).",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f).",
+    errno.ENOMEM: "No memory is left, or a limit (ulimit -v, a cgroup) is reached. Raise it, or lower data.workers.",
+}
+
+
+def is_expected(error: BaseException) -> bool:
+    """Return whether `last_words` says what a person needs to know, so that no traceback is wanted."""
+    kinds = (InputError, RunStopped, Preempted, KeyboardInterrupt, OSError, MemoryError)
+    return isinstance(error, kinds) or _wrong_setting(error) is not None
+
+
+def _wrong_setting(error: BaseException) -> str | None:
+    """Return the sentence for an error of jax that an environment variable causes; None if none does."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not isinstance(error, AssertionError | RuntimeError | TypeError | ValueError) or not frames:
+        return None
+    if frames[-1].filename.endswith("jax/_src/xla_bridge.py"):
+        said = as_sentence(error) if str(error) else "Its plugin is not installed, or finds no device."
+        return (f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, but jax cannot use it. {said} Install "
+                "zaya_jax with the extra cuda or rocm, or unset JAX_PLATFORMS to use what is there.")  # fmt: skip
+    for name, value in os.environ.items():
+        said = _SAID.get(name, "[_ ]".join(name.split("_")[1:]))  # jax writes jax_disable_jit, or Disable jit
+        if re.fullmatch("JAX_[A-Z0-9]+_[A-Z0-9_]+", name) and re.search(said, str(error), re.IGNORECASE):
+            return f"{name} is {value!r}, with which zaya_jax does not run; unset it. {as_sentence(error)}"
+    return None
+
+
+_SAID = {"JAX_TRANSFER_GUARD": "Disallowed .* transfer"}
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Return whether a write failed because the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def printable(text: str, longest: int = 10_000) -> str:
+    """Return untrusted text as one line of at most `longest` characters, with what a terminal cannot show escaped."""
+    cut = text[:longest]
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)[:longest]
 
 
 _CUTOFF = 0.68  # similarity of difflib: above it 'tiny.yaml' is like 'configs/tiny.yaml', but 'tpu' not like 'cpu'
@@ -81,6 +145,6 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "", suffix: str 
 def as_sentence(error: BaseException) -> str:
     """Return the message of an error as one line that ends with a full stop."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'A file'}: {error.strerror}."
+        return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}."
     text = " ".join(str(error).split())[:300] or type(error).__name__
     return text if text.endswith(".") else f"{text}."

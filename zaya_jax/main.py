@@ -7,9 +7,11 @@ import sys
 import threading
 
 from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.run.command import prepare_streams, status_of_output
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
+    prepare_streams()
     use_huge_pages()
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, even of a process that hangs
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zaya_jax.config import Config, load_config, to_yaml
-from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, is_disk_full, last_words
+from zaya_jax.errors import ExitCode, InputError, is_expected, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import measured_preset
@@ -55,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _dry_run(config, options)
             else:
                 _train(config, options, process)
-        except (InputError, Preempted, RunStopped, KeyboardInterrupt) as error:
+        except KeyboardInterrupt as error:
             return process.end(error)
         except Exception as error:
-            if is_disk_full(error):
+            if is_expected(error):
                 return process.end(error)
             process.fail(error)
     process.progress.end(ExitCode.OK, "Finished.", is_origin=True)
-    return ExitCode.OK
+    return status_of_output() if options.print_config or options.dry_run else ExitCode.OK
 
 
 def _train(config: Config, options: argparse.Namespace, process: "_Process") -> None:
@@ -136,7 +138,7 @@ class _Process:
     def _leave(self, sentence: str, status: int) -> NoReturn:
         self.progress.end(status, sentence, is_origin=True)
         if self.run_dir:
-            folder = Path(self.run_dir).expanduser()
+            folder = Path(os.path.expanduser(self.run_dir))
             writer = threading.Thread(target=mark_stopped, args=(folder, status, sentence), daemon=True)
             writer.start()
             writer.join(1)  # not longer, since the file system may hang
@@ -154,7 +156,7 @@ def _saved(run_dir: str) -> str:
     """Name the newest checkpoint, for the message of a run that ends without saving."""
     if not run_dir:
         return ""
-    steps = named_steps(Path(run_dir).expanduser() / CHECKPOINTS)
+    steps = named_steps(Path(os.path.expanduser(run_dir)) / CHECKPOINTS)
     if not steps:
         return f" {run_dir} has no checkpoint yet: rerunning the command starts from the first step."
     return f" The newest checkpoint in {run_dir} is step {steps[-1]}: rerunning the command resumes from it."

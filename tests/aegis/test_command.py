@@ -30,6 +30,26 @@ def test_a_training_command_names_its_run_and_is_checked(tmp_path):
         command(tmp_path, "--coordinator", "a:1", "--processes", "2", "--process", "0", processes=2)
 
 
+@pytest.mark.parametrize("words", [
+    "zaya train", "/opt/bin/zaya train", "python -m zaya_jax train", "python -m zaya_jax.main", "env X=1 zaya train",
+    "python -mzaya_jax.main", "srun --ntasks 2 zaya train", "nice -n 5 python -X dev -m zaya_jax.main",
+])  # fmt: skip
+@pytest.mark.parametrize("flag", [[], ["--config"]])
+def test_a_training_command_may_be_written_in_any_way(tmp_path, words, flag):
+    argv = [*words.split(), *flag, str(write_run(tmp_path)), "seed=5"]
+    read = read_command(argv, 1, None)
+    assert (read.config.seed, read.run_dir, read.argv) == (5, tmp_path / "run", tuple(argv))
+
+
+@pytest.mark.parametrize(
+    "words", ["zaya data describe", "python -m zaya_jax.bench train", "zaya_jax main", "train zaya"]
+)
+def test_another_command_needs_a_run_folder(tmp_path, words):
+    with pytest.raises(InputError, match="--run-dir is missing"):
+        read_command([*words.split(), str(write_run(tmp_path))], 1, None)
+    assert read_command(words.split(), 1, str(tmp_path)).config is None
+
+
 def test_processes_are_numbered_over_all_nodes(tmp_path):
     argv = [*ARGV, str(write_run(tmp_path))]
     job = read_command(argv, 2, None, Nodes(3, None, "node0:8476"), environment={"SLURM_NODEID": "1"})

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from zaya_jax.aegis.failure import RankEnd, find_failure
 from zaya_jax.aegis.hang import HangWatch, find_suspects
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity, printable
+from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import TimeoutPolicy
 from zaya_jax.aegis.timeouts import Timeouts
+from zaya_jax.errors import printable
 from zaya_jax.run.progress_record import LastWords, Phase, Progress
 
 NAN = float("nan")

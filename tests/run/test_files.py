@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import locked, partial_name, read_json, require_existing, write_atomically
+from zaya_jax.run.files import json_text, locked, partial_name, read_json, require_existing, write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
 HOLDER = """
@@ -57,11 +58,23 @@ def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_bytes_of_a_path_that_are_no_text_become_escapes_which_json_reads(tmp_path):
+    path = {"path": "a\udcff"}
+    write_atomically(tmp_path / "a.json", json_text(path))
+    assert (tmp_path / "a.json").read_bytes().isascii()
+    assert read_json(tmp_path / "a.json") == path
+
+
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     path = tmp_path / "a.json"
     write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "x" * 100_000 + "\ud800")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_atomically(path, "x" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "old"
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):

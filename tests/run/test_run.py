@@ -47,7 +47,7 @@ def test_all_of_a_run_is_read_without_jax(tmp_path):
     assert (second.step, second.phase, second.tokens, second.heldout_loss) == (2, "one", 200, 1.5)
     assert (first.is_pinned, first.is_verified, second.is_pinned, second.is_verified) == (False, False, True, True)
     assert [checkpoint.is_usable for checkpoint in run.checkpoints] == [True, True, False]
-    assert third.problem == f"{lost} is missing."
+    assert third.problem == f"damaged: {lost} is missing."
 
     code = (f"import sys; from zaya_jax.run.run import open_run; run = open_run({str(folder)!r})\n"
             f"print([getattr(run, name) for name in {PROPERTIES}])\n"
@@ -134,7 +134,7 @@ def test_a_status_that_cannot_be_written_costs_nothing(tmp_path):
 
 
 def test_exit_codes_are_those_of_shells():
-    assert [exit_status(number) for number in NAMES] == [ExitCode.INTERRUPTED, ExitCode.TERMINATED]
+    assert [exit_status(number) for number in NAMES] == [ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HUNG_UP]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,13 +17,7 @@ from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.signals import NAMES, Listener, print_error
 
-
-@pytest.fixture(autouse=True)
-def _ctrl_c_arrives():
-    """A shell starts background jobs with Ctrl-C ignored, which processes hand on; what is handled they do not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("signals_arrive")
 
 
 def start(path, *overrides):
@@ -39,9 +34,36 @@ def start(path, *overrides):
 
 
 def _listens(pid):
+    return signal.SIGTERM in _signals(pid, "SigCgt")  # which Python leaves alone
+
+
+def _signals(pid, field):
+    """The signals that a process catches (SigCgt) or blocks (SigBlk)."""
     status = Path(f"/proc/{pid}/status").read_text()
-    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
-    return bool(caught >> (signal.SIGTERM - 1) & 1)  # which Python leaves alone
+    mask = int(next(line for line in status.splitlines() if line.startswith(field)).split()[1], 16)
+    return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
+
+
+def test_processes_that_a_run_starts_do_not_end_with_the_terminal():
+    code = """if True:
+        import signal, subprocess, sys
+        from multiprocessing import resource_tracker
+        from zaya_jax.run.signals import interrupts_kept_from_children
+        with interrupts_kept_from_children():
+            worker = subprocess.Popen(["sleep", "60"])
+        print(worker.pid, resource_tracker._resource_tracker._pid, flush=True)
+        sys.stdin.read()
+        worker.kill()
+        sys.exit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+    """
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as run:  # fmt: skip
+        assert run.stdout is not None
+        worker, tracker = run.stdout.readline().split()
+        assert {signal.SIGINT, signal.SIGHUP} <= _signals(worker, "SigBlk")
+        assert signal.SIGHUP in _signals(tracker, "SigBlk")
+        run.communicate()
+    assert run.returncode == 0  # nothing stays blocked
 
 
 @pytest.mark.parametrize("number", NAMES)
@@ -150,6 +172,15 @@ def test_a_killed_data_worker_ends_a_run_with_a_sentence_and_a_checkpoint(tmp_pa
     (step,) = saved_steps(tmp_path / "run" / "checkpoints")
     assert f"Step {step} is saved." in last
     assert metrics.read_bytes().count(b"\n") == step
+
+
+def test_the_last_sentence_is_said_though_no_thread_can_start(monkeypatch, capfd):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    print_error("Stopped.")
+    assert capfd.readouterr().err == "Stopped.\n"
 
 
 def test_what_was_printed_before_the_last_sentence_is_waited_for(monkeypatch, capfd):

@@ -21,9 +21,10 @@ from zaya_jax.aegis.report import format_report, format_status, report_json
 from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import total_steps
-from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.errors import ExitCode, InputError
 from zaya_jax.hardware.detection import select_preset
-from zaya_jax.run.files import locked
+from zaya_jax.run.command import prepare_streams, run_command
+from zaya_jax.run.files import expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.supervision import AEGIS
@@ -42,10 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = _parser().parse_args(arguments)
-        return options.action(options)
-    except (InputError, KeyboardInterrupt) as error:
-        sentence, status = last_words(error)
-        print(sentence, file=sys.stderr)
+        status = run_command(lambda: options.action(options))
     except SystemExit as end:  # of argparse: `--help`, or a flag that does not exist
         status = end.code if isinstance(end.code, int) else ExitCode.OK
     is_run = arguments[:1] == ["run"]
@@ -79,22 +77,20 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    run_dir = Path(options.path).expanduser()
-    print(format_status(run_dir))
+    print(format_status(options.path))
     while options.follow:
         time.sleep(2)
-        print(format_status(run_dir), flush=True)
+        print(format_status(options.path), flush=True)
     return ExitCode.OK
 
 
 def _report(options: argparse.Namespace) -> int:
-    run_dir = Path(options.path).expanduser()
-    print(report_json(run_dir) if options.json else format_report(run_dir))
+    print(report_json(options.path) if options.json else format_report(options.path))
     return ExitCode.OK
 
 
 def _export(options: argparse.Namespace) -> int:
-    serve(Path(options.path).expanduser(), options.address, options.port)
+    serve(options.path, options.address, options.port)
     return ExitCode.OK
 
 
@@ -160,12 +156,12 @@ def _parser() -> Parser:
                                ("report", _report, "print the faults, recoveries and goodput of a run")):  # fmt: skip
         command = commands.add_parser(name, help=what)
         command.set_defaults(action=action)
-        command.add_argument("path", metavar="RUN_DIR", help="folder of the run")
+        command.add_argument("path", type=expanded, metavar="RUN_DIR", help="folder of the run")
         flag, meaning = ("--follow", "print again every two seconds") if name == "status" else ("--json", "print JSON")
         command.add_argument(flag, action="store_true", help=meaning)
     export = commands.add_parser("export", help="serve the metrics of a run to Prometheus")
     export.set_defaults(action=_export)
-    export.add_argument("path", metavar="RUN_DIR", help="folder of the run")
+    export.add_argument("path", type=expanded, metavar="RUN_DIR", help="folder of the run")
     export.add_argument("--port", type=int, default=9464, metavar="N", help="port to listen on (default: 9464)")
     export.add_argument("--address", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: "
                         "127.0.0.1). The server neither encrypts nor authenticates: with any other address, TLS and "
@@ -174,4 +170,5 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main())

@@ -16,7 +16,7 @@ from zaya_jax.aegis.processes import KILL_SECONDS, Gang, kill_strays
 from zaya_jax.aegis.shared import Detected, Shared
 from zaya_jax.aegis.state import describe_ranks, write_state
 from zaya_jax.aegis.watch import Watch
-from zaya_jax.errors import ExitCode
+from zaya_jax.errors import REQUESTED
 from zaya_jax.run.progress_record import Phase
 
 _TICK = 0.05  # seconds between two looks at the progress records; ends are noticed at once
@@ -99,7 +99,7 @@ class Attempt:
             if now > self._kill_at:
                 self._kill("The processes did not end by themselves.")
         elif failed:
-            is_stopping = failed[0].status in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+            is_stopping = failed[0].status in REQUESTED
             if not is_stopping:
                 self._detect_end(failed[0], now)
             self._kill_at = now + (self._policy.grace_seconds if is_stopping else self._policy.settle_seconds)

@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from zaya_jax.config import Config, load_config
+from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.launcher import node_index
 from zaya_jax.run.options import parse_training
 
-MODULE = "zaya_jax.main"
+_TRAINING = (("zaya_jax.main",), ("zaya_jax", "train"), ("zaya", "train"))  # how a training command can be written
 _ROWS = "data.skip_rows"
 
 
@@ -108,11 +110,12 @@ def fits(config: Config, devices: int) -> bool:
     """Return whether the batches and layouts of all phases fit that number of devices."""
     for stage in stages(config):
         phase = config.phases[stage.phase]
-        layout, micro_batch = config.parallel_for(phase), config.batch_for(phase).micro_batch or 1
-        others = layout.fsdp * layout.expert * layout.context
-        if devices % others or layout.data not in (None, devices // others):
+        micro_batch = config.batch_for(phase).micro_batch or 1
+        try:
+            sizes = axis_sizes(config.parallel_for(phase), devices)
+        except InputError:
             return False
-        shards = devices // layout.context
+        shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         if stage.sequences % (min(micro_batch, max(1, stage.sequences // shards)) * shards):
             return False
     return True
@@ -161,16 +164,28 @@ def read_command(
     return dataclasses.replace(command, nodes=nodes.total, node=index or 0, coordinator=nodes.coordinator)
 
 
+def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:
+    """Return the arguments of a training command; None for any other command."""
+    names = [Path(text).name.removeprefix("-m") for text in argv]  # python takes -mMODULE, too
+    for words in _TRAINING:
+        for place in range(len(names) - len(words) + 1):
+            if tuple(names[place : place + len(words)]) == words:
+                return argv[place + len(words) :]
+    return None
+
+
 def _read(argv: Sequence[str], processes: int, run_dir: str | None) -> TrainingCommand:
     devices = tuple(range(processes))
-    if MODULE not in argv:
+    arguments = _training_arguments(argv)
+    if arguments is None:
         if run_dir is None:
-            raise InputError(f"--run-dir is missing. It can be left out only if the command contains -m {MODULE}.")
-        return TrainingCommand(tuple(argv), Path(run_dir).expanduser(), devices)
-    options = parse_training(argv[argv.index(MODULE) + 1 :])
+            raise InputError("--run-dir is missing. It can be left out only if the command is zaya train or contains "
+                             "-m zaya_jax.main.")  # fmt: skip
+        return TrainingCommand(tuple(argv), Path(os.path.expanduser(run_dir)), devices)
+    options = parse_training(arguments)
     if (options.coordinator, options.processes, options.process) != (None, None, None):
         raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
                          "from the command, and set --processes and --nodes before --.")  # fmt: skip
     config = load_config(options.config, options.overrides)
-    folder = Path(config.run_dir if run_dir is None else run_dir).expanduser()
+    folder = Path(os.path.expanduser(config.run_dir if run_dir is None else run_dir))
     return TrainingCommand(tuple(argv), folder, devices, config=config, peer_timeout=options.peer_timeout)

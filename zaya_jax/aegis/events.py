@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zaya_jax.aegis.file_worker import FileWorker
-from zaya_jax.aegis.observation import Severity, printable
+from zaya_jax.aegis.observation import Severity
+from zaya_jax.errors import printable
 from zaya_jax.run.supervision import EVENTS, VERSION, read_events
 
 # start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
@@ -68,7 +69,7 @@ class EventLog:
         event = {
             "v": VERSION, "id": self._id, "time": _utc(now), "unix": round(now, 6),
             "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt, "kind": kind,
-            "code": code, "severity": str(severity), "cause": cause, "text": printable(text),
+            "code": code, "severity": str(severity), "cause": cause, "text": printable(text, 500),
         } | {key: _plain(value) for key, value in details.items() if value is not None}  # fmt: skip
         line = (json.dumps(event, allow_nan=False) + "\n").encode()
         self._files.submit(lambda: self._append(line, sync=severity in (Severity.ERROR, Severity.FATAL)))

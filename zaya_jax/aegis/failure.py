@@ -4,8 +4,8 @@ import dataclasses
 import signal
 from collections.abc import Sequence
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity, printable
-from zaya_jax.errors import ExitCode
+from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.errors import REQUESTED, ExitCode, printable
 from zaya_jax.run.progress_record import LastWords, Phase
 
 UNKILLABLE = "unkillable"  # code of a process that SIGKILL does not end
@@ -92,13 +92,13 @@ def find_failure(ends: Sequence[RankEnd], observations: Sequence[Observation]) -
         end = killed[0]
         words = next(each.words.sentence for each in failed if each.words is not None)
         return Failure(
-            FaultClass.HANG, f"hang-{end.phase.name.lower()}", end.rank, end.step, printable(words), progress
+            FaultClass.HANG, f"hang-{end.phase.name.lower()}", end.rank, end.step, printable(words, 500), progress
         )
     if not origins:
         words = next(end.words.sentence for end in failed if end.words is not None)
-        return Failure(FaultClass.CRASH, "peer-lost", None, progress, printable(words), progress)
+        return Failure(FaultClass.CRASH, "peer-lost", None, progress, printable(words, 500), progress)
     origin = min(origins, key=lambda end: end.time if end.words is None else min(end.time, end.words.time_ns / 1e9))
-    words = "" if origin.words is None else printable(origin.words.sentence)
+    words = "" if origin.words is None else printable(origin.words.sentence, 500)
     cause = _cause(origin, observations)
     fault, code = _classify(origin, words, cause)
     device = None if cause is None or fault is not cause.fault else cause.device
@@ -107,7 +107,7 @@ def find_failure(ends: Sequence[RankEnd], observations: Sequence[Observation]) -
 
 def _classify(origin: RankEnd, words: str, cause: Observation | None) -> tuple[FaultClass, str]:
     """Return the class and code of the origin's end."""
-    if origin.status in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+    if origin.status in REQUESTED:
         return FaultClass.PREEMPTION, f"exit-{origin.status}"
     if cause is not None:
         return cause.fault, cause.code

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-_LONGEST_TEXT = 500  # characters
+from zaya_jax.errors import printable
 
 
 class FaultClass(enum.StrEnum):
@@ -57,10 +57,4 @@ class Observation:
     device: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", printable(self.text))
-
-
-def printable(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return untrusted text as one line of at most `longest` characters, with control characters escaped."""
-    cut = text[:longest]
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)[:longest]
+        object.__setattr__(self, "text", printable(self.text, 500))

@@ -32,7 +32,7 @@ class Output:
 
     def say(self, sentence: str) -> None:
         """Write a line of the supervisor's own."""
-        self.write(f"aegis: {sentence}\n".encode())
+        self.write(f"aegis: {sentence}\n".encode(errors="backslashreplace"))
 
     def flush(self, seconds: float = 0.0) -> None:
         """Write what can be written, waiting at most `seconds` each time for the reader."""

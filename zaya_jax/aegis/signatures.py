@@ -243,7 +243,7 @@ _TRAINER = [
     ("checkpoint-superseded", _CHECKPOINT, _WARNING, "was saved by superseded processes",
      r"The checkpoint of step \d{1,18} was saved by superseded processes",
      "The checkpoint of step 500 was saved by superseded processes; it was quarantined as 500.stale.",
-     "zaya_jax/checkpoint/store.py"),
+     "zaya_jax/run/checkpoints.py"),
     ("saves-failed", _DISK, _ERROR, "Saves have failed for ", r"Saves have failed for \d{1,18} s, more than ",
      "Stopped: The checkpoint of step 500 could not be saved: runs/tiny: Read-only file system. Saves have failed for "
      "3700 s, more than checkpoint.max_unsaved_seconds (3600 s); there is no checkpoint yet.",

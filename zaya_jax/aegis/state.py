@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis.exit_codes import MEANINGS, SupervisorExit
-from zaya_jax.aegis.observation import printable
 from zaya_jax.aegis.processes import Rank
+from zaya_jax.errors import printable
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress_record import Phase
 from zaya_jax.run.supervision import STATE, VERDICT

@@ -55,7 +55,7 @@ class Supervisor:
           environment: of the processes.
         """
         self._command, self._policy, self._environment = command, policy, environment
-        timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode()))
+        timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode(errors="surrogateescape")))
         self._shared = Shared(folder, node, policy, timeouts)
         self._watch = Watch(policy, command.run_dir, self._shared.files)
         self._failures: list[tuple[float, Failure]] = []

@@ -7,7 +7,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
-  python -m zaya_jax.main --config configs/tiny.yaml
+  python -m zaya_jax.main configs/tiny.yaml
   python -m zaya_jax.main --config configs/tiny.yaml run_dir=runs/other seed=1
   python -m zaya_jax.main --config configs/zaya1_8b.yaml --dry-run --devices 1024 --hardware mi300x
 
@@ -22,10 +22,19 @@ def parse_training(arguments: Sequence[str] | None = None) -> argparse.Namespace
     """
     parser = training_parser()
     options = parser.parse_intermixed_args(arguments)
-    if options.config is None:
-        file = next((text for text in options.overrides if text.endswith((".yaml", ".yml"))), "FILE")
-        parser.error(f"the configuration is missing; add --config {file}")
+    named = [text for text in options.overrides if _is_file(text, bool(options.config))]
+    options.overrides = [text for text in options.overrides if text not in named]
+    if len(files := [*options.config, *named]) != 1:
+        parser.error(f"{len(files)} configurations are named ({', '.join(files)}); name one" if files else
+                     "the configuration is missing; add its file, such as configs/tiny.yaml")  # fmt: skip
+    (options.config,) = files
     return options
+
+
+def _is_file(text: str, is_named: bool) -> bool:
+    """Return whether an argument is no override but a configuration; without suffix, unless one is named already."""
+    key, is_override, _ = text.partition("=")
+    return (("/" in key or not is_override) and text.endswith((".yaml", ".yml"))) or not (is_override or is_named)
 
 
 def training_parser() -> Parser:
@@ -35,7 +44,8 @@ def training_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--config", metavar="FILE", help="configuration file, such as configs/tiny.yaml (required)")
+    add("--config", action="append", default=[], metavar="FILE", help="configuration file, such as configs/tiny.yaml "
+        "(required; --config may be left out)")  # fmt: skip
     add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
@@ -43,7 +53,7 @@ def training_parser() -> Parser:
         "--hardware",
         metavar="NAME",
         help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}, or a folder with "
-        "results of python -m zaya_jax.machine gemm, memory and collectives",
+        "results of zaya machine gemm, memory and collectives",
     )
     add("--compile-for", metavar="GPU", help="compile with XLA's compiler for this GPU, without having one (dry run "
         f"only): {', '.join(HARDWARE)}")  # fmt: skip

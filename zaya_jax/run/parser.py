@@ -2,13 +2,15 @@
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from zaya_jax.config.schema import Config
-from zaya_jax.errors import did_you_mean
+from zaya_jax.errors import did_you_mean, printable
+from zaya_jax.run.typed_name import typed_name
 
 _KEYS = {field.name for field in dataclasses.fields(Config)}  # with which overrides begin
 
@@ -17,6 +19,11 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors suggest the nearest flag or verb, and how to write an override."""
 
     _typed: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See `argparse.ArgumentParser`; commands in texts have the name that was typed."""
+        super().__init__(*args, **{key: typed_name(value) if isinstance(value, str) else value
+                                   for key, value in options.items()})  # fmt: skip
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -32,7 +39,9 @@ class Parser(argparse.ArgumentParser):
         elif wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             choices = re.findall(r"[\w-]+", wrong[2])
             message += f".{did_you_mean(wrong[1], choices)}"
-        super().error(message)
+        if path := next((text for text in self._typed if text.startswith("-") and os.path.lexists(text)), ""):
+            message = f"{message.removesuffix('.')}. A path that begins with - is written ./{path}."
+        super().error(printable(message))
 
     def _suggest(self, flag: str) -> str:
         takes_overrides = any(action.dest == "overrides" for parser in self._used() for action in parser._actions)

@@ -172,7 +172,7 @@ class ProgressRecord:
         """Leave the last words; later ones are ignored."""
         if self._phase is Phase.END:
             return
-        content = sentence.encode()[:_LONGEST_SENTENCE]
+        content = sentence.encode(errors="backslashreplace")[:_LONGEST_SENTENCE]
         words = _WORDS.pack(status, is_origin, time.monotonic_ns(), len(content), zlib.crc32(content))
         self._memory[_WORDS_AT : _WORDS_AT + len(words) + len(content)] = words + content
         self.enter(Phase.END)

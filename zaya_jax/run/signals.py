@@ -1,4 +1,4 @@
-"""Immediate handling of Ctrl-C (SIGINT) and SIGTERM, even while the main thread imports, compiles or waits.
+"""Immediate handling of Ctrl-C (SIGINT), SIGTERM and SIGHUP, even while the main thread imports, compiles or waits.
 
 Python runs signal handlers between two bytecode instructions of the main thread, which can take seconds. Exceptions
 that a handler raises can be swallowed or end in a traceback during imports and shutdown. So a signal also writes its
@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-from zaya_jax.errors import ExitCode
+from zaya_jax.errors import ExitCode, printable
+from zaya_jax.run.typed_name import typed_name
 
-NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+# SIGHUP comes when the terminal or the ssh session of a run is lost.
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
 def exit_status(number: int) -> ExitCode:
@@ -102,7 +104,7 @@ class Listener:
 
 
 def ignore_signals() -> None:
-    """Ignore Ctrl-C and SIGTERM during shutdown, when the exit status is already decided.
+    """Ignore the signals of `NAMES` during shutdown, when the exit status is already decided.
 
     Python restores the default handlers during finalization, so a late signal would replace the status.
     """
@@ -112,15 +114,16 @@ def ignore_signals() -> None:
 
 @contextlib.contextmanager
 def interrupts_kept_from_children() -> Iterator[None]:
-    """Block Ctrl-C in processes started inside the block; a terminal sends it to the whole process group."""
+    """Block Ctrl-C and SIGHUP in processes started inside the block: both go to the whole process group."""
     from multiprocessing import resource_tracker
 
-    # The tracker cleans up shared memory of killed processes; silence its warning about that. Start it first, because
-    # starting it unblocks signals.
+    # Threads and processes inherit the mask. The tracker cleans up shared memory of killed processes; silence its
+    # warning about that. It ignores SIGINT itself, and starting it unblocks SIGINT here.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     resource_tracker.ensure_running()
     sys.warnoptions.pop()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads and processes inherit the mask
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
@@ -130,7 +133,7 @@ def interrupts_kept_from_children() -> Iterator[None]:
 def warn(sentence: str) -> None:
     """Print `sentence` to standard error, which may be closed, as by `tee` at Ctrl-C."""
     try:
-        print(sentence, file=sys.stderr, flush=True)
+        print(_printable(sentence), file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or Python fails to flush at exit and changes the status
 
@@ -150,10 +153,16 @@ def say_and_exit(sentence: str, status: int) -> NoReturn:
 def print_error(sentence: str) -> None:
     """Flush stdout, then print to stderr, from any thread; both may be closed."""
     flush = threading.Thread(target=flush_output, daemon=True)  # flushing blocks if nobody reads the pipe
-    flush.start()
-    flush.join(1)
+    with contextlib.suppress(RuntimeError):  # no memory or process is left for a thread
+        flush.start()
+        flush.join(1)
     with contextlib.suppress(OSError):
-        os.write(2, f"{sentence}\n".encode())
+        os.write(2, f"{_printable(sentence)}\n".encode())
+
+
+def _printable(sentence: str) -> str:
+    # The items of a list are lines of their own.
+    return "\n  ".join(map(printable, typed_name(sentence).split("\n  ")))
 
 
 def exit_at_once(status: int) -> NoReturn:

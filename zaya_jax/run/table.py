@@ -1,7 +1,7 @@
 """A table of texts, and how its cells are formatted."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
@@ -50,6 +50,14 @@ def make_table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell
 
     cells = [[cell(row, column) for column in columns.values()] for row in rows]
     return Table(title, list(columns), cells, remarks)
+
+
+def format_table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a text table, the first column to the left and the others to the right; heads come first."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip()
+            for first, *others in rows]  # fmt: skip
 
 
 def make_pairs(title: str, pairs: Mapping[str, str]) -> Table:

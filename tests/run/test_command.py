@@ -1,0 +1,104 @@
+"""The sentence that ends a command which lacks a resource, or runs under a setting that it cannot have."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.train_helpers import ROOT, STEP, make_program, write_corpus
+from zaya_jax.config.stages import stages
+from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.errors import ExitCode, InputError, RunStopped, is_expected, last_words
+
+
+def raised(error: BaseException) -> BaseException:
+    """The error as it is caught."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(("setting", "value"), [("rank", "raise"), ("dtype", "strict")])
+def test_a_setting_under_which_no_step_can_be_traced_is_named(monkeypatch, setting, value):
+    name = f"numpy_{setting}_promotion"
+    program = make_program(STEP)
+    stage, state = stages(STEP)[0], program.abstract_state  # traced before
+    monkeypatch.setenv(f"JAX_{name}".upper(), value)
+    with getattr(jax, name)(value), pytest.raises((ValueError, TypeError)) as refused:
+        program.trace(stage)
+    assert state is program.abstract_state
+    assert is_expected(refused.value)
+    sentence, status = last_words(refused.value)
+    assert sentence.startswith(f"Error: JAX_{name.upper()} is {value!r}, with which zaya_jax does not run; unset it. ")
+    assert status == ExitCode.BAD_INPUT
+
+
+@pytest.mark.parametrize(("variable", "value", "said"), [
+    ("JAX_ENABLE_X64", "perhaps", "Error: JAX_ENABLE_X64 is 'perhaps', with which zaya_jax does not run; unset it."),
+    ("JAX_PLATFORMS", "abacus", "Error: JAX_PLATFORMS is 'abacus', but jax cannot use it."),
+    ("JAX_DISABLE_JIT", "1", "Error: JAX_DISABLE_JIT is '1', with which zaya_jax does not run; unset it."),
+])  # fmt: skip
+def test_a_variable_that_jax_refuses_is_named(variable, value, said):
+    code = """if True:
+        from zaya_jax.run.command import run_command
+        def run():
+            import jax
+            jax.jit(abs).trace(1).lower().compile()(1)
+        raise SystemExit(run_command(run))
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
+                          env={**os.environ, variable: value})  # fmt: skip
+    assert done.stderr.startswith(said), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.returncode == ExitCode.BAD_INPUT
+
+
+@given(st.sampled_from([RuntimeError, TypeError, ValueError, AssertionError, KeyError]), st.text(),
+       st.sampled_from(["", "jax_debug_nans", "no platforms", "jax_numpy_dtype_promotion"]))  # fmt: skip
+def test_a_defect_is_not_taken_for_a_setting_that_is_not_set(kind, text, more):
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JAX_DEBUG_NANS", "JAX_NUMPY_DTYPE_PROMOTION"):
+            patch.delenv(name, raising=False)
+        assert not is_expected(raised(kind(f"{text} {more}")))
+        for ours in (InputError, RunStopped):
+            assert last_words(raised(ours(more)))[0].endswith(f": {more}")
+
+
+def limited(kind: int, limit: int, *command: str) -> str:
+    """What a command says at its end whose processes have a limit; it ends with status 1 and without a traceback."""
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False,
+                          preexec_fn=lambda: resource.setrlimit(kind, (limit, limit)))  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert done.returncode == ExitCode.STOPPED
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("kind", "limit", "said"), [
+    (resource.RLIMIT_NOFILE, 6, r"Too many open files\. Raise the limit of this process \(ulimit -n\)\."),
+    (resource.RLIMIT_FSIZE, 1000, r"File too large\. Raise the limit of file sizes \(ulimit -f\)\."),
+])  # fmt: skip
+def test_a_limit_that_is_reached_is_named_with_what_to_change(tmp_path, kind, limit, said):
+    texts = [path.read_text() for path in write_corpus(tmp_path / "corpus").iterdir()]
+    train_tokenizer(texts, 300).save(tmp_path / "tokenizer.json")
+    last = limited(kind, limit, "zaya_jax.data", "prepare", "--input", str(tmp_path / "corpus"), "--suffixes", ".txt",
+                   "--tokenizer", str(tmp_path / "tokenizer.json"), "--output", str(tmp_path / "out"),
+                   "--workers", "1")  # fmt: skip
+    assert re.fullmatch(rf"Stopped: \S+: {said}", last), last
+
+
+def test_a_pipe_that_is_full_and_does_not_block_gets_everything_once_it_is_read():
+    code = "from zaya_jax.run.command import prepare_streams; prepare_streams(); print('x' * 200_000)"
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=write)
+    os.close(write)
+    with os.fdopen(read, "rb") as output:
+        assert len(output.read()) == 200_001
+    assert process.wait() == 0

@@ -1,0 +1,103 @@
+"""How every command begins and ends: output that cannot fail it, and one sentence for what ends it."""
+
+import errno
+import io
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from zaya_jax.errors import ExitCode, as_sentence, is_expected, last_words
+from zaya_jax.run.signals import flush_output, warn
+
+# The reader of a pipe ended (`| head`), or the terminal is gone.
+_GONE = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_outputs: dict[int, "_Output"] = {}  # by descriptor
+
+
+class _Output(io.FileIO):
+    """Writes to a descriptor until nobody can read it any more, and then to nowhere; what a full disk refuses is lost.
+
+    Attributes:
+      gone: whether nobody can read it any more.
+      lost: whether a full disk refused something.
+    """
+
+    gone = lost = False
+
+    def write(self, content: Any, /) -> int:
+        try:
+            left = memoryview(content).cast("B")
+            while left:  # a pipe that does not block takes a part, or nothing while it is full
+                if (written := super().write(left)) is None:
+                    select.select([], [self.fileno()], [])
+                left = left[written or 0 :]
+            return len(content)
+        except OSError as error:
+            if error.errno in _FULL:
+                is_first, self.lost = not self.lost, True
+                if is_first and self.fileno() == 1:
+                    warn(f"What is printed to standard output is lost: {as_sentence(error)} Free some space.")
+                return len(content)
+            if error.errno not in _GONE:
+                raise
+        self.gone = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+        return len(content)
+
+
+def prepare_streams() -> None:
+    """Make the standard streams of this process safe, whatever they are connected to.
+
+    A stream that was closed is /dev/null from now on, or the next file that is opened would take its place. What a
+    closed pipe, a terminal that is gone or a full disk cannot take is dropped, and what an encoding lacks is written as
+    an escape: neither ends the work of a command. Bytes of the input that are not in its encoding become lone
+    surrogates.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free descriptor
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name) or open(number, "w", 1, "utf-8", closefd=False)  # noqa: SIM115
+        if isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
+            raw, at_once = _outputs.setdefault(number, _Output(number, "w", closefd=False)), stream.write_through
+            safe = io.TextIOWrapper(raw if at_once else io.BufferedWriter(raw), stream.encoding, "backslashreplace",
+                                    line_buffering=stream.line_buffering, write_through=at_once)  # fmt: skip
+            setattr(sys, name, safe)
+            setattr(sys, f"__{name}__", safe)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (as long as the process)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def is_output_read() -> bool:
+    """Return whether somebody may still read what this process prints, as far as it knows."""
+    return 1 not in _outputs or not _outputs[1].gone
+
+
+def status_of_output() -> ExitCode:
+    """Return the status of a command whose result is what it prints: `STOPPED` if a full disk refused some of it."""
+    flush_output()
+    return ExitCode.STOPPED if 1 in _outputs and _outputs[1].lost else ExitCode.OK
+
+
+def run_command(run: Callable[[], int | None]) -> int:
+    """Call `run`; print what ends it in one sentence.
+
+    Returns:
+      The exit status: what `run` returns, or that of the error, see `ExitCode`. `STOPPED` if output is lost.
+    """
+    try:
+        return run() or status_of_output()
+    except BaseException as error:
+        if not is_expected(error):
+            raise
+        sentence, status = last_words(error)
+        warn(sentence)
+        return status
