@@ -12,16 +12,29 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.helpers import assert_close
 from tests.hlo_helpers import collectives, compiled_evaluation, product_flops, text_of
-from tests.parallel_helpers import LAYOUTS, WIDE, ThreeSteps, gradient_text, run_layout, run_step
+from tests.parallel_helpers import (
+    LAYOUTS,
+    ODD,
+    ODD_SIZES,
+    SINGLE,
+    WIDE,
+    ThreeSteps,
+    gradient_text,
+    odd_config,
+    run_layout,
+    run_step,
+    three_steps,
+)
 from tests.train_helpers import fast_jit, make_program, on_devices
 from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.machine.compilers.hlo import arrays
 from zaya_jax.model.layers import MATRIX_ROLES
-from zaya_jax.model.tree import is_stacked
+from zaya_jax.model.tree import is_stacked, shapes
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.collectives import sum_scatter
@@ -29,15 +42,16 @@ from zaya_jax.parallel.mesh import BATCH_AXES, axis_sizes, make_mesh
 from zaya_jax.train.program import Programs
 
 MIXED, GATHERED = "fsdp_expert_context", "all_gather_zigzag4"
-ALONE = "data"
+ALONE, THIRDS = "data", "data3_fsdp2"
 REST = ("micro_batch", "fsdp", "hybrid", "expert4", GATHERED, "ring_zigzag4")
-SINGLE = [f"single {name}" for name in ("data", "fsdp", "hybrid", "data_fsdp_ring", "fsdp_expert_context")]
+SINGLES = [f"{SINGLE}{name}" for name in ("data", "fsdp", "hybrid", "data_fsdp_ring", "fsdp_expert_context")]
 BANDS = {"float32": 1e-5, "bfloat16": 0.15}  # of the largest value of a leaf's gradient
 
 # How often what stands in a place runs in a step. A loop does all five micro-batches, or four of them: the last one
 # stands alone if its layers reduce gradients, and the first one if each is reduced. No other loop with a collective has
 # these numbers.
 MICRO = 5
+SEQUENCES = 24  # of a micro-batch
 GROUPS = 2
 LAYER = MICRO * GROUPS
 HOP = 3  # of four devices in a ring
@@ -51,14 +65,14 @@ REST_OF_SPLIT = SPLIT - MATRICES
 def config_of(name):
     """The layout's configuration; in fp64, which a CPU's collectives leave as it is.
 
-    The step that is compared with one device's rematerializes, that of the one device does not.
+    The steps that are compared with one device's rematerialize, that of the one device does not.
     """
-    batch = BatchConfig(tokens=MICRO * 8 * WIDE.data.context, micro_batch=8)
+    batch = BatchConfig(tokens=MICRO * SEQUENCES * WIDE.data.context, micro_batch=SEQUENCES)
     remat = {MIXED: "dots", ALONE: "none"}.get(name, "full")
     train = dataclasses.replace(WIDE.train, compute_dtype="float64", remat=remat, batch=batch)
     # What is left out has matrices and vectors that lie as others do.
     model = dataclasses.replace(WIDE.model, residual_scaling=False, router_layers=1)
-    return dataclasses.replace(WIDE, model=model, parallel=LAYOUTS[name], train=train)
+    return dataclasses.replace(WIDE, model=model, parallel=(LAYOUTS | ODD)[name], train=train)
 
 
 def of_gradients(names):
@@ -73,9 +87,10 @@ def of_evaluation(name):
 
 
 def quick():
-    """Everything that one process with eight devices has to compile: a step, which it runs, and a known program."""
-    run = run_step(config_of(MIXED), 8)
-    return run.metrics, run.state, found_in(run.text, MIXED), known_program()
+    """Everything that one process with eight devices has to compile: two steps, which it runs, and a known program."""
+    runs = {name: run_step(config_of(name), math.prod(mesh_sizes(name).values())) for name in (MIXED, THIRDS)}
+    return {name: run[:2] for name, run in runs.items()}, {name: found_in(run.text, name)
+                                                           for name, run in runs.items()}, known_program()  # fmt: skip
 
 
 def found_in(text, name):
@@ -83,7 +98,7 @@ def found_in(text, name):
 
 
 def mesh_sizes(name):
-    return axis_sizes(LAYOUTS[name], 8)
+    return axis_sizes(ODD[name], 6) if name in ODD else axis_sizes(LAYOUTS[name], 8)
 
 
 @functools.cache
@@ -92,7 +107,7 @@ def found(function, *arguments):
 
 
 def calls_of(name):
-    return found("quick")[2] if name == MIXED else found("of_gradients", (ALONE, *REST))[name]
+    return found("quick")[1][name] if name in (MIXED, THIRDS) else found("of_gradients", (ALONE, *REST))[name]
 
 
 def stages_of(name):
@@ -181,6 +196,8 @@ EXPECTED = {
         once("fsdp expert context"), matrices("expert context", MATRICES - EXPERTS), matrices("context", EXPERTS),
         layers(), experts(), halos(), gathered_keys(), whole_matrices("fsdp expert context"),
     ),
+    # Three devices divide the vocabulary alone: of all else, three have what two have split.
+    THIRDS: together(once("data fsdp", 1), once("fsdp", REST_OF_SPLIT - 1), layers(), whole_matrices("fsdp")),
 }  # fmt: skip
 
 
@@ -195,7 +212,18 @@ def test_the_counts_are_those_of_the_model():
     assert program.model.config.num_groups == GROUPS
 
 
-@pytest.mark.parametrize("name", [MIXED, *(pytest.param(name, marks=pytest.mark.soak) for name in (ALONE, *REST))])
+def replicated_parts(name):
+    """Shapes of the parts of split parameters that several devices have, which sum their gradients once a step."""
+    program = Programs(config_of(name), KernelSelection(current_target()), math.prod(mesh_sizes(name).values()))[0]
+    mesh, leaves, params = program.placement.mesh, program.placement.leaves, shapes(program.model)
+    used = {axis for axis, size in mesh.shape.items() if size > 1}
+    return Counter(("f64", NamedSharding(mesh, leaf.stored).shard_shape(params[name]))
+                   for name, leaf in leaves.items() if leaf.split and set(leaf.split) != used)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [MIXED, THIRDS, *(pytest.param(name, marks=pytest.mark.soak) for name in (ALONE, *REST))]
+)
 def test_each_collective_stands_where_it_must_and_runs_as_often(name):
     calls = calls_of(name)
     runs = Counter()
@@ -205,7 +233,7 @@ def test_each_collective_stands_where_it_must_and_runs_as_often(name):
     stages = stages_of(name)
     assert dict(runs) == {call: times for call, times in EXPECTED[name].items() if call[1] in ("", *stages)}
 
-    # Sums are of counts of tokens, of the loss and its tokens, and of the gradients of what is not split. The compiler
+    # Sums are of counts of tokens, of the loss and its tokens, and of the gradients of what devices share. The compiler
     # joins some of them, and so it is their arrays that are counted. A step has more of numbers: for its norms, the
     # squares of the gradient and of the change of each split parameter, since a device has a part of their elements.
     summed = Counter()
@@ -216,8 +244,8 @@ def test_each_collective_stands_where_it_must_and_runs_as_often(name):
                 summed[array] += call.times
     temperatures, counts = (MICRO, "s32") if name == "micro_batch" else (1, "s64")  # `sum` makes wider integers
     numbers = summed.pop(("f64", ()))
-    assert summed == {(counts, (2, 9)): 1, ("f64", (2, 1)): temperatures}
-    assert numbers == (2 + 2 * SPLIT if name == MIXED else 2)
+    assert summed == {(counts, (2, 9)): 1, ("f64", (2, 1)): temperatures, **replicated_parts(name)}
+    assert numbers == (2 + 2 * SPLIT if name in (MIXED, THIRDS) else 2)
 
 
 @pytest.mark.soak
@@ -249,7 +277,7 @@ def test_context_moves_as_much_again_and_back(name):
 
 def moved(calls, name):
     """How many collectives a layer has, by kind and bytes: of a token of the sequence, or of a piece's halo."""
-    sequences = 8 // math.prod(mesh_sizes(name)[axis] for axis in BATCH_AXES)  # of a micro-batch, on a device
+    sequences = SEQUENCES // math.prod(mesh_sizes(name)[axis] for axis in BATCH_AXES)  # of a micro-batch, on a device
     counts = Counter()
     for call in calls:
         whole = call.bytes * (call.devices if call.kind == "reduce-scatter" else 1)
@@ -319,7 +347,7 @@ def known_program():
 
 
 def test_loops_are_counted():
-    calls, flops = found("quick")[3]
+    calls, flops = found("quick")[2]
     assert {(call.kind, call.over, call.devices, call.loops) for call in calls} == {
         ("all-reduce", ("fsdp",), 4, (3, 5)),
         ("collective-permute", ("data",), 2, (3,)),
@@ -378,10 +406,16 @@ def alone():
     return run_layout(LAYOUTS["data"], devices=1)
 
 
-def test_a_step_on_a_layout_is_that_of_one_device():
+@functools.cache
+def step_alone():
+    return run_step(config_of(ALONE), 1)
+
+
+@pytest.mark.parametrize("name", [MIXED, THIRDS])
+def test_a_step_on_a_layout_is_that_of_one_device(name):
     """Of both optimizers; the momentum after it is the gradient."""
-    metrics, state, *_ = found("quick")
-    one = run_step(config_of(ALONE), 1)
+    metrics, state = found("quick")[0][name]
+    one = step_alone()
     counts = metrics["expert_counts"]
     assert (counts[:, -1] > 0).all()  # tokens that skip
     assert (counts[:, :-1].max(-1) > 2 * counts[:, :-1].mean(-1)).all()  # the routing compared is uneven
@@ -391,9 +425,21 @@ def test_a_step_on_a_layout_is_that_of_one_device():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", [*sorted(LAYOUTS), *SINGLE])
+@pytest.mark.parametrize("name", [*sorted(LAYOUTS), *SINGLES])
 def test_every_layout_gives_what_one_device_gives(name):
     check(name, on_devices(8, "tests.parallel_helpers:run_layouts", [name], True)[name], alone())
+
+
+@functools.cache
+def odd_alone(sizes):
+    return three_steps(odd_config(sizes), ParallelConfig(), devices=1, gradient=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sizes", [*ODD_SIZES, *(f"{SINGLE}{sizes}" for sizes in ODD_SIZES)])
+@pytest.mark.parametrize("name", ODD)
+def test_any_number_of_devices_along_an_axis_gives_what_one_device_gives(name, sizes):
+    check(name, on_devices(12, "tests.parallel_helpers:run_odd", name, sizes), odd_alone(sizes))
 
 
 @pytest.mark.soak

@@ -361,8 +361,7 @@ def test_what_process_0_cannot_do_the_others_do_not_try(error):
 
     first, second = in_processes(2, lambda index: primary_first(lambda: act(index)))
     assert first is error
-    (sentence, status), alike = last_words(error), last_words(second)
-    assert alike == (sentence if str(error) else "Stopped: OSError", status)
+    assert last_words(second) == last_words(error)
 
 
 @pytest.mark.soak
@@ -376,7 +375,7 @@ loop.open_sources = full
 """
     job = start_job(tmp_path, [command(tmp_path, "run")] * 2, code=full)
     for text in ended(finish_job(tmp_path, job), 1):
-        assert text.count("Stopped: [Errno 28] No space left on device: 'corpus'. Free some space") == 1
+        assert text.count("Stopped: corpus: No space left on device. Free some space") == 1
         assert "Traceback" not in text
 
 

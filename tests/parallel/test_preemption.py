@@ -15,17 +15,12 @@ from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.signals import NAMES
 
-
-@pytest.fixture(autouse=True)
-def _ctrl_c_arrives():
-    """A shell starts background jobs with Ctrl-C ignored, which processes hand on; what is handled they do not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("signals_arrive")
 
 
 @pytest.mark.parametrize(
-    ("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
+    ("number", "name", "status"),
+    [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130), (signal.SIGHUP, "SIGHUP", 129)],
 )
 def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(capfd, number, name, status):
     heard = []
@@ -66,6 +61,17 @@ def test_under_a_supervisor_a_second_signal_is_no_second_request(capfd, number):
     assert capfd.readouterr().err == f"{NAMES[number]}: saving after this step, then exiting.\n"
 
 
+def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(capfd):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Preemption() as stop:
+        stop.arm()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.reached()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.reached(), stop.name) == (True, "SIGTERM")
+    assert "SIGHUP" not in capfd.readouterr().err
+
+
 def test_in_another_thread_the_signal_is_left_alone():
     seen = []
 
@@ -98,8 +104,8 @@ def ask_one_of(folder, run, processes, sent_to, number):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("processes", "sent_to", "number"),
-    [(1, 0, signal.SIGTERM), (1, 0, signal.SIGINT), (2, 0, signal.SIGTERM), (2, 1, signal.SIGTERM),
-     (2, None, signal.SIGINT)],
+    [(1, 0, signal.SIGTERM), (1, 0, signal.SIGINT), (1, 0, signal.SIGHUP), (2, 0, signal.SIGTERM),
+     (2, 1, signal.SIGTERM), (2, None, signal.SIGINT)],
 )  # fmt: skip
 def test_real_processes_save_at_one_step_and_go_on_bitwise(tmp_path, processes, sent_to, number):
     command, outcomes = ask_one_of(tmp_path, "asked", processes, sent_to, number)

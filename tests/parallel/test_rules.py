@@ -4,7 +4,7 @@ import math
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
@@ -15,7 +15,9 @@ from zaya_jax.model.tree import shapes
 from zaya_jax.parallel.mesh import AXES
 from zaya_jax.parallel.rules import place_leaves
 
-sizes = st.tuples(*[st.sampled_from([1, 2, 4, 8, 16])] * 4)
+powers, any_size = st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
+sizes = st.tuples(*[powers] * 4)
+odd_sizes = st.tuples(any_size, any_size, powers, any_size)  # experts must divide
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def abstract_mesh(sizes):
     return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4)
 
 
-@given(sizes=sizes)
+@given(sizes=odd_sizes)
 def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
     mesh = abstract_mesh(sizes)
     placed = place_leaves(*full, mesh)
@@ -46,8 +48,10 @@ def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
         parts = math.prod(mesh.shape[axis] for axis in place.split)
         assert math.prod(local) * parts == math.prod(shape), name
         matrix = name.startswith("blocks.") and full[1][name] in MATRIX_ROLES
-        assert place.in_layer == (matrix and parts == math.prod(sizes)), name
-        assert place.by_layer == (place.in_layer and mesh.shape["fsdp"] > 1), name
+        assert place.in_layer == (matrix and parts > 1), name
+        fsdp, experts = mesh.shape["fsdp"], shape[1:2] if expert else ()
+        divided = [*shape[-2:], *(count // math.prod(mesh.shape[axis] for axis in place.own) for count in experts)]
+        assert place.by_layer == (matrix and fsdp > 1 and any(size % fsdp == 0 for size in divided)), name
         assert len(place.gathers) <= 1
         assert {*place.gathered, *(["fsdp"] if place.by_layer else []), *place.own} == set(place.split)
 
@@ -97,6 +101,24 @@ def test_a_leaf_too_narrow_for_all_devices_is_split_over_some_or_none():
     mesh = abstract_mesh((4, 8, 1, 1))
     leaves = place_leaves({"a": (8,), "b": (3,), "c": ()}, {"a": "norm", "b": "bias", "c": "scale"}, mesh)
     assert [(place.axis, place.over) for place in leaves.values()] == [(-1, ("fsdp",)), (None, ()), (None, ())]
+
+
+@given(sizes=st.tuples(*[st.integers(1, 12)] * 4), rows=st.integers(1, 60), columns=st.integers(1, 60))
+@example(sizes=(6, 4, 1, 1), rows=12, columns=12)  # of which 4 or 6 devices divide an axis, but not 24
+def test_a_layer_lies_as_if_fsdp_and_expert_were_alone(sizes, rows, columns):
+    """What is gathered in the loop over layers, and how much a device has of it, do not depend on other axes."""
+    _, fsdp, expert, _ = sizes
+    assume(12 % expert == 0)
+    query, down = "blocks.0.attention.query", "blocks.0.mixture.experts.down"
+    stacks = {query: (2, rows, columns), down: (2, 12, rows, columns)}, {query: "attention", down: "expert"}
+    places, alone = (place_leaves(*stacks, abstract_mesh(degrees)) for degrees in (sizes, (1, fsdp, expert, 1)))
+    for name, divided in ((query, (rows, columns)), (down, (rows, columns, 12 // expert))):
+        leaf = places[name]
+        assert leaf.by_layer == alone[name].by_layer == (fsdp > 1 and any(size % fsdp == 0 for size in divided))
+        kept = [axis for axis in leaf.split if axis not in leaf.gathered]  # of the compute copy
+        assert set(kept) == {*(["fsdp"] if leaf.by_layer else []), *leaf.own}
+        assert leaf.layer_axis is None or stacks[0][name][leaf.layer_axis] % fsdp == 0
+        NamedSharding(abstract_mesh(sizes), leaf.stored).shard_shape(stacks[0][name])  # raises where it does not divide
 
 
 def test_momentum_lies_as_its_parameter_and_counters_lie_everywhere():

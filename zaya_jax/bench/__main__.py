@@ -10,6 +10,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.machine.command import add_flags, add_verb, run_verb
+from zaya_jax.run.command import prepare_streams
 from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.bench"
@@ -229,5 +230,6 @@ def _trainings(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     use_huge_pages()
     sys.exit(main())

@@ -20,7 +20,7 @@ from zaya_jax.bench.sweep import (
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
 from zaya_jax.errors import InputError
 from zaya_jax.machine.result import describe_run
-from zaya_jax.run.files import read_object, require_existing
+from zaya_jax.run.files import expanded, read_object, require_existing
 
 Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # learning rates of the matrices, and of all other parameters
@@ -98,7 +98,7 @@ def _grid_rows(losses: dict[Rates, float], matrices: tuple[float, ...]) -> dict[
 
 def read_grid(tuned: str) -> dict[str, Any]:
     """Read the grids of an earlier result; InputError if the file `tuned` has none."""
-    path = Path(tuned).expanduser()
+    path = expanded(tuned)
     require_existing(path, f"--tuned is {tuned!r}, which")
     grid: Any = read_object(path).get("grid")
     try:

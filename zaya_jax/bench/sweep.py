@@ -150,7 +150,8 @@ def run_trial(trial: Trial) -> Curve:
                 entropy.append(float(metrics["load_entropy"].mean()))
                 if step % trial.evaluation_interval == 0:
                     loss_sums = compiled.evaluation(stage.phase)
-                    evaluator.evaluate(ModelSnapshot(state.params, state.balance, {}, placement, loss_sums))
+                    evaluator.evaluate(ModelSnapshot(state.params, state.balance, {}, placement, loss_sums,
+                                                     stage.phase))  # fmt: skip
                     heldout.append((step, evaluator.total.nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - start, 1))
 

@@ -17,6 +17,7 @@ from zaya_jax.machine.preflight import command as preflight_command
 from zaya_jax.machine.report import command as report_command
 from zaya_jax.machine.sizing import command as sizing_command
 from zaya_jax.machine.storage import command as storage_command
+from zaya_jax.run.command import prepare_streams
 from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.machine"
@@ -115,5 +116,6 @@ def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     use_huge_pages()
     sys.exit(main())

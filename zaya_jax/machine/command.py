@@ -2,13 +2,13 @@
 
 import argparse
 import re
-import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import ExitCode, InputError
 from zaya_jax.machine.result import check_request, write_result
+from zaya_jax.run.command import run_command
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COLUMNS = 80  # width of descriptions in `--help`
@@ -76,11 +76,11 @@ def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
     """
     parsed = parser.parse_args(arguments)
     files = {f"--{name}": getattr(parsed, name, None) for name in ("output", "png")}
-    try:
+
+    def run() -> int:
         check_request(getattr(parsed, "repeats", 1), files)
         result = parsed.run(parsed)
-    except InputError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    write_result(result, getattr(parsed, "output", None))  # a verb drops it where another process writes
-    return 1 if result.get("failed") else 0
+        write_result(result, getattr(parsed, "output", None))  # a verb drops it where another process writes
+        return ExitCode.STOPPED if result.get("failed") else ExitCode.OK
+
+    return run_command(run)

@@ -6,6 +6,7 @@ to. Attention modules state the FLOPs of their scores and values. Recomputation 
 
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 
@@ -87,7 +88,7 @@ def cached_values(config: ModelConfig, tokens: int) -> int:
     return sum(x.size for x in jax.tree.leaves(cache.layers))
 
 
-def newton_schulz_flops(config: ModelConfig, steps: int, split: bool) -> float:
+def newton_schulz_flops(config: ModelConfig, steps: int, split: bool, repeats: Mapping[str, int]) -> float:
     """Count the FLOPs of Muon's orthogonalization of all matrices in one training step (docs/reference.md §3.1).
 
     Each iteration on a p × q matrix (p ≤ q) takes p²q + p³ + p²q multiply-adds, without exploiting symmetry.
@@ -96,6 +97,7 @@ def newton_schulz_flops(config: ModelConfig, steps: int, split: bool) -> float:
       config: the architecture.
       steps: number of Newton–Schulz iterations.
       split: whether an expert's gate and up projections are two matrices.
+      repeats: how many groups of devices do the same work on a parameter, by name; one without an entry.
     """
     model, total = abstract_model(config), 0
     role_by_name, parts = roles(model), fused(model) if split else {}
@@ -103,5 +105,5 @@ def newton_schulz_flops(config: ModelConfig, steps: int, split: bool) -> float:
         if role_by_name[name] in MATRIX_ROLES:
             count = parts.get(name, 1)
             p, q = sorted((shape[-2], shape[-1] // count))
-            total += math.prod(shape[:-2]) * count * 2 * (2 * p * p * q + p**3)
+            total += repeats.get(name, 1) * math.prod(shape[:-2]) * count * 2 * (2 * p * p * q + p**3)
     return steps * total

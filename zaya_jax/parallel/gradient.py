@@ -238,7 +238,7 @@ def reduce_rest(
 
     def reduced(name: str, g: jax.Array) -> jax.Array:
         if isinstance(parts[name], Scattered):
-            return g
+            return _replicas(g, leaves[name], mesh)
         g = g.astype(accumulation_dtype(g.dtype))
         return _to_stored(g if totals is None else totals[name] + g, leaves[name], mesh)
 
@@ -281,5 +281,10 @@ def _gather(leaf: LeafPlacement, x: jax.Array) -> jax.Array:
 def _to_stored(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:
     for axis, over in leaf.gathers:
         g = sum_scatter(g, over, g.ndim + axis)
+    return _replicas(g, leaf, mesh)
+
+
+def _replicas(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:
+    """Add up the gradients of what is replicated."""
     others = reduction(leaf, mesh).sum
     return jax.lax.psum(g, others) if others else g

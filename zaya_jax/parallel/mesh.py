@@ -10,38 +10,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.checks import counted
+from zaya_jax.config.parallel import AXES, BATCH_AXES, axis_sizes
 from zaya_jax.errors import InputError
 
-AXES = ("data", "fsdp", "expert", "context")  # each a field of `ParallelConfig`
-BATCH_AXES = ("data", "fsdp", "expert")  # sequences of a batch are split over these
 SEQUENCE_AXIS = "context"
 # Outermost first: gathering all axes but fsdp gives a layer's fsdp shard.
 STORED_OVER = ("fsdp", "data", "context", "expert")  # master weights and optimizer state are split over these
 
 AnyMesh = Mesh | AbstractMesh  # an abstract mesh has no devices, which is enough to trace and to count
-
-
-def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") -> dict[str, int]:
-    """Return the number of devices along each axis.
-
-    Args:
-      config: the layout.
-      devices: number of devices.
-      where: key of `config`, for messages.
-
-    Raises:
-      InputError: the product of the axes is not `devices`.
-    """
-    sizes = {axis: getattr(config, axis) for axis in AXES if axis != "data"}
-    fixed = math.prod(sizes.values())
-    data = devices // fixed if config.data is None else config.data
-    if data * fixed != devices:
-        axes = " × ".join(f"{where}.{axis} {size}" for axis, size in sizes.items())
-        if config.data is None:
-            raise InputError(f"{axes} is {fixed}, but must divide {devices}, the number of devices in this job.")
-        raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {devices}, the number of "
-                         f"devices in this job. Change one, or set {where}.data=null to compute it.")  # fmt: skip
-    return {"data": data, **sizes}
 
 
 def make_mesh(

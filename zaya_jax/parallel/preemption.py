@@ -1,4 +1,4 @@
-"""Preemption: Ctrl-C or SIGTERM makes all processes of a job save and exit after the same step."""
+"""Preemption: Ctrl-C, SIGTERM or SIGHUP makes all processes of a job save and exit after the same step."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from zaya_jax.run.signals import NAMES, Listener, exit_status, warn
 
 
 class Preemption(Listener):
-    """Turns the first Ctrl-C or SIGTERM inside a `with` block, once it is `arm`ed, into a request to save and exit.
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP in a `with` block, once `arm`ed, into a request to save and exit.
 
     Before that, and from the second signal on, the process exits at once, as it would without this class. In a job of
     several processes, a signal to any of them makes all save and exit.
@@ -46,7 +46,7 @@ class Preemption(Listener):
 
     @property
     def name(self) -> str:
-        """Name of the signal: 'Ctrl-C' or 'SIGTERM'."""
+        """Name of the signal, as in `NAMES`."""
         return NAMES[self._number or signal.SIGTERM]
 
     @property

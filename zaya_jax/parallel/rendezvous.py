@@ -75,7 +75,7 @@ class Peer:
     def send(self, line: str) -> None:
         """Send a line, ignoring errors: the peer timeout detects a lost process."""
         with contextlib.suppress(OSError):
-            self._connection.send(f"{line}\n".encode())
+            self._connection.send(f"{line}\n".encode(errors="backslashreplace"))
 
     def receive(self) -> list[str] | None:
         """Return the lines received since the last call; None if the other side has closed."""

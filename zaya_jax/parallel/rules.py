@@ -3,10 +3,11 @@
 Master weights and optimizer state are sharded over all devices of the job: experts along the axis of experts, if their
 number is a multiple of the devices (or of `fsdp` alone), because whole matrices are gathered without a transpose and
 Muon need not exchange them; everything else along the larger of its last two axes that the number of devices divides.
-If it divides neither, fewer mesh axes are used. The axis of stacked layers is never sharded, since numbers such as 40
-layers rarely divide.
+If it divides neither, fewer mesh axes are used, with fsdp if it divides: over the others the parameter is replicated.
+The axis of stacked layers is never sharded, since numbers such as 40 layers rarely divide.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.model.layers import MATRIX_ROLES, Role
 from zaya_jax.model.tree import is_stacked
-from zaya_jax.parallel.mesh import AXES, STORED_OVER, AnyMesh, nontrivial_axes
+from zaya_jax.parallel.mesh import STORED_OVER, AnyMesh, nontrivial_axes
 
 
 class LeafPlacement(NamedTuple):
@@ -28,8 +29,8 @@ class LeafPlacement(NamedTuple):
       over: mesh axes that `axis` is sharded over.
       own: mesh axes along which the compute copy stays sharded: `expert` for experts.
       experts_over: mesh axes that the axis of experts is sharded over, inside `own`.
-      in_layer: whether the loop over layers hides its collectives: a stack of the layers' matrices that is sharded over
-        all devices. Vectors are not, since those of all layers take a few MB.
+      in_layer: whether the loop over layers hides its collectives: a sharded stack of the layers' matrices. Vectors are
+        not, since those of all layers take a few MB.
       by_layer: whether it is gathered over fsdp one layer at a time, in that loop.
       expert: whether it holds experts, which are nearly all of a layer's bytes.
       exact: whether the compute copy stays in the master weights' dtype, because its gradient is a sum over devices or
@@ -101,21 +102,24 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
         over = tuple(axis for axis in over if axis not in experts_over)
     dimensions = len(shape) - layered - (role == "expert")
     candidates = sorted(range(-min(2, dimensions), 0), key=lambda axis: shape[axis], reverse=True)
-    axis = None
-    while over and axis is None:
-        parts = _size(mesh, over)
-        axis = next((index for index in candidates if shape[index] % parts == 0), None)
-        over = over if axis is not None else over[:-1]
+    axis, over = next(((index, axes) for axes in _subsets(mesh, over) for index in candidates
+                       if shape[index] % _size(mesh, axes) == 0), (None, ()))  # fmt: skip
     spec: list[Any] = [None] * len(shape)
     if axis is not None:
         spec[axis] = over
     if own or experts_over:
         spec[EXPERTS_AXIS] = (*own, *experts_over)
     split = {*own, *experts_over, *over}
-    in_layer = layered and role in MATRIX_ROLES and split == {*nontrivial_axes(mesh, AXES)}
+    in_layer = layered and role in MATRIX_ROLES and bool(split)
     by_layer = in_layer and "fsdp" in split
     return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, in_layer, by_layer,
                          role == "expert", by_layer or role == "embedding")  # fmt: skip
+
+
+def _subsets(mesh: AnyMesh, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the nonempty subsets of mesh axes, those with fsdp first, and then the largest."""
+    subsets = [some for count in range(len(axes), 0, -1) for some in itertools.combinations(axes, count)]
+    return sorted(subsets, key=lambda some: ("fsdp" in some, _size(mesh, some)), reverse=True)
 
 
 def _size(mesh: AnyMesh, axes: tuple[str, ...]) -> int:

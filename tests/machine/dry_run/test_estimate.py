@@ -39,18 +39,32 @@ def test_the_estimate_of_the_released_model():
     assert round(estimate.flops["newton_schulz"] / 1e12, 2) == 444.42  # docs/reference.md §3.1
     model = sum(estimate.flops.values()) - estimate.flops["newton_schulz"]
     assert model == pytest.approx(16_777_216 * 8.74e9, rel=0.01)
-    assert estimate.bounds["compute"] == pytest.approx(sum(estimate.flops.values()) / 1024 / 1307e12)
+    # All devices orthogonalize the router's small matrices, which they do not divide.
+    assert estimate.bounds["compute"] == pytest.approx(sum(estimate.flops.values()) / 1024 / 1307e12, rel=1e-3)
     assert estimate.bounds["network"] == pytest.approx(0.17, abs=0.01)  # 70 GB over the 8 adapters of a node
     # The layers hide theirs. The rest, most of it the embedding's, are 3.9 GB over xGMI at 70 % of 448 GB/s.
     assert estimate.seconds["exposed network"] == pytest.approx(0.014, abs=0.001)
     model = {name: count / 1024 / 1307e12 for name, count in estimate.flops.items()}
     layers = model["attention"] + model["rest"]  # remat: dots computes no matmul twice
     matmuls = layers / ASSUMPTIONS.kernel + (model["head"] + model["newton_schulz"]) / ASSUMPTIONS.matmul
-    assert estimate.seconds["matmuls and kernels"] == pytest.approx(matmuls)
+    assert estimate.seconds["matmuls and kernels"] == pytest.approx(matmuls, rel=1e-3)
     assert estimate.seconds["kernel launches"] == pytest.approx(40 * 120 * 2e-6)
     assert estimate.step_seconds == sum(estimate.seconds.values())
     steps = math.ceil(8e12 / 16_777_216)
     assert estimate.steps == steps
+
+
+def test_groups_of_devices_that_have_the_same_matrices_all_orthogonalize_them():
+    """Three devices divide no matrix that eight have divided, and so 24 devices spend three times 8's FLOPs on them."""
+    seconds_of = []
+    for data in (1, 3):
+        overrides = ["parallel.fsdp=8", f"phases.0.batch.tokens={data * 8 * 4 * 4096}"]
+        programs = simulated_programs(load_config("configs/bench_8b.yaml", overrides), 8 * data)
+        estimate = estimate_phase(programs, 0, HARDWARE["h200"], no_activations)
+        model = sum(estimate.flops.values()) - estimate.flops["newton_schulz"]
+        seconds_of.append(estimate.bounds["compute"] - model / (8 * data) / HARDWARE["h200"].peak)
+    assert seconds_of[1] == pytest.approx(seconds_of[0], rel=1e-6)
+    assert seconds_of[1] > 0.03
 
 
 def test_several_micro_batches_gather_all_layers_before_the_first():

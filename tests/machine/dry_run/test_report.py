@@ -58,6 +58,13 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     assert re.search(r"; estimated: (\d+% [a-z ]+(, )?){3}$", summary, re.MULTILINE)
     assert "layout: data 8; remat" in table
     assert "step: 8,192 tokens; per device 16 × micro_batch 1\n" in table
+    stored = phase["storage"]
+    assert [row["stored_over"] for row in stored if row["replicated_over"] != ["data"]] == [["data"]]
+    for row in stored:
+        over = ["none", "all 8 devices"] if row["replicated_over"] else ["all 8 devices", "none"]
+        (line,) = re.findall(rf"^  {over[0]} +{over[1]} +(.*)", table, re.MULTILINE)
+        assert line == f"{row['bytes'] / 1e6:.3f} MB  {row['gathered']}"
+        assert all(name in table for name in row["parameters"])
     assert "compiled for this layout in 1.5 s, with 2.0 GB of this machine's memory" in table
     assert 1e6 <= estimate().memory.total < 1e9
     for name, size in estimate().memory._asdict().items():

@@ -109,7 +109,7 @@ def by_what(phase, parallel=None, overrides=()):
 
 def test_zero1_of_the_released_model_gathers_bf16_and_scatters_fp32_once_a_step():
     sent = by_what(0, overrides=["phases.pretrain_1.batch.micro_batch=1"])
-    small = sent["gradients of unsharded parameters"] / 8 * 1024 / 1023  # parameters that 1,024 does not split
+    small = sent["gradients of replicated parameters"] / 8 * 1024 / 1023  # parameters that 1,024 does not split
     split = 8_840_488_784 + 256 - small
     assert sent["gradients"] == pytest.approx(4 * split * 1023 / 1024, rel=1e-6)
     assert sent["parameters"] == pytest.approx(sent["gradients"] / 2, rel=1e-3)  # some vectors compute in fp32

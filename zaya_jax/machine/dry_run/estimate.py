@@ -98,24 +98,27 @@ def estimate_phase(
     memory = estimate_memory(program, sequences, stage.context, micro_batches, count)
     tokens = stage.sequences * stage.context
     split = config.optimizer.muon.gate_up == "split"
+    rounds = config.optimizer.muon.newton_schulz_steps * OPTIMIZERS[config.matrices].newton_schulz
     flops = {
         **{part: tokens * count
            for part, count in model_flops(config.model, stage.context, config.lora is not None).items()},
-        "newton_schulz": newton_schulz_flops(config.model, config.optimizer.muon.newton_schulz_steps, split)
-        if OPTIMIZERS[config.matrices].newton_schulz else 0.0,
+        "newton_schulz": newton_schulz_flops(config.model, rounds, split, {}),
     }  # fmt: skip
+    repeats = {name: devices // math.prod(sizes[axis] for axis in leaf.split)
+               for name, leaf in program.placement.leaves.items()}  # fmt: skip
+    executed = {**flops, "newton_schulz": newton_schulz_flops(config.model, rounds, split, repeats)}
     moved = transfers(program, local_shapes(program), sequences, stage.context, micro_batches)
     bounds, times = {}, {}
     if hardware is not None:
         traffic, reached = _least_traffic(memory, micro_batches), hardware.reached
         bounds = {
-            "compute": _compute_seconds(flops, "none", config, hardware, DATA_SHEET_SPEED) / devices,
+            "compute": _compute_seconds(executed, "none", config, hardware, DATA_SHEET_SPEED) / devices,
             "memory": traffic / hardware.bandwidth,
             "network": seconds(moved, sizes, hardware),
         }
         hidden, exposed = ([transfer for transfer in moved if transfer.hidden == x] for x in (True, False))
         times = {
-            "matmuls and kernels": _compute_seconds(flops, program.remat, config, hardware, reached) / devices,
+            "matmuls and kernels": _compute_seconds(executed, program.remat, config, hardware, reached) / devices,
             "other memory traffic": reached.traffic * traffic / hardware.bandwidth / reached.memory,
             "kernel launches": micro_batches * config.model.num_layers * reached.layer_launches * reached.launch,
         }

@@ -95,7 +95,7 @@ def estimate_memory(
         parameters=master_weights,
         optimizer=stored - master_weights,
         compute=_copy_bytes(program, single),
-        gradients=_gradient_bytes(program, single, reduces, scatters),
+        gradients=_gradient_bytes(program, single, reduces),
         # XLA clears the memory for those of the last micro-batch ahead of the loop over the others.
         activations=activations.kept * (2 if scatters and not reduces else 1),
         temporaries=_temporaries(program, sequences * context, activations.recomputed, single),
@@ -105,16 +105,16 @@ def estimate_memory(
 
 
 @functools.lru_cache(maxsize=16)  # estimates of the same program with other micro-batches share it
-def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool, scatters: bool) -> int:
+def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
     """Return bytes of the gradients of a micro-batch, and of those that are accumulated."""
-    placement = program.placement
+    placement, devices = program.placement, program.placement.mesh.size
 
     def gradients_of(copy: Any, _: Any) -> Any:
         if not reduces:
             # Layers add theirs in place. If they are gathered one at a time, XLA has three: what a micro-batch starts
             # from, its own, and the sum. The embedding's is there once more before its reduction.
             layers = {name: x for name, x in copy.items() if placement.leaves[name].by_layer}
-            embedding = {name: x for name, x in copy.items() if scatters and program.roles[name] == "embedding"}
+            embedding = {name: x for name, x in copy.items() if program.roles[name] == "embedding" and devices > 1}
             return (layers, layers, embedding), jax.tree.map(_accumulation, copy)
         parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
         micro = differentiated(parts)

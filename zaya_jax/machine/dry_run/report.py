@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config
@@ -16,6 +17,7 @@ from zaya_jax.machine.compilers.toolchain import find_toolchain
 from zaya_jax.machine.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.machine.dry_run.prove import prove
 from zaya_jax.machine.dry_run.suggest import suggestion_lines, suggestions
+from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
 
 _GB = 1e9
@@ -28,6 +30,7 @@ class _Phase(NamedTuple):
     proof: dict[str, Any] | None
     compiled: CompiledStep | None
     prediction: Prediction | None
+    storage: Sequence[StoredRow] = ()
 
     @property
     def memory(self) -> int:
@@ -76,16 +79,16 @@ def dry_run(
     device = None if hardware is None else get_hardware(hardware, devices)
     if suggest and device is None:
         raise InputError("--suggest needs --hardware NAME or --compile-for GPU, to compare times.")
-    programs = simulated_programs(config, devices)
-    phases = list[_Phase]()
+    programs, phases = simulated_programs(config, devices), list[_Phase]()
     for index in track("compiling the step of", range(len(config.phases)), config.phase_key):
-        estimate = estimate_phase(programs, index, device)
+        estimate, program = estimate_phase(programs, index, device), programs[index]
+        rows = storage_rows(program.placement, [program.abstract_state, program.abstract_base])
         if gpu is None or device is None:
-            phases.append(_Phase(estimate, prove(config, index, devices), None, None))
+            phases.append(_Phase(estimate, prove(config, index, devices), None, None, rows))
         else:
             step = compile_step(config, index, gpu, devices)
             shares = phase_shares(config.model, config.context_for(config.phases[index]), estimate.axes)
-            phases.append(_Phase(estimate, None, step, predict(step.entry, device, shares)))
+            phases.append(_Phase(estimate, None, step, predict(step.entry, device, shares), rows))
     by_phase = [suggestions(config, index, devices, device, gpu) for index in range(len(phases)) if suggest and device]
     if as_json:
         rows = [_json(phase, device) for phase in phases]
@@ -158,6 +161,7 @@ def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
         "summary": _summary(phase, hardware),
         **estimate._asdict(),
         "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
+        "storage": [stored._asdict() for stored in phase.storage],
         "transfers": [transfer._asdict() for transfer in estimate.transfers],
         "compiled": phase.proof,
     }
@@ -210,6 +214,7 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
         f"Phase {estimate.phase}",
         f"  layout: {axes or 'one device'}; remat {estimate.remat}",
         f"  step: {estimate.tokens:,} tokens; per device {estimate.micro_batches} × micro_batch {estimate.sequences}",
+        *(f"  {line}" for line in storage_table(phase.storage, estimate.axes)),
     ]
     if phase.compiled is not None and phase.prediction is not None and hardware is not None:
         lines += compiler_report.details(phase.compiled, phase.prediction, hardware, estimate.axes)

@@ -102,7 +102,7 @@ def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], mic
         if trained:
             add("gradients", "reduce-scatter", collectives.scatter, held * exact * times, leaf.in_layer)
             scattered = held / math.prod(sizes[axis] for axis in collectives.scatter)
-            add("gradients of unsharded parameters", "all-reduce", collectives.sum, 2 * scattered * exact * times)
+            add("gradients of replicated parameters", "all-reduce", collectives.sum, 2 * scattered * exact * times)
     return [Transfer(what, kind, axes, count, hidden) for (what, kind, axes, hidden), count in sent.items()]
 
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.machine.command import add_verb
 from zaya_jax.machine.result import check_request
 
@@ -39,5 +39,5 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     write_atomically(page, render(results, ignored))
     if ignored:
         print(f"Ignored, since the report has no section for them: {', '.join(ignored)}.")
-    print(f"The report is in {page}. Results: {', '.join(result.file for result in results)}.")
+    print(printable(f"The report is in {page}. Results: {', '.join(result.file for result in results)}."))
     return {}

@@ -14,11 +14,12 @@ from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.io_estimate import PAGE_BYTES, io_estimate
 from zaya_jax.data.shards import token_dtype
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.storage.reads import ReadTiming, time_reads, write_file
 from zaya_jax.machine.storage.saves import SaveTiming, time_saves
+from zaya_jax.run.files import expanded
 from zaya_jax.train.memory_errors import control_groups
 
 OPERATIONS = 20_000  # pages of a pass of random reads
@@ -76,7 +77,7 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
 
 
 def _existing(name: str) -> Path:
-    path = Path(name).expanduser().resolve()
+    path = expanded(name).resolve()
     return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
@@ -95,16 +96,17 @@ def _show_reads(timing: ReadTiming, folder: Path) -> dict[str, Any]:
              else f"{row['bytes_per_second'] / 1e9:.3g} GB/s")  # fmt: skip
     expected = 0 if timing.cache == "cold" else 1
     held = "" if timing.cached == expected else f"; {timing.cached:.0%} of the file was in the page cache"
-    print(f"{timing.pattern} reads in {folder}, {timing.cache}, {counted(timing.threads, 'thread')}: {speed}{held}",
-          flush=True)  # fmt: skip
+    print(printable(f"{timing.pattern} reads in {folder}, {timing.cache}, {counted(timing.threads, 'thread')}: {speed}"
+                    f"{held}"), flush=True)  # fmt: skip
     return row
 
 
 def _show_saves(timing: SaveTiming, size: int, folder: Path) -> dict[str, Any]:
     medians = {name: statistics.median(seconds) for name, seconds in timing._asdict().items()}
-    print(f"checkpoint of {size / 1e9:.3g} GB in {folder}: training stalls for {medians['stall']:.3g} s; durable after "
-          f"{medians['commit']:.3g} s ({size / medians['commit'] / 1e9:.3g} GB/s); restored and verified in "
-          f"{medians['cold']:.3g} s cold, {medians['warm']:.3g} s warm", flush=True)  # fmt: skip
+    print(f"checkpoint of {size / 1e9:.3g} GB in {printable(str(folder))}: training stalls for "
+          f"{medians['stall']:.3g} s; durable after {medians['commit']:.3g} s "
+          f"({size / medians['commit'] / 1e9:.3g} GB/s); restored and verified in {medians['cold']:.3g} s cold, "
+          f"{medians['warm']:.3g} s warm", flush=True)  # fmt: skip
     return {name: rounded(seconds) for name, seconds in timing._asdict().items()}
 
 

@@ -1,0 +1,75 @@
+"""Where a layout stores each parameter, and when its devices gather it, as a table for people."""
+
+import math
+import textwrap
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from zaya_jax.model.tree import is_stacked, name_in_layer
+from zaya_jax.parallel.mesh import AXES, nontrivial_axes
+from zaya_jax.parallel.placement import Placement
+from zaya_jax.parallel.rules import LeafPlacement
+from zaya_jax.run.table import format_table
+
+
+class StoredRow(NamedTuple):
+    """Parameters that are stored and gathered alike.
+
+    Attributes:
+      stored_over: mesh axes that they and their optimizer state are split over.
+      replicated_over: the other mesh axes with more than one device; each of their devices stores the same.
+      gathered: over which axes they are gathered when; experts stay split over `expert`.
+      bytes: of them and their optimizer state on one device.
+      parameters: the part of each in `bytes`, the largest first; layers' parameters by their name in the layer.
+    """
+
+    stored_over: tuple[str, ...]
+    replicated_over: tuple[str, ...]
+    gathered: str
+    bytes: int
+    parameters: dict[str, int]
+
+
+def storage_rows(placement: Placement, state: Any) -> list[StoredRow]:
+    """Return the table, the largest first; empty on one device.
+
+    Args:
+      placement: the layout.
+      state: parameters and optimizer state, frozen parameters included; may be abstract.
+    """
+    axes = nontrivial_axes(placement.mesh, AXES)
+    alike = defaultdict[tuple[tuple[str, ...], str], dict[str, int]](dict)
+    for path, x in jax.tree_util.tree_leaves_with_path(placement.abstract(state) if axes else []):
+        names = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        if name := next((name for name in names if name in placement.leaves), None):
+            leaf, short = placement.leaves[name], name_in_layer(name) if is_stacked(name) else name
+            sizes = alike[tuple(axis for axis in axes if axis in leaf.split), _gathered(leaf)]
+            sizes[short] = sizes.get(short, 0) + math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    rows = (StoredRow(split, tuple(axis for axis in axes if axis not in split), gathered, sum(sizes.values()),
+                      dict(sorted(sizes.items(), key=lambda item: -item[1])))
+            for (split, gathered), sizes in alike.items())  # fmt: skip
+    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def storage_table(rows: Sequence[StoredRow], sizes: Mapping[str, int]) -> list[str]:
+    """Return the lines of a table of `storage_rows`, with the size of each axis; [] if there are none."""
+
+    def named(axes: tuple[str, ...], others: tuple[str, ...]) -> str:
+        each = " × ".join(f"{axis} {sizes[axis]}" for axis in axes) or "none"
+        return each if others else f"all {math.prod(sizes.values())} devices"
+
+    if not rows:
+        return []
+    cells = [("stored over", "replicated over", "per device", "gathered"),
+             *((named(row.stored_over, row.replicated_over), named(row.replicated_over, row.stored_over),
+                f"{row.bytes / 1e6:,.3f} MB", row.gathered) for row in rows)]  # fmt: skip
+    names = [textwrap.indent(textwrap.fill(", ".join(row.parameters), 100), "    ").splitlines() for row in rows]
+    return [line for head, rest in zip(format_table(cells), [[], *names], strict=True) for line in (head, *rest)]
+
+
+def _gathered(leaf: LeafPlacement) -> str:
+    layer, once = ["fsdp each layer"] if leaf.by_layer else [], leaf.gathered
+    return "; ".join([*layer, *([f"{', '.join(once)} each step"] if once else [])]) or "never"
