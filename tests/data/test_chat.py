@@ -148,10 +148,30 @@ def test_templates_see_their_names_and_text_stays_as_it_is():
     source = "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ messages | tojson }}"
     text = joined(
         rendered(
-            Template(source + "{% generation %}{% endgeneration %}", "x"), [assistant("<é&'>", tool_calls=[{"n": 1}])]
+            Template(source + "{% generation %}.{% endgeneration %}", "x"), [assistant("<é&'>", tool_calls=[{"n": 1}])]
         )
     )
-    assert text == '<s></s>False[{"role": "assistant", "content": "<é&\'>", "tool_calls": [{"n": 1}]}]'
+    assert text == '<s></s>False[{"role": "assistant", "content": "<é&\'>", "tool_calls": [{"n": 1}]}].'
+
+
+def test_content_that_is_part_of_another_is_no_excuse_to_leave_it_out():
+    said = [user("2 + 3?"), assistant(None, tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
+            {"role": "tool", "content": "5"}, assistant("It is 5.")]  # fmt: skip
+    body = "{% generation %}{{ message.content or message.tool_calls }}{% endgeneration %}"
+    source = "{% for message in messages %}{% if message.role != 'tool' %}" + body + "{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match="does not write the content of message 3"):
+        rendered(Template(source, "x"), said)
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("{% for message in messages %}{% if message.role != 'system' %}{% generation %}{{ message.content }}"
+     "{% endgeneration %}{% endif %}{% endfor %}", "does not write the content of message 1"),
+    ("{% for message in messages %}{{ message.content }}{% endfor %}{% generation %}{% endgeneration %}",
+     "marks nothing of this conversation"),
+])  # fmt: skip
+def test_what_a_template_leaves_out_of_a_conversation_is_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        rendered(Template(source, "x"), [{"role": "system", "content": "Be kind."}, user(), assistant()])
 
 
 GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
@@ -299,7 +319,19 @@ def test_sharegpt_form_is_read():
     roles = ["system", "user", "assistant", "user", "assistant"]
     assert [message["role"] for message in parsed] == roles
     assert [message["content"] for message in parsed] == ["Be brief.", "2 + 3?", "5", "so", "6"]
-    assert parsed[2] == {"role": "assistant", "content": "5", "reasoning": "count", "weight": 1}
+    assert parsed[2] == {"role": "assistant", "content": "5", "reasoning": "count"}
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+@pytest.mark.parametrize("off", [0, False, 0.0])
+def test_an_answer_that_is_not_to_be_trained_is_outside_of_the_loss(key, off):
+    answers = [{"role": "assistant", "content": text, key: weight} for text, weight in (("bad", off), ("good", 1))]
+    conversation = parse_conversation([user(), answers[0], user(), answers[1], {**answers[0], "content": "worse"}])
+    pieces = Template(DEFAULT_TEMPLATE, "x").render(conversation, bos=None, eos=None)
+    assert "".join(piece.text for piece in pieces if piece.generated) == "good<|im_end|>"
+    merged = Template("{% generation %}{{ messages[1].content }}{% endgeneration %}", "x")
+    with pytest.raises(ValueError, match=r"^the chat template marks 1 parts of 3 answers, so that those of weight 0"):
+        merged.render(conversation, bos=None, eos=None)
 
 
 CALLS = [user(), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
@@ -340,6 +372,15 @@ def test_calls_of_tools_are_written_as_the_template_does_or_refused(writes):
         ([assistant(reasoning=1)], "message 1 has a reasoning that is not a string"),
         ([assistant(reasoning="a", reasoning_content="b")],
          "message 1 has a reasoning and a reasoning_content that differ"),
+        ([assistant(thinking="a", reasoning="b")], "message 1 has a reasoning and a thinking that differ"),
+        ([assistant(weight=0.5)], "message 1 has the weight 0.5, but must have 0 or 1"),
+        ([assistant(weight=1, train=False)], "message 1 has weight and train that differ"),
+        ([user(train=True), assistant()], "message 1 has the train True, but only what the assistant writes"),
+        ([user(), assistant(weight=0)], "no assistant message of the conversation is trained"),
+        ([assistant(train_detail=[{}])], "message 1 has a train_detail, which is not read; remove it"),
+        ([user(function_call={"name": "f"}), assistant()], "message 1 has a function_call, which is not read; write"),
+        ([user(), assistant(trainable=False)], "message 2 has a trainable, which is not read; remove it"),
+        ([user(), assistant(channel="analysis")], "message 2 has a channel, which is not read; remove it"),
         ([assistant(), assistant(" <think>and on")], "message 2 has a <think> without </think>"),
         ([assistant("\ud800")], "message 1 contains an unpaired surrogate"),
         ([assistant(), user(x=[{"\udfff": 1}])], "message 2 contains an unpaired surrogate"),

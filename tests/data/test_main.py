@@ -120,6 +120,14 @@ def test_chat_reads_messages_unless_a_field_is_named(call, tmp_path, capsys):
         assert "train: 5 documents" in capsys.readouterr().out
 
 
+def test_each_document_that_cannot_be_used_has_a_line(call, tmp_path, capsys):
+    call[2] = str(write_lines(tmp_path / "bad.jsonl", [{"x": 1}, {"x": "\x1b"}]))
+    assert main(call) == 2
+    refusal = capsys.readouterr().err.splitlines()[-3:]
+    assert refusal[0].startswith("Error: 2 documents cannot be used (2 no field).")
+    assert [line.split(": ")[0] for line in refusal[1:]] == [f"  {call[2]}:1", f"  {call[2]}:2"]
+
+
 def test_options_reach_the_preparation(call, tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     for name, text in {"a.md": "one", "b.rst": "two", "c.txt": "left out", "d.md": " "}.items():
@@ -186,5 +194,5 @@ def test_ctrl_c_has_status_130_and_the_same_command_goes_on(call, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, ""), err
-    assert err.splitlines()[1:] == ["Interrupted: rerun the command to resume."]
+    assert err.splitlines()[1:] == ["Stopped by Ctrl-C. Rerun the command to resume."]
     assert not list((tmp_path / "out").glob("*.partial"))

@@ -116,6 +116,14 @@ def test_a_damaged_manifest_is_named(folder, content):
         read_manifest(folder, REMEDY)
 
 
+def test_nobody_is_told_to_delete_a_folder_whose_manifest_could_not_be_read(folder):
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).symlink_to("/proc/self/mem")  # whose first bytes the system refuses to read
+    with pytest.raises(InputError, match="Input/output error") as error:
+        read_manifest(folder, REMEDY)
+    assert REMEDY not in str(error.value)
+
+
 @pytest.mark.parametrize("fields", [None, '{"format": 99, "corpus_digest": ""}'])
 def test_another_format_is_named_whatever_its_fields_are(folder, fields):
     text = (folder / MANIFEST).read_text()

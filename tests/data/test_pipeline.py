@@ -158,11 +158,11 @@ def test_the_text_of_heldout_batches_is_counted(tiny, phase, limit):
     config = dataclasses.replace(config, phases=(PhaseConfig(tokens=320, **phase),))
     entry, eot = prepared.sources["corpus"].manifest.heldout, prepared.tokenizer.eot
     text = heldout_text(config, prepared, "corpus", limit)
-    assert text[2:] == (entry.documents, entry.text_bytes)
+    assert (text.use.documents, text.all_bytes) == (entry.documents, entry.text_bytes)
     batches = list(heldout_batches(config, prepared, "corpus", limit))
     targets = np.concatenate([batch["targets"][batch["loss_mask"]] for batch in batches])
     assert text.text_bytes == len(prepared.tokenizer.decode(targets[targets != eot].tolist()).encode())
-    assert (text[:2] == text[2:]) == (limit is None)
+    assert (text.use.used == entry.documents) == (text.text_bytes == text.all_bytes) == (limit is None)
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +190,16 @@ def test_the_first_token_of_a_document_is_not_counted_if_it_is_text(kinds_of_tok
     assert _part_bytes(plain, Text(tokens, None), DocumentPart(0, 0, len(tokens))) == len(" b")
 
 
-def test_heldout_text_is_cut_into_windows_of_the_context_whatever_the_training_does(tiny):
+def test_heldout_text_is_cut_into_windows_of_the_phases_context_whatever_the_training_does(tiny):
     config, prepared = tiny
-    drop = PhaseConfig(tokens=320, over_length="drop", context=40)
-    other = dataclasses.replace(config, phases=(drop,))
+    drop = PhaseConfig(tokens=320, over_length="drop")
+    other = dataclasses.replace(config, phases=(dataclasses.replace(drop, name="long", context=40), drop))
     expected = list(heldout_batches(config, prepared, "corpus"))
     chex.assert_trees_all_equal(list(heldout_batches(other, prepared, "corpus")), expected)
+    long = list(heldout_batches(other, prepared, "corpus", phase=0))
+    assert {batch["tokens"].shape[1] for batch in long} == {40}
+    tokens = [sum(batch["loss_mask"].sum() for batch in batches) for batches in (long, expected)]
+    assert tokens[0] == tokens[1]
 
 
 def test_heldout_bins_hold_every_document_whole(tiny):

@@ -14,6 +14,7 @@ from zaya_jax.config import Table
 from zaya_jax.data.pipeline import heldout_batches, heldout_text, train_batches
 from zaya_jax.data.plan import plan_run
 from zaya_jax.data.sources import open_sources
+from zaya_jax.data.tally import Use
 from zaya_jax.errors import InputError
 
 # Tokens tell the source and the place: source k uses the ids k * 100 + 1 … k * 100 + 99.
@@ -181,8 +182,8 @@ def test_each_source_is_held_out_by_itself(tmp_path):
     (batch,) = heldout_batches(config, prepared, "a")
     pairs = sorted(zip(batch["tokens"][batch["loss_mask"]], batch["targets"][batch["loss_mask"]], strict=True))
     assert pairs == sorted(pair for document in documents_of(0, [30, 8]) for pair in itertools.pairwise(document))
-    assert heldout_text(config, prepared, "a")[2:] == (2, 38)
+    assert heldout_text(config, prepared, "a").use.documents == 2
     assert list(heldout_batches(config, prepared, "b")) == []  # no phase reads it
     assert heldout_text(config, prepared, "b") is None
     assert list(heldout_batches(config, prepared, "c")) == []
-    assert heldout_text(config, prepared, "c") == (0, 0, 0, 0)
+    assert heldout_text(config, prepared, "c") == (Use.none(0), 0, 0)

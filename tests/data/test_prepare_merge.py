@@ -43,6 +43,15 @@ def test_a_folder_without_a_preparation_is_not_merged(tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
+def test_tasks_without_a_document_that_can_be_used_are_not_merged(tmp_path, tokenizer):
+    (tmp_path / "bad.jsonl").write_text('{"other": 1}\n' * 2)
+    for task in range(2):
+        prepare([str(tmp_path / "bad.jsonl")], tokenizer, tmp_path / "out", QUARTER, max_bad=9, workers=1, task=task,
+                tasks=2, unit_bytes=9)  # fmt: skip
+    with pytest.raises(InputError, match=r"The inputs of .*out contain no document that can be used"):
+        merge(tmp_path / "out")
+
+
 def test_a_plan_without_the_token_that_begins_documents_is_finished(tmp_path, tokenizer, texts_file):
     call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "settings": QUARTER, "workers": 1, "tasks": 2}
     prepare(output=tmp_path / "out", task=0, **call)

@@ -88,7 +88,7 @@ def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):
         ({"max_bad": -1}, "^--max-bad is -1, "),
         ({"settings": PrepareSettings(heldout=1.5)}, r"^--heldout is 1\.5, "),
         ({"settings": PrepareSettings(heldout=-0.1)}, r"^--heldout is -0\.1, "),
-        ({"settings": PrepareSettings(heldout=float("nan"))}, "^--heldout is nan"),
+        ({"settings": PrepareSettings(heldout=float("nan"))}, r"^--heldout is \.nan"),
         ({"settings": PrepareSettings(eot="<|end|>")}, r"has no token '<\|end\|>' to end a document"),
         ({"tokenizer": Path("missing.json")}, r"^The tokenizer file missing\.json cannot be read"),
         ({"inputs": ["missing.jsonl"]}, r"^The input missing\.jsonl cannot be read"),

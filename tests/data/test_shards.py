@@ -2,6 +2,7 @@ import functools
 import pickle
 import random
 import re
+import resource
 from concurrent.futures import ThreadPoolExecutor
 
 import chex
@@ -197,6 +198,17 @@ def test_a_record_of_another_length_is_refused(tmp_path, masked, size):
     match = re.escape(f"Document 1 in the data file {tmp_path / 'train-000001.arrayrecord'} is damaged")
     with pytest.raises(InputError, match=match):
         read[1]
+
+
+def test_a_shard_that_cannot_be_opened_is_not_called_damaged(tmp_path):
+    read = open_records(tmp_path, [bytes(4), bytes(4)], [2, 2], per_shard=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(InputError, match=r"train-000001\.arrayrecord cannot be read: Too many open files"):
+            read[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # --- shards ----------------------------------------------------------------------------------------------------

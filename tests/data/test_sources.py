@@ -198,8 +198,8 @@ def test_sources_of_other_tokenizers_or_ends_of_documents_are_refused(config, ma
 def test_nothing_to_train_on_or_to_hold_out_is_told(config, made, tmp_path, tokenizers):
     nearly_all = make_source(tmp_path / "h", ["text"], tokenizers["a"], heldout=1 - 1e-9)
     none = make_source(tmp_path / "t", ["text"] * 9, tokenizers["a"], heldout=0.0)
-    with pytest.raises(InputError, match=r"data\.sources\.z contains no training document"):
-        open_sources(with_sources(config, x=made["x"], z=nearly_all))
+    with pytest.raises(InputError, match=r"None of the sources \(z\) contains a training document"):
+        open_sources(with_sources(config, z=nearly_all))
     with pytest.raises(InputError, match=r"No source that a phase reads \(z\) has a held-out document.*--heldout"):
         open_sources(with_sources(config, z=none))
     open_sources(with_sources(config, x=made["x"], z=none))

@@ -1,4 +1,4 @@
-"""Runs that are interrupted: by SIGTERM, by an error, on another machine. They resume as if nothing had happened."""
+"""Runs that are interrupted, by a signal, by an error, on another machine, resume as if nothing had happened."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from zaya_jax.run.run import open_run
 from zaya_jax.train import loop, resumption, sinks
 from zaya_jax.train.loop import run_training
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.usefixtures("quick", "signals_arrive")
 
 
 def metric_rows(folder):
@@ -46,53 +46,54 @@ def train_until(config, step):
             run_training(config)
 
 
-# --- SIGTERM ------------------------------------------------------------------------------------
+# --- signals ------------------------------------------------------------------------------------
 
 
-def at_row(patch, step):
-    """Send SIGTERM when the row of `step` is written, while the next step runs or is evaluated."""
+def at_row(patch, step, sent):
+    """Send a signal when the row of `step` is written, while the next step runs or is evaluated."""
 
     class Sink(sinks.JsonlSink):
         def write(self, metrics, timings):
             super().write(metrics, timings)
             if metrics["step"] == step:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), sent)
 
     patch.setattr(sinks, "JsonlSink", Sink)
 
 
-def in_evaluation(patch, number):
-    """Send SIGTERM when the batch of that number is evaluated: one follows step 6, one the last step."""
+def in_evaluation(patch, number, sent):
+    """Send a signal when the batch of that number is evaluated: one follows step 6, one the last step."""
     seen, loss = [], ModelSnapshot.loss
 
     def ask(model, batch):
         seen.append(batch)
         if len(seen) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), sent)
         return loss(model, batch)
 
     patch.setattr(ModelSnapshot, "loss", ask)
 
 
 @pytest.mark.parametrize(
-    ("when", "number", "saved"),
+    ("when", "number", "saved", "sent"),
     [
-        (at_row, 5, 6),  # before the evaluation after step 6, which is finished: the row is that of an undisturbed run
-        (in_evaluation, 2, 12),
-        pytest.param(at_row, 7, 8, marks=pytest.mark.soak),
-        pytest.param(at_row, 1, 2, marks=pytest.mark.soak),
-        pytest.param(at_row, 11, 12, marks=pytest.mark.soak),
-        pytest.param(in_evaluation, 1, 6, marks=pytest.mark.soak),
+        # Before the evaluation after step 6, which is finished: the row is that of an undisturbed run.
+        (at_row, 5, 6, signal.SIGTERM),
+        (in_evaluation, 2, 12, signal.SIGHUP),
+        pytest.param(at_row, 7, 8, signal.SIGHUP, marks=pytest.mark.soak),
+        pytest.param(at_row, 1, 2, signal.SIGHUP, marks=pytest.mark.soak),
+        pytest.param(at_row, 11, 12, signal.SIGHUP, marks=pytest.mark.soak),
+        pytest.param(in_evaluation, 1, 6, signal.SIGTERM, marks=pytest.mark.soak),
     ],
 )
-def test_a_preempted_run_resumes_bitwise(tmp_path, finished, when, number, saved):
+def test_a_preempted_run_resumes_bitwise(tmp_path, finished, when, number, saved, sent):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     with pytest.MonkeyPatch.context() as patch:
-        when(patch, number)
-        with pytest.raises(Preempted, match=r"^Stopped by SIGTERM after") as ended:
+        when(patch, number, sent)
+        with pytest.raises(Preempted, match=f"^Stopped by {sent.name} after") as ended:
             run_training(config)
     sentence, status = last_words(ended.value)
-    assert status == 143
+    assert status == 128 + sent
     assert open_run(config.run_dir).status[-2:] == (status, sentence)
     assert "which is saved" in sentence
     assert saved_steps(Path(config.run_dir) / "checkpoints")[-1] == saved

@@ -34,7 +34,7 @@ def test_a_report_sets_the_model_beside_the_compressors_and_lets_it_speak(finish
     assert text is not None
     lines = report(config, result).splitlines()
     assert lines[0] == (
-        f"Held-out loss over {text.text_bytes:,} of {text.all_bytes:,} bytes in {counted(text.documents, 'document')}: "
+        f"Held-out loss over {text.text_bytes:,} of {text.all_bytes:,} bytes in {counted(text.use.used, 'document')}: "
         f"{result.heldout.nats_per_token:.4f} nats/token"
     )
     assert lines[1].split() == ["this", "model", f"{result.heldout.bits_per_byte(text.text_bytes):.3f}", "bits/byte"]

@@ -5,31 +5,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zaya_jax.errors import InputError, RunStopped, is_disk_full, last_words
+from zaya_jax.errors import printable
+from zaya_jax.run.command import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
+from zaya_jax.run.typed_name import typed_name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `ExitCode`."""
     options = _parser().parse_args(arguments)
-    try:
-        options.run(options)
-    except InputError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    except RunStopped as error:
-        print(f"Stopped: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("Interrupted: rerun the command to resume.", file=sys.stderr)
-        return 130
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        sentence, status = last_words(error)
-        print(sentence, file=sys.stderr)
-        return status
-    return 0
+
+    def run() -> None:
+        try:
+            options.run(options)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("Rerun the command to resume.") from None
+
+    return run_command(run)
 
 
 def _parser() -> Parser:
@@ -111,8 +103,8 @@ def _prepare(options: argparse.Namespace) -> None:
     manifest = prepare(options.input, tokenizer, options.output, settings, max_bad=options.max_bad,
                        workers=options.workers, task=options.task, tasks=options.of)  # fmt: skip
     if manifest is None:
-        print(f"Task {options.task} of {options.of} is done. After the last one, run "
-              f"python -m zaya_jax.data merge {options.output}")  # fmt: skip
+        print(printable(typed_name(f"Task {options.task} of {options.of} is done. After the last one, run "
+                                   f"python -m zaya_jax.data merge {options.output}")))  # fmt: skip
     else:
         print(summary(options.output, manifest))
 
@@ -132,4 +124,5 @@ def _describe(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main())

@@ -135,7 +135,7 @@ class Template:
           tools: from `parse_tools`.
 
         Returns:
-          Non-empty pieces whose concatenated text is the rendering.
+          Non-empty pieces whose concatenated text is the rendering. An answer with a `weight` of 0 is not `generated`.
 
         Raises:
           ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, or omits tools
@@ -147,9 +147,22 @@ class Template:
         plain, marked = self._run(_request(conversation, names), _request(conversation, names, marked=True))
         if HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes an unpaired surrogate")
-        pieces = _cut(marked)
+        answers = [message for message in conversation if message["role"] == "assistant"]
+        pieces = _cut(marked, [message.get("weight") != 0 for message in answers])
         if "".join(piece.text for piece in pieces) != plain:
             raise ValueError("the chat template changes what the assistant writes; it must output it unmodified")
+        if any(
+            ((message.get("content") or "").strip() or message.get("tool_calls")) and message.get("weight") != 0
+            for message in answers
+        ) and not any(piece.generated for piece in pieces):
+            raise ValueError("the chat template marks nothing of this conversation with {% generation %}")
+        contents = [(message.get("content") or "").strip() for message in conversation]
+        for number, message in enumerate(conversation):
+            content = contents[number]
+            # One may be part of another, and be written in another form, such as JSON.
+            if content and plain.count(content) < sum(each.count(content) for each in contents):
+                changed = [*conversation[:number], {**message, "content": f"{content}x"}, *conversation[number + 1 :]]
+                self._check_written(_request(changed, names), plain, f"content of message {number + 1}")
         if any(message.get("tool_calls") for message in conversation):
             without = [{key: x for key, x in message.items() if key != "tool_calls"} for message in conversation]
             self._check_written(_request(without, names), plain, "tool_calls")
@@ -164,7 +177,7 @@ class Template:
         except ValueError:  # a template that requires it does not ignore it
             return
         if rendering == plain:
-            raise ValueError(f"the chat template does not write the {key} of the conversation")
+            raise ValueError(f"the chat template does not write the {key}")
 
     def _run(self, *renderings: dict[str, Any]) -> list[str]:
         try:
@@ -246,18 +259,24 @@ def _mark(reasoning: str, number: int) -> str:
     return f"{before}{_REASONING}{number}{_REASONING_BEGIN}{text}{_REASONING_END}{after}"
 
 
-def _cut(marked: str) -> list[Piece]:
-    """Split a marked rendering into pieces."""
+def _cut(marked: str, trained: Sequence[bool]) -> list[Piece]:
+    """Split a marked rendering into pieces. The i-th block of an untrained answer counts as not generated."""
     pieces: list[Piece] = []
-    generated, reasoning, start = False, None, 0
+    inside, generated, reasoning, start, blocks = False, False, None, 0, 0
+    count = marked.count(_GENERATION)
+    if not all(trained) and count != len(trained):
+        raise ValueError(f"the chat template marks {count} parts of {len(trained)} answers, so that those of weight 0 "
+                         "cannot be told")  # fmt: skip
     for mark in _MARK.finditer(marked):
         if mark.start() > start:
             pieces.append(Piece(marked[start : mark.start()], generated, reasoning))
         start = mark.end()
-        if mark.group() == _GENERATION and generated:
+        if mark.group() == _GENERATION and inside:
             raise ValueError("the chat template nests generation blocks")
-        if mark.group() in (_GENERATION, _GENERATION_END):
-            generated = mark.group() == _GENERATION
+        if mark.group() == _GENERATION:
+            inside, generated, blocks = True, blocks >= len(trained) or trained[blocks], blocks + 1
+        elif mark.group() == _GENERATION_END:
+            inside = generated = False
         else:
             reasoning = None if mark.group() == _REASONING_END else int(mark[1])
     if start < len(marked):

@@ -14,6 +14,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # `from` of a ShareGPT message → role.
 SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_call": "assistant",
             "observation": "tool", "tool": "tool"}  # fmt: skip
+# Keys that say whether a message of the assistant is trained: OpenAI's, axolotl's, ms-swift's.
+_WEIGHTS = ("weight", "train", "training", "loss")
+_REASONING = ("reasoning", "reasoning_content", "thinking")
+# Keys that are not read and would change what is trained.
+_UNREAD = ("function_call", "function_calls", "functions", "train_detail", "training_detail", "refusal", "audio",
+           "image", "images", "videos", "attachments", "prefix", "reasoning_details", "reasoning_text",
+           "thinking_blocks", "thought", "thoughts", "analysis", "tool_plan", "tool_call", "tool_responses",
+           "channel")  # fmt: skip
+_MASKS = ("mask", "masked", "loss_mask", "trainable", "trained", "ignore", "train_on_turn")  # true differs in meaning
 HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
 THINK, THINK_END = "<think>", "</think>"
 
@@ -22,10 +31,11 @@ def parse_conversation(value: Any) -> Conversation:
     """Validate a conversation and normalize it.
 
     In the result, each message has a `role` of `ROLES` and a string `content`, which may be None or absent if it calls
-    tools; an assistant message also has its `reasoning`, if any. The input can give reasoning as `reasoning`,
-    `reasoning_content` or `<think>…</think>` at the start of the content (white space around both is then stripped).
-    The content can be a list of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT messages with `from`
-    and `value` work too. Other keys are kept.
+    tools; an assistant message also has its `reasoning`, if any, and a `weight` of 0 if it is not trained (given by a
+    key of `_WEIGHTS`). The input can give reasoning as `reasoning`, `reasoning_content`, `thinking` or
+    `<think>…</think>` at the start of the content (white space around both is then stripped). The content can be a list
+    of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT messages with `from` and `value` work too.
+    Other keys are kept.
 
     Raises:
       ValueError: the value is not a conversation or has no assistant message. The message is a clause; the caller adds
@@ -36,6 +46,8 @@ def parse_conversation(value: Any) -> Conversation:
     conversation = [_parse_message(message, f"message {number}") for number, message in enumerate(value, 1)]
     if all(message["role"] != "assistant" for message in conversation):
         raise ValueError("the conversation has no assistant message")
+    if all(message.get("weight") == 0 for message in conversation if message["role"] == "assistant"):
+        raise ValueError("no assistant message of the conversation is trained")
     return conversation
 
 
@@ -49,7 +61,11 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has no role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
-    message = dict(value)
+    unread = [key for key in _UNREAD if value.get(key)] + [key for key in _MASKS if value.get(key) is not None]
+    if unread:
+        advice = "write it as tool_calls" if "function_call" in unread[0] else "remove it"
+        raise ValueError(f"{where} has a {unread[0]}, which is not read; {advice}")
+    message = _with_weight(value, where)
     if role == "assistant" and value.get("tool_calls"):
         message["tool_calls"] = parse_calls(value["tool_calls"], where)
     check_pairs(message, where)
@@ -76,6 +92,21 @@ def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {**rest, "role": SHAREGPT[speaker], "content": message["value"]}
 
 
+def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message whose only key of `_WEIGHTS` is a `weight` of 0, if it is not trained."""
+    given = {key: message[key] for key in _WEIGHTS if message.get(key) is not None}
+    rest = {key: x for key, x in message.items() if key not in _WEIGHTS}
+    for key, value in given.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise ValueError(f"{where} has the {key} {value!r:.50}, but must have 0 or 1 (false or true)")
+        if value and message["role"] != "assistant" and key != "weight":  # a weight of 1 is often everywhere
+            raise ValueError(f"{where} has the {key} {value!r}, but only what the assistant writes is trained")
+    if len({bool(value) for value in given.values()}) > 1:
+        raise ValueError(f"{where} has {' and '.join(given)} that differ")
+    is_left_out = message["role"] == "assistant" and given and not any(given.values())
+    return {**rest, "weight": 0} if is_left_out else rest
+
+
 def _content(message: dict[str, Any], where: str) -> str | None:
     content = message.get("content")
     if isinstance(content, str):
@@ -92,13 +123,13 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 def _reasoning(message: dict[str, Any], where: str) -> str:
     """Remove the reasoning from a message and return it; empty if there is none."""
-    texts = [text for key in ("reasoning", "reasoning_content") if (text := message.pop(key, None)) is not None]
-    if not all(isinstance(text, str) for text in texts):
+    texts = {key: text for key in _REASONING if (text := message.pop(key, None)) is not None}
+    if not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"{where} has a reasoning that is not a string")
-    texts = [text for text in texts if text.strip()]
-    if len(set(texts)) > 1:
-        raise ValueError(f"{where} has a reasoning and a reasoning_content that differ")
-    return texts[0] if texts else ""
+    texts = {key: text for key, text in texts.items() if text.strip()}
+    if len(set(texts.values())) > 1:
+        raise ValueError(f"{where} has a {' and a '.join(texts)} that differ")
+    return next(iter(texts.values()), "")
 
 
 def _split(content: str, where: str) -> tuple[str, str]:

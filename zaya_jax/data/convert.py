@@ -47,6 +47,7 @@ class Record(NamedTuple):
     text_bytes: int
     read: int = 0  # bytes of input, for progress
     outcome: str | None = None  # category to count
+    lost: int = 0  # bytes of text that have no token
 
 
 class Skipped(NamedTuple):
@@ -60,6 +61,9 @@ class Skipped(NamedTuple):
 T = TypeVar("T", Record, int)
 Work = Callable[[Any], Iterable[Record | Skipped]]  # unit → records in order; picklable
 Check = Callable[[Any], Iterable[int | Skipped]]  # unit → bytes of each usable document
+
+
+_USABLE = "usable"  # outcome of a document that was checked
 
 
 class _Job(NamedTuple):
@@ -81,6 +85,7 @@ class UnitNote:
     skipped: dict[str, int]  # reason → number of unusable documents
     outcomes: dict[str, int]  # outcome → number of other documents
     examples: list[str]
+    lost_bytes: dict[Split, int] = dataclasses.field(default_factory=dict)
 
 
 _Convert = Callable[[_Job, Callable[[int], None]], UnitNote]  # the second argument adds bytes to the progress
@@ -98,14 +103,19 @@ class Conversion:
     workers: int = 1  # processes; with 1, this process does the work
     limit: int = 0  # maximum number of skipped documents over `numbers`
 
-    def check(self, check: Check, label: str) -> None:
+    def check(self, check: Check, label: str) -> int:
         """Check the documents of all units without writing anything; `label` titles the progress bar.
+
+        Returns:
+          The number of documents that can be used.
 
         Raises:
           InputError: more than `limit` documents are unusable.
           RunStopped: a worker process was killed.
         """
-        self._run(functools.partial(_check_unit, check), label)
+        notes = self._run(functools.partial(_check_unit, check), label)
+        return sum(note.outcomes.get(_USABLE, 0) + sum(shard.documents for shard in note.shards.values())
+                   for note in notes)  # fmt: skip
 
     def convert(self, work: Work, label: str) -> None:
         """Convert the units to shards in `folder`; `label` titles the progress bar.
@@ -116,7 +126,7 @@ class Conversion:
         """
         self._run(functools.partial(_convert_unit, work), label)
 
-    def _run(self, convert: _Convert, label: str) -> None:
+    def _run(self, convert: _Convert, label: str) -> list[UnitNote]:
         refuse_in_worker()
         numbers = range(len(self.units)) if self.numbers is None else self.numbers
         notes = {number: note for number in numbers if (note := read_note(self.folder, number)) is not None}
@@ -129,6 +139,7 @@ class Conversion:
             examples += note.examples
         if skipped.total() > self.limit:
             raise InputError(_refusal(skipped, examples, self.limit, self.advice))
+        return list(notes.values())
 
 
 def read_note(folder: Path, number: int) -> UnitNote | None:
@@ -247,14 +258,13 @@ def _usable(results: Iterable[T | Skipped], job: _Job, add: Callable[[int], None
 
 def _check_unit(check: Check, job: _Job, add: Callable[[int], None]) -> UnitNote:
     skipped, examples = Counter[str](), []
-    for _ in _usable(check(job.unit), job, add, skipped, examples):
-        pass
-    return UnitNote({}, {}, {}, dict(skipped), {}, examples)
+    usable = sum(1 for _ in _usable(check(job.unit), job, add, skipped, examples))
+    return UnitNote({}, {}, {}, dict(skipped), {_USABLE: usable}, examples)
 
 
 def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote:
     lengths = {split: array("q") for split in SPLITS}
-    text_bytes: dict[Split, int] = dict.fromkeys(SPLITS, 0)
+    text_bytes, lost_bytes = (dict[Split, int].fromkeys(SPLITS, 0) for _ in range(2))
     skipped, outcomes, examples = Counter[str](), Counter[str](), []
     with ExitStack() as stack:
         writers = {
@@ -265,6 +275,7 @@ def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote
             writers[record.split].write(record.data)
             lengths[record.split].append(record.tokens)
             text_bytes[record.split] += record.text_bytes
+            lost_bytes[record.split] += record.lost
             if record.outcome is not None:
                 outcomes[record.outcome] += 1
         finished: dict[Split, ShardEntry | None] = {split: writers[split].finish() for split in SPLITS}
@@ -272,7 +283,7 @@ def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote
     saved: dict[Split, FileEntry] = {
         split: save_lengths(job.folder / f"unit-{job.number:06d}-{split}.npy", lengths[split]) for split in shards
     }
-    note = UnitNote(shards, saved, text_bytes, dict(skipped), dict(outcomes), examples)
+    note = UnitNote(shards, saved, text_bytes, dict(skipped), dict(outcomes), examples, lost_bytes)
     write_atomically(_note_path(job.folder, job.number), json.dumps(dataclasses.asdict(note)))
     return note
 

@@ -27,6 +27,7 @@ class Corpus:
     train: tuple[str, ...]
     heldout: tuple[str, ...]
     hashes: dict[str, int] = field(repr=False)  # file → `content_hash`
+    unread: int = 0  # number of files that are empty or have other suffixes
 
     def files(self, split: Split) -> tuple[str, ...]:
         """Return the files of a split."""
@@ -81,10 +82,11 @@ def find_corpus(config: DataConfig) -> Corpus:
     if config.corpus == "stdlib":
         root, excluded = Path(sysconfig.get_path("stdlib")), STDLIB_EXCLUDED
     else:
-        root, excluded = Path(config.corpus).expanduser(), frozenset[str]()
+        root, excluded = Path(os.path.expanduser(config.corpus)), frozenset[str]()
     if not root.is_dir():
         raise InputError(f"data.corpus is {config.corpus!r}, but {root} is not a folder; give a folder or 'stdlib'.")
-    files = sorted(_files(root, config.suffixes, excluded))
+    every = list(_files(root, excluded))
+    files = sorted(path.relative_to(root).as_posix() for path in every if _is_read(path, config.suffixes))
     suffixes = ", ".join(config.suffixes)
     if not files:
         raise InputError(
@@ -102,7 +104,7 @@ def find_corpus(config: DataConfig) -> Corpus:
     below = sum(value < config.heldout_fraction * 2**64 for value in ordered)
     last = ordered[min(max(below, 1), len(ordered) - 1) - 1]
     train, heldout = (tuple(f for f in files if (hashes[f] <= last) == held) for held in (False, True))
-    return Corpus(root, train, heldout, hashes)
+    return Corpus(root, train, heldout, hashes, len(every) - len(files))
 
 
 def _read(path: Path) -> str:
@@ -116,16 +118,15 @@ def _read(path: Path) -> str:
         ) from error
 
 
-def _files(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str]) -> Iterator[str]:
+def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
+    with reading(f"The corpus file {path}"):
+        return path.name.endswith(suffixes) and path.stat().st_size > 0
+
+
+def _files(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise InputError(f"The corpus folder {error.filename} cannot be listed: {error.strerror}.") from error
 
     for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = [name for name in subfolders if name not in excluded]
-        for name in names:
-            if name.endswith(suffixes):
-                path = Path(folder, name)
-                with reading(f"The corpus file {path}"):
-                    is_empty = path.stat().st_size == 0
-                if not is_empty:
-                    yield path.relative_to(root).as_posix()
+        yield from (Path(folder, name) for name in names)

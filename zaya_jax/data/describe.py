@@ -9,6 +9,7 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import BatchStage, stages
+from zaya_jax.data.account import account, account_lines
 from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.io_estimate import StorageLoad, io_estimate
 from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
@@ -16,8 +17,9 @@ from zaya_jax.data.rows import Row
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.data.trimming import Outcome
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.run.plot import legend_beside, new_figure, save_figure
+from zaya_jax.run.table import format_table
 
 _BINS = 60  # of the histogram
 _SHOWN = 600  # maximum characters of a document in a sample
@@ -53,13 +55,14 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
         parts.append("\n".join([_phase(phase, steps), _storage(load, step_seconds, max_iops)]))
     if png is not None:
         _plot_lengths(plan, png)
-        parts.append(f"Histogram of document lengths: {png}")
+        parts.append(printable(f"Histogram of document lengths: {png}"))
     for phase in plan.phases:
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
                 row = share.phase_rows.row(number)
                 parts.append(f"Phase {phase.config.name}, source {name}, row {number} ([[text]] is covered by the "
                              f"loss, ---- separates documents):\n{render_row(row, prepared.tokenizer)}")  # fmt: skip
+    parts.append("\n".join(account_lines(account(config, prepared, plan))))
     return "\n\n".join(parts)
 
 
@@ -95,17 +98,14 @@ def _targets_next_document(row: Row, last: int) -> bool:
 
 def _sources(prepared: Prepared) -> str:
     rows = [("source", "kind", "split", "documents", "tokens", "bytes", "bytes/token")]
-    left_out = []
+    examples = []
     for name, source in prepared.sources.items():
         for split in SPLITS:
             entry = source.manifest.split(split)
             rows.append((name, source.manifest.kind, split, f"{entry.documents:,}", f"{entry.tokens:,}",
                          f"{entry.text_bytes:,}", f"{entry.text_bytes / max(entry.tokens, 1):.2f}"))  # fmt: skip
-        left_out += [
-            f"{name}: skipped {counted(count, 'document')}: {why}" for why, count in source.manifest.counts.items()
-        ]
-        left_out += [f"  {example}" for example in source.manifest.examples]
-    return "\n".join([_table(rows), *left_out])
+        examples += [f"{name}: refused: {example}" for example in source.manifest.examples]
+    return "\n".join([*format_table(rows), *examples])
 
 
 def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
@@ -130,7 +130,7 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
     head = (f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
             f"{phase.context:,} tokens per step, {settings.packing}, {trained * phase.context:,} tokens in all"
             f"{skipped}")  # fmt: skip
-    return "\n".join([head, _table(rows), *trimmed])
+    return "\n".join([head, *format_table(rows), *trimmed])
 
 
 def _documents_per_row(phase: PhasePlan) -> float:
@@ -145,16 +145,6 @@ def _storage(load: StorageLoad, step_seconds: float, max_iops: float) -> str:
             f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
             f"{step_seconds:g} s/step. With {max_iops:,.6g} reads/s, reading takes "
             f"{load.shortest_step_seconds:.3g} s/step.")  # fmt: skip
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) if column == 0 else cell.rjust(width)
-                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def _plot_lengths(plan: RunPlan, path: Path) -> None:

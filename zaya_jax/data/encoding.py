@@ -77,21 +77,21 @@ class PrepareWork:
         """Encode each document between its begin token, if any, and its end token."""
         dtype = token_dtype(tokenizer.vocab_size)
         used = [self._check_text(tokenizer, document) for document in documents]
-        encoded = tokenizer.encode_all(value for value in used if isinstance(value, str))
+        encoded = tokenizer.encode_counted(value for value in used if isinstance(value, str))
         for document, value in zip(documents, used, strict=True):
             if isinstance(value, Skipped):
                 yield value
                 continue
             if isinstance(value, str):
-                tokens, text = next(encoded), value.encode()
+                (tokens, lost), text = next(encoded), value.encode()
                 if tokenizer.eot in tokens:  # the tokenizer does not mark it as special
                     yield _skipped(document, "end token inside", f"its text contains the token {tokenizer.eot_text!r}")
                     continue
             else:
                 # Decode to text, so that text and token ids of any dtype get the same split.
-                tokens, text = value.tolist(), tokenizer.decode(value.tolist()).encode()
+                tokens, lost, text = value.tolist(), 0, tokenizer.decode(value.tolist()).encode()
             data = np.array([*tokenizer.prefix, *tokens, tokenizer.eot], dtype)
-            yield Record(self._split(text), data.tobytes(), len(data), len(text), _bytes(document))
+            yield Record(self._split(text), data.tobytes(), len(data), len(text), _bytes(document), lost=lost)
 
     def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
         """Serialize each conversation as JSON; counts tokens of contents, reasoning and calls, not the template's."""
@@ -102,8 +102,10 @@ class PrepareWork:
                 continue
             texts = [text for message in split_tools(record)[0] for text in _texts(message) if text]
             data = _to_json(record)
-            tokens = sum(map(len, tokenizer.encode_all(texts)))
-            yield Record(self._split(data), data, tokens, sum(len(text.encode()) for text in texts), _bytes(document))
+            encoded = list(tokenizer.encode_counted(texts))
+            yield Record(self._split(data), data, sum(len(tokens) for tokens, _ in encoded),
+                         sum(len(text.encode()) for text in texts), _bytes(document),
+                         lost=sum(lost for _, lost in encoded))  # fmt: skip
 
     def _split(self, content: bytes) -> Split:
         """Return the split of a document by its content, so copies share a split."""
@@ -180,4 +182,4 @@ def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
 @functools.lru_cache(maxsize=1)
 def _load_tokenizer(path: Path, digest: str, special: SpecialTokens) -> Tokenizer:
     del digest  # part of the cache key: the file at the path can change
-    return load_tokenizer(path, special.eot, special.bos)
+    return load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)

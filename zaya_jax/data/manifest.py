@@ -48,6 +48,7 @@ class SplitEntry:
     documents: int
     tokens: int  # the sum of lengths
     text_bytes: int  # UTF-8 bytes of the texts
+    lost_bytes: int = 0  # of these, for which the tokenizer has no token
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def read_manifest(folder: Path, remedy: str) -> Manifest:
         version = tree["format"]
         manifest = _parse(tree) if version == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}). {remedy}") from error
+        advice = f" {remedy}" if not isinstance(error, OSError) or isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}).{advice}") from error
     if manifest is None:  # another format can have other fields
         raise InputError(
             f"The manifest {folder / MANIFEST} has format {version}, but this version reads format {FORMAT}. {remedy}"

@@ -1,6 +1,9 @@
 """Batches for training and held-out evaluation."""
 
 import bisect
+import dataclasses
+import errno
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -9,13 +12,14 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import first_step, rows_before, stage_at, stages, step_rows, total_steps
-from zaya_jax.data.plan import RunPlan, heldout_phase, make_packer, plan_run
+from zaya_jax.data.plan import RunPlan, heldout_phase, make_packer, plan_run, trimmed_documents
 from zaya_jax.data.rows import DocumentPart, PackedRows, Row
 from zaya_jax.data.shards import Documents, Text
 from zaya_jax.data.sources import Prepared
-from zaya_jax.data.stream import Position
+from zaya_jax.data.stream import PackedEpoch
+from zaya_jax.data.tally import Tally, Use
 from zaya_jax.data.tokenizer import Tokenizer
-from zaya_jax.errors import InputError, WorkerLost
+from zaya_jax.errors import InputError, RunStopped, WorkerLost
 from zaya_jax.run.signals import interrupts_kept_from_children
 
 Batch = dict[str, np.ndarray]  # of `rows.PackedRows.row`, each array [b, s]
@@ -23,6 +27,9 @@ ProcessShare = tuple[int, int]  # (i, n): part i of n equal parts of each batch
 
 _THREADS = 2
 _PREFETCHED = 4  # batches
+# Reading data writes nothing to disks: what runs out is what worker processes share.
+_OF_WORKERS = {errno.ENOSPC: "space in /dev/shm (in a container, --shm-size)", errno.EMFILE: "open files (ulimit -n)",
+               errno.ENOMEM: "memory", errno.EAGAIN: "processes (ulimit -u)"}  # fmt: skip
 
 
 class TrainBatches(Iterator[Batch]):
@@ -47,16 +54,24 @@ class TrainBatches(Iterator[Batch]):
         Raises:
           InputError: a document is damaged.
           WorkerLost: a data worker process was killed.
+          RunStopped: /dev/shm, file descriptors or memory do not suffice for the worker processes.
         """
+        workers = self._config.data.workers
         try:
             batch = next(self._batches) if self._started else self._first()
+        except OSError as error:
+            if not workers or error.errno not in _OF_WORKERS:
+                raise
+            raise RunStopped(f"The {workers} worker processes of the data need more {_OF_WORKERS[error.errno]} than "
+                             "this process may use. Raise the limit, or lower data.workers (0 reads data in the "
+                             "training process).") from error  # fmt: skip
         except RuntimeError as error:
             if "Worker process was terminated" not in str(error):  # Grain has no exception class for this
                 raise
             code = str(error).partition("exit code ")[2].partition(".")[0].replace("-", "signal ")
             raise WorkerLost(
                 f"A data worker process was killed ({code}), probably because memory ran out. Lower data.workers "
-                f"(now {self._config.data.workers}; 0 reads data in the training process), or give the run more memory."
+                f"(now {workers}; 0 reads data in the training process), or give the run more memory."
             ) from error
         self._step += 1
         return batch
@@ -169,26 +184,26 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
 class HeldoutText(NamedTuple):
     """How much of a source's held-out text the held-out loss covers."""
 
-    documents: int  # covered at least in part
+    use: Use  # of the documents
     text_bytes: int  # UTF-8 bytes covered by the loss
-    all_documents: int
     all_bytes: int
 
 
-def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Iterator[Batch]:
+def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | None = None,
+                    phase: int | None = None) -> Iterator[Batch]:  # fmt: skip
     """Yield batches of the held-out split of a source in its natural order, each document at most once.
 
     Args:
-      config: uses `evaluation.batch_size` and `data.context`, and the packing and template of the last phase that reads
-        the source.
+      config: uses `evaluation.batch_size`, and the settings of `heldout_phase`.
       prepared: the sources.
       name: of the source.
       limit: maximum number of batches, evenly spaced over the split; None means all.
+      phase: index of the phase that is trained; None means the last.
 
     Yields:
       Dicts of arrays [evaluation.batch_size, s]; the last batch is filled with padding rows.
     """
-    heldout = _open_heldout(config, prepared, name, limit)
+    heldout = _open_heldout(config, prepared, name, limit, phase)
     if heldout is None:
         return
     for indices in heldout.batches:
@@ -197,43 +212,63 @@ def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | 
         yield _stack(batch + [padding] * (config.evaluation.batch_size - len(batch)))
 
 
-def heldout_text(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> HeldoutText | None:
+def heldout_text(config: Config, prepared: Prepared, name: str, limit: int | None = None,
+                 phase: int | None = None) -> HeldoutText | None:  # fmt: skip
     """Measure the text that `heldout_batches` covers with the same arguments; None if no phase reads the source."""
-    phase = heldout_phase(config, prepared.sources[name])
-    if phase is None:
-        return None
-    heldout = _open_heldout(config, prepared, name, limit)
-    _, manifest = prepared.open(name, "heldout", phase, config.data.context)
-    count = manifest.heldout.documents - manifest.counts.get("dropped", 0)
+    heldout = _open_heldout(config, prepared, name, limit, phase)
     if heldout is None:
-        return HeldoutText(0, 0, count, manifest.heldout.text_bytes)
-    parts = [part for indices in heldout.batches for row in indices for part in heldout.rows.parts(0, row)]
+        return None
+    parts = heldout.parts()
     size = sum(_part_bytes(prepared.tokenizer, heldout.documents[part.document], part) for part in parts)
-    covered = {part.document for part in parts if part.stop - part.start > 1}
-    return HeldoutText(len(covered), size, count, manifest.heldout.text_bytes)
+    return HeldoutText(heldout.use, size, heldout.text_bytes)
 
 
-class _Heldout(NamedTuple):
+def heldout_use(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Use:
+    """Count the documents that `heldout_batches` covers in the last phase."""
+    heldout = _open_heldout(config, prepared, name, limit, None)
+    return Use.none(prepared.sources[name].manifest.heldout.documents) if heldout is None else heldout.use
+
+
+@dataclasses.dataclass(frozen=True)
+class _Heldout:
     documents: Documents
-    rows: PackedRows
+    packed: PackedEpoch
     batches: list[range]  # of rows
+    text_bytes: int  # UTF-8 bytes of all documents
+    trimmed: int  # number of conversations
+
+    @property
+    def rows(self) -> PackedRows:
+        return self.packed.rows
+
+    def parts(self) -> list[DocumentPart]:
+        """List the parts of documents in the rows of all batches."""
+        return [part for indices in self.batches for row in indices for part in self.rows.parts(0, row)]
+
+    @functools.cached_property
+    def use(self) -> Use:
+        covered = {part.document for part in self.parts() if part.stop - part.start > 1}
+        tally = Tally(len(self.documents))
+        tally.add(self.documents.lengths, self.packed.left_out, np.array(sorted(covered), np.int64), self.trimmed)
+        predicted = sum(part.stop - part.start - 1 for part in self.parts())
+        return tally.use(predicted / max(int(np.maximum(self.documents.lengths - 1, 0).sum()), 1))
 
 
-def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | None) -> _Heldout | None:
-    """Open the rows of `heldout_batches`; None if there are none."""
-    phase = heldout_phase(config, prepared.sources[name])
-    if phase is None:
+def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | None,
+                  phase: int | None) -> _Heldout | None:  # fmt: skip
+    """Open the rows of `heldout_batches`; None if no phase reads the source."""
+    settings = heldout_phase(config, prepared.sources[name], len(config.phases) - 1 if phase is None else phase)
+    if settings is None:
         return None
-    documents, manifest = prepared.open(name, "heldout", phase, config.data.context)
-    if documents.lengths.max(initial=0) < 2:
-        return None
-    packer = make_packer(config, prepared, phase, None)
-    rows = packer.phase_rows(documents, manifest.content, Position(), f"data.sources.{name}").first.rows
+    documents, manifest = prepared.open(name, "heldout", settings, config.context_for(settings))
+    packed = make_packer(config, prepared, settings, None).pack(documents)
     size = config.evaluation.batch_size
-    starts = range(0, rows.per_epoch, size)
+    starts = range(0, packed.rows.per_epoch, size)
     count = len(starts) if limit is None else min(limit, len(starts))
     chosen = [starts[index * len(starts) // count] for index in range(count)]
-    return _Heldout(documents, rows, [range(start, min(start + size, rows.per_epoch)) for start in chosen])
+    counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
+    return _Heldout(documents, packed, [range(start, min(start + size, packed.rows.per_epoch)) for start in chosen],
+                    manifest.heldout.text_bytes, trimmed_documents(packed.counts, counts))  # fmt: skip
 
 
 def _part_bytes(tokenizer: Tokenizer, text: Text, part: DocumentPart) -> int:

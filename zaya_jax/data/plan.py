@@ -19,6 +19,7 @@ from zaya_jax.data.rows import Row
 from zaya_jax.data.shards import Documents
 from zaya_jax.data.sources import Prepared, Source
 from zaya_jax.data.stream import Packer, PhaseRows, Position
+from zaya_jax.data.tally import Tally, Use
 from zaya_jax.errors import InputError
 
 
@@ -67,6 +68,7 @@ class RunPlan:
     """
 
     phases: tuple[PhasePlan, ...]
+    uses: dict[str, Use]  # of the training documents of each source
 
     def __len__(self) -> int:
         return self.phases[-1].first_row + self.phases[-1].rows
@@ -89,12 +91,13 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
       InputError: a source would be read more often than its `max_epochs`, or yields no row in a phase.
     """
     positions = dict.fromkeys(prepared.sources, Position())
+    tallies = {name: Tally(source.manifest.train.documents) for name, source in prepared.sources.items()}
     phases: list[PhasePlan] = []
     for index, (phase, (begin, end)) in enumerate(zip(config.phases, phase_steps(config), strict=True)):
         context, first_row = config.context_for(phase), rows_before(config, begin)
         weights = phase.mixture or {name: s.manifest.train.tokens for name, s in prepared.sources.items()}
-        mixture, rows = Mixture(weights), rows_before(config, end) - first_row
-        shares = {}
+        mixture = Mixture({name: weight for name, weight in weights.items() if weight})
+        rows, shares = rows_before(config, end) - first_row, {}
         for name, count in zip(mixture.names, mixture.counts(rows), strict=True):
             documents, manifest = prepared.open(name, "train", phase, context)
             packer = make_packer(config, prepared, phase, _source_seed(config, name))
@@ -103,12 +106,14 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             epochs = after.epochs_read
             _check_epochs(prepared, name, epochs, config.phase_key(index))
             counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
+            tallies[name].add(documents.lengths, phase_rows.later.left_out, phase_rows.predicted(count, after),
+                              trimmed_documents(phase_rows.later.counts, counts))  # fmt: skip
             shares[name] = SourceShare(count, epochs - before.epochs_read, phase_rows, documents, counts)
             positions[name] = after
         phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, _bytes_per_token(prepared, shares),
                                 _order_digest(config.seed, phase, context, first_row, mixture, shares),
                                 tuple(prepared.sources)))  # fmt: skip
-    return RunPlan(tuple(phases))
+    return RunPlan(tuple(phases), {name: tally.use(positions[name].epochs_read) for name, tally in tallies.items()})
 
 
 def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: int | None) -> Packer:
@@ -116,17 +121,26 @@ def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: in
     return Packer(phase.packing, phase.over_length, config.context_for(phase), seed, prepared.cache / "plans")
 
 
-def heldout_phase(config: Config, source: Source) -> PhaseConfig | None:
-    """Return the phase settings that pack a source's held-out documents; None if no phase reads the source.
+def trimmed_documents(of_texts: dict[str, int], of_conversations: dict[str, int]) -> int:
+    """Count trimmed documents, from `items.Fitted.counts` and from the outcomes of `trimming.trim`."""
+    return of_texts["trimmed"] + sum(of_conversations.get(outcome, 0) for outcome in ("reasoning_cut",
+                                                                                       "earlier_removed"))  # fmt: skip
 
-    They are those of the last phase that reads it, with rows of `data.context` tokens. Long texts are split, so every
-    token is evaluated; conversations are trimmed if the phase trims them.
+
+def heldout_phase(config: Config, source: Source, phase: int) -> PhaseConfig | None:
+    """Return the settings that pack a source's held-out documents during a phase; None if no phase reads the source.
+
+    Rows have the context of the phase. Packing and template are those of the last phase so far that reads the source,
+    or of the first one to come. Long texts are split, so every token is evaluated; conversations are trimmed if the
+    phase trims them.
     """
-    reading = [phase for phase in config.phases if not phase.mixture or source.name in phase.mixture]
+    reading = [index for index, each in enumerate(config.phases) if not each.mixture or source.name in each.mixture]
     if not reading:
         return None
-    trimmed = source.manifest.kind == "chat" and reading[-1].over_length == "trim"
-    return dataclasses.replace(reading[-1], context=None, over_length="trim" if trimmed else "split")
+    chosen = config.phases[max((index for index in reading if index <= phase), default=reading[0])]
+    trimmed = source.manifest.kind == "chat" and chosen.over_length == "trim"
+    return dataclasses.replace(chosen, context=config.context_for(config.phases[phase]),
+                               over_length="trim" if trimmed else "split")  # fmt: skip
 
 
 def _check_epochs(prepared: Prepared, name: str, epochs: float, phase: str) -> None:
@@ -144,7 +158,8 @@ def _bytes_per_token(prepared: Prepared, shares: dict[str, SourceShare]) -> floa
         manifest = prepared.sources[name].manifest
         if manifest.kind == "chat":
             return None
-        total += share.rows * manifest.train.text_bytes / manifest.train.tokens
+        kept = manifest.train.text_bytes - manifest.train.lost_bytes
+        total += share.rows * kept / manifest.train.tokens
     return total / sum(share.rows for share in shares.values())
 
 

@@ -36,7 +36,7 @@ from zaya_jax.data.readers.unit import Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_special_tokens
 from zaya_jax.data.tokenizer import load_tokenizer
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.run.files import locked, partial_name, write_atomically
 
 TOKENIZER = "tokenizer.json"
@@ -75,8 +75,7 @@ def prepare(
         more than `max_bad` documents are unusable. Finished shards are kept.
       RunStopped: a worker process was killed.
     """
-    if not 0 <= settings.heldout < 1:  # also rejects NaN
-        raise InputError(f"--heldout is {settings.heldout}, but must be at least 0 and below 1.")
+    require(0 <= settings.heldout <= 1, "--heldout", settings.heldout, "between 0 and 1")  # also rejects NaN
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
     require(0 <= task < tasks, "--task", task, f"at least 0 and below --of ({tasks})")
     require(workers is None or workers >= 1, "--workers", workers, "at least 1")
@@ -97,7 +96,9 @@ def prepare(
     # Check everything before the first file is written, so that a rejected input leaves nothing behind.
     if not _finished(output, plan):
         _check_plan(output, plan)
-        conversion.check(PrepareWork(tokenizer, plan["tokenizer"], special, settings).check, f"checking{of_task}")
+        check = PrepareWork(tokenizer, plan["tokenizer"], special, settings).check
+        if not conversion.check(check, f"checking{of_task}") and tasks == 1:
+            raise InputError(f"The inputs contain no document that can be used: {', '.join(map(str, inputs))}.")
     with locked(output / f".task-{task}.lock", "--output", wait=False):
         if _claim(output, tokenizer, plan):
             return merge(output)
@@ -123,6 +124,8 @@ def merge(output: Path) -> Manifest:
             plan = _read_plan(output)
             if missing:
                 raise InputError(_incomplete(output, missing, plan["tasks"]))
+            if not any(note.shards for number in range(plan["units"]) if (note := read_note(output, number))):
+                raise InputError(f"The inputs of {output} contain no document that can be used.")
             special = SpecialTokens(plan["eot"], plan["bos"], plan["eos"])
             write_merged(output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special)
         manifest = read_manifest(output, remedy(output))
@@ -312,17 +315,22 @@ def _merge_split(folder: Path, split: Split, notes: list[UnitNote]) -> SplitEntr
     lengths = np.concatenate([np.zeros(0, np.int64), *parts])
     entry = save_lengths(folder / f"{split}-lengths.npy", lengths)
     shards: tuple[ShardEntry, ...] = tuple(note.shards[split] for note in notes if split in note.shards)
-    text_bytes = sum(note.text_bytes[split] for note in notes)
-    return SplitEntry(shards, entry, len(lengths), int(lengths.sum()), text_bytes)
+    text_bytes, lost_bytes = (sum(getattr(note, name).get(split, 0) for note in notes)
+                              for name in ("text_bytes", "lost_bytes"))  # fmt: skip
+    return SplitEntry(shards, entry, len(lengths), int(lengths.sum()), text_bytes, lost_bytes)
 
 
 def summary(folder: Path, manifest: Manifest) -> str:
     """Describe a prepared folder in a few lines."""
-    lines = [f"{folder} is complete."]
+    lines = [printable(f"{folder} is complete.")]
     for split in SPLITS:
         entry = manifest.split(split)
         lines.append(f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
                      f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}")  # fmt: skip
+        if entry.lost_bytes:
+            lines.append(f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token "
+                         "for them. Bits per byte do not count them; a tokenizer with byte fallback keeps all text."
+                         )  # fmt: skip
     if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
         lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "

@@ -23,6 +23,8 @@ from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
 from zaya_jax.run.files import locked, write_atomically
 
+_CHECKS = 2  # version of what `Template.render` refuses; older renderings are not used
+
 
 @dataclass(frozen=True)
 class RenderWork:
@@ -91,7 +93,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)
-    inputs = json_digest(FORMAT, manifest.content, split, loaded.digest, limit)
+    inputs = json_digest(FORMAT, _CHECKS, manifest.content, split, loaded.digest, limit)
     target = cache / inputs
     remedy = f"Delete the folder {target}; the next run creates it again."
     with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):
@@ -118,4 +120,5 @@ def _render(folder: Path, manifest: Manifest, split: Split, template: Template, 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(path: Path, special: SpecialTokens) -> Tokenizer:
-    return load_tokenizer(path, special.eot, special.bos)  # cached by path, which contains a digest
+    # Cached by path, which contains a digest.
+    return load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)

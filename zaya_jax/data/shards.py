@@ -14,8 +14,9 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from zaya_jax.data.corpus import Split
 from zaya_jax.data.manifest import Manifest, ShardEntry, describe_file
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.errors import InputError, RunStopped, as_sentence
 from zaya_jax.run.files import partial_name
+from zaya_jax.run.plain_path import plain_path
 
 _WRITER_OPTIONS = "group_size:1,zstd:3"  # one record per chunk, so that a random read decodes only that record
 _MAX_OPEN = 16384  # shards
@@ -43,7 +44,7 @@ class ShardWriter:
     """Writes one shard atomically; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._part = path, partial_name(path)
+        self._path, self._part = path, partial_name(plain_path(path.parent) / path.name)
         self._writer: ArrayRecordWriter | None = None
         self.documents = 0
 
@@ -127,7 +128,7 @@ class Records:
 
         Raises:
           IndexError: `index` is not in [0, len).
-          InputError: the file cannot be opened, or the record is damaged.
+          InputError: the file cannot be read, or it is damaged, which its digest tells.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"Document {index} is not among the {len(self)} documents.")
@@ -137,14 +138,15 @@ class Records:
             return self._open(shard)[index - (self._ends[shard - 1] if shard else 0)]
         except Exception as error:  # the library's C++ code raises several kinds
             try:
-                path.open("rb").close()
+                if describe_file(path).digest == self._shards[shard].digest:
+                    raise InputError(f"The intact data file {path} cannot be read: {as_sentence(error)}") from error
             except OSError as unreadable:
-                raise InputError(f"The data file {path} cannot be opened: {unreadable.strerror}.") from error
+                raise InputError(f"The data file {path} cannot be read: {unreadable.strerror}.") from error
             raise self.damaged(index) from error
 
     def _source(self, shard: int) -> ArrayRecordDataSource:
-        entry = self._shards[shard]
-        return ArrayRecordDataSource([_ShardSpec(str(self._folder / entry.file), 0, entry.documents, entry.documents)])
+        entry, folder = self._shards[shard], plain_path(self._folder)
+        return ArrayRecordDataSource([_ShardSpec(str(folder / entry.file), 0, entry.documents, entry.documents)])
 
     def damaged(self, index: int) -> InputError:
         """Return the error for a damaged record."""

@@ -16,6 +16,7 @@ from zaya_jax.data.text_corpus import cache_remedy, corpus_baselines, open_corpu
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from zaya_jax.data.verify import verify_files
 from zaya_jax.errors import InputError
+from zaya_jax.run.files import expanded
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def open_sources(config: Config) -> Prepared:
       InputError: a folder is missing, incomplete or damaged, the sources have different tokenizers, the tokenizer has
         more tokens than the model, a source has no training document, or none has a held-out document.
     """
-    cache = Path(config.data.cache_dir).expanduser()
+    cache = expanded(config.data.cache_dir)
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,7 +83,7 @@ def open_sources(config: Config) -> Prepared:
     if config.data.sources:
         sources = {}
         for name, source in config.data.sources.items():
-            folder = Path(source.path).expanduser()
+            folder = expanded(source.path)
             try:
                 sources[name] = Source(name, folder, open_manifest(folder), source.max_epochs)
             except InputError as error:
@@ -102,8 +103,14 @@ def open_sources(config: Config) -> Prepared:
                 f"Documents of data.sources.{source.name} begin with {source.manifest.bos!r}, but those of "
                 f"data.sources.{first.name} begin with {first.manifest.bos!r}; prepare both with the same --bos."
             )
-        if source.manifest.train.documents == 0:
-            raise InputError(f"data.sources.{source.name} contains no training document.")
+        for index, phase in enumerate(config.phases):
+            if not source.manifest.train.documents and phase.mixture.get(source.name):
+                raise InputError(f"data.sources.{source.name} contains no training document for "
+                                 f"{config.phase_key(index)}. To only evaluate it, set its weight in the mixture to 0; "
+                                 "otherwise prepare it with a smaller --heldout.")  # fmt: skip
+    if not any(source.manifest.train.documents for source in sources.values()):
+        raise InputError(f"None of the sources ({', '.join(sources)}) contains a training document; prepare one with a "
+                         "smaller --heldout.")  # fmt: skip
     read = {name for phase in config.phases for name in phase.mixture or sources}
     if not any(sources[name].manifest.heldout.documents for name in read):
         raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, so there "

@@ -50,8 +50,8 @@ class PackedEpoch:
     """The items of one epoch, packed into rows."""
 
     rows: PackedRows
-    trimmed: Items | None  # the items before trimming; None if the phase does not trim
-    most: int  # tokens to which items were trimmed
+    items: Items  # all of them, before trimming
+    most: int | None  # tokens to which items were trimmed; None if the phase does not trim
     left_out: Items  # items that the phase does not read, because they are too long
     counts: dict[str, int]  # see `Fitted`
     padding: float  # fraction of the rows' tokens that are padding
@@ -78,12 +78,27 @@ class PhaseRows:
             return before
         epoch, place, packed = self._locate(rows - 1)
         rest = packed.rows.after(epoch, place + 1)
-        if packed.trimmed is not None:
-            rest = rest.untrimmed(packed.trimmed, packed.most)
+        if packed.most is not None:
+            rest = rest.untrimmed(packed.items, packed.most)
         rest += packed.left_out
         if (rest.length == 1).all():  # a last token was already predicted, and has no target
             return Position(epoch + 1)
         return Position(epoch, rest, self.content, self.lengths)
+
+    def predicted(self, rows: int, after: Position) -> np.ndarray:
+        """Return, bool [documents], of which documents the first `rows` rows predict a token; see `after`."""
+
+        def left(items: Items) -> np.ndarray:
+            return np.bincount(items.document, np.maximum(items.length - 1, 0), len(self.lengths))
+
+        if rows == 0:
+            return np.zeros(len(self.lengths), bool)
+        epoch, _, packed = self._locate(rows - 1)
+        rest = packed.left_out if after.rest is None else after.rest
+        read = left(packed.items) > left(rest)
+        for before in [self.first, self.later][: epoch - self.epoch]:  # whole epochs
+            read |= left(before.items) > left(before.left_out)
+        return read
 
     def _locate(self, index: int) -> tuple[int, int, PackedEpoch]:
         beyond = index - self.first.rows.per_epoch
@@ -114,8 +129,7 @@ class Packer(NamedTuple):
         Raises:
           InputError: no document is left, because all are too short or dropped as too long.
         """
-        everything = whole_documents(documents.lengths)
-        later = self._pack(documents, everything, self.seed)
+        later = self.pack(documents)
         if later.rows.per_epoch == 0:
             raise InputError(f"{key} yields no row of {self.context} tokens: all its documents "
                              f"({len(documents):,}) are too short, or dropped as too long (over_length is "
@@ -127,6 +141,10 @@ class Packer(NamedTuple):
         # Windows keep the order of the epoch; the remaining items of bins are packed and shuffled again.
         first = self._pack(documents, rest, None if self.packing == "windows" else self.seed)
         return PhaseRows(position.epoch, first, later, content, documents.lengths)
+
+    def pack(self, documents: Documents) -> PackedEpoch:
+        """Pack all documents, which may be none."""
+        return self._pack(documents, whole_documents(documents.lengths), self.seed)
 
     def _pack(self, documents: Documents, items: Items, seed: int | None) -> PackedEpoch:
         absent = items.length == 0  # conversations that could not be trimmed to fit
@@ -142,8 +160,8 @@ class Packer(NamedTuple):
         padding = 1 - filled / max(rows.per_epoch * self.context, 1)
         return PackedEpoch(
             rows,
-            items if self.over_length == "trim" else None,
-            self.context + 1,
+            items,
+            self.context + 1 if self.over_length == "trim" else None,
             fitted.dropped + items.take(absent),
             fitted.counts,
             padding,

@@ -4,6 +4,7 @@ Jinja's sandbox denies a template access to files and attributes, but does not s
 file runs as a script and imports nothing from its package, so that it starts quickly and needs little memory.
 """
 
+import datetime
 import json
 import resource
 import signal
@@ -73,7 +74,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the renderings of a request, or an error.
 
     A request has the template's `source` and a list of `renderings`. Each rendering has the `marks` to put around
-    generated text and the `names` that the template can use. With an empty list, the template is only compiled.
+    generated text, the `names` that the template can use, and the time `now` in seconds if it may write the date. With
+    an empty list, the template is only compiled.
     """
     try:
         _, has_generation = _compile(request["source"], ("", ""))
@@ -85,13 +87,20 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     for rendering in request["renderings"]:
         try:
             template, _ = _compile(request["source"], tuple(rendering["marks"]))
-            text = template.render(rendering["names"])
+            text = template.render(rendering["names"] | _clock(rendering))
         except Exception as error:  # a template can raise anything
             return {"render": _message(error)}
         if len(text) > LONGEST:
             return {"render": f"it writes more than {LONGEST:,} characters"}
         texts.append(text)
     return {"texts": texts, "has_generation": has_generation}
+
+
+def _clock(rendering: dict[str, Any]) -> dict[str, Any]:
+    """Return `strftime_now`, as in transformers, where the date may be written: not into data."""
+    if "now" not in rendering:
+        return {}
+    return {"strftime_now": datetime.datetime.fromtimestamp(rendering["now"]).astimezone().strftime}
 
 
 def _message(error: Exception) -> str:

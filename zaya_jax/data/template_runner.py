@@ -22,8 +22,8 @@ def run_template(source: str, renderings: list[dict[str, Any]]) -> dict[str, Any
 
     Args:
       source: text of the template.
-      renderings: one dict per rendering, with the `marks` to put around generated text and the `names` that the
-        template can use.
+      renderings: one dict per rendering, with the `marks` to put around generated text, the `names` that the template
+        can use, and optionally the time `now` in seconds, with which `strftime_now` is one of them.
 
     Returns:
       `texts`, one per rendering, and `has_generation`. After an error instead one of the messages `syntax` (with its

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from zaya_jax.config import Config
+from zaya_jax.config.checks import counted
 from zaya_jax.data.baselines import compressor_baselines, last_window
 from zaya_jax.data.convert import save_lengths
 from zaya_jax.data.corpus import SPLITS, Corpus, Split, find_corpus
@@ -28,8 +29,8 @@ from zaya_jax.data.manifest import (
 from zaya_jax.data.prepare import TOKENIZER
 from zaya_jax.data.shards import ShardWriter, token_dtype
 from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
-from zaya_jax.errors import InputError
-from zaya_jax.run.files import locked, write_atomically
+from zaya_jax.errors import InputError, printable
+from zaya_jax.run.files import expanded, locked, write_atomically
 
 BASELINES = "baselines.json"
 
@@ -54,7 +55,7 @@ def open_corpus(config: Config) -> tuple[Path, Manifest]:
     """
     corpus = find_corpus(config.data)
     content = _content(config, corpus)
-    folder = Path(config.data.cache_dir).expanduser() / content
+    folder = expanded(config.data.cache_dir) / content
     if not folder.exists():
         with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
             if not folder.exists():  # another process may have created it while this one waited
@@ -107,6 +108,9 @@ def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None
     partial.mkdir()
     try:
         vocab_size = config.model.vocab_size
+        if corpus.unread and config.data.corpus != "stdlib":
+            print(f"data: {counted(corpus.unread, 'file')} in {printable(str(corpus.root))} not read: empty, or not in "
+                  f"data.suffixes ({', '.join(config.data.suffixes)}).", file=sys.stderr)  # fmt: skip
         with timed_step(f"training a tokenizer of {vocab_size} tokens on {len(corpus.train)} files"):
             tokenizer = train_tokenizer(corpus.texts("train"), vocab_size)
             tokenizer.save(partial / TOKENIZER)

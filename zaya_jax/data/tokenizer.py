@@ -1,22 +1,33 @@
 """Train a byte-level BPE tokenizer or load a `tokenizer.json`, and convert text to token ids and back."""
 
 import functools
+import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import require_regular
+from zaya_jax.run.files import expanded, require_regular
 
 EOT_TEXT = "<|endoftext|>"
 EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # common tokens that end a document
+# Names, in published models, of tokens that begin or end a document or a turn. Texts may write fill-in-the-middle's.
+_CONTROL = re.compile(
+    r"<[|｜](?!fim|repo|file).+[|｜]>|</?(s|bos|eos|pad|\w+_of_turn)>|\[/?(INST|SYSTEM_PROMPT|TOOL_\w+|AVAILABLE_TOOLS)\]"
+)
 MIN_VOCAB = 257  # every byte and the end-of-text token
 
 _PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
+_JOINED = 16  # tokens; those of a character or a word that is decoded as one are fewer
+# Characters with every byte of UTF-8, which NFC does not change.
+_ALL_BYTES = "".join(map(chr, [*range(0x21, 0x7F), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40),
+                               *range(0xA00, 0xD001, 0x600), 0xD7A0, 0xE000, 0xFB50,
+                               *range(0x10300, 0xE0000, 0x40000), 0x100300]))  # fmt: skip
 _BATCH_TEXTS = 256  # enough for all cores, few enough for memory
 
 
@@ -32,25 +43,40 @@ class Tokenizer:
       prefix: ids of the tokens that begin a document: one or none.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None) -> None:
-        """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`)."""
+    def __init__(
+        self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None,
+        eos_text: str | None = None,
+    ) -> None:  # fmt: skip
+        """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`).
+
+        These tokens and those of turns become special, whatever their flags say, so that no text can contain them. They
+        match before a text is normalized.
+        """
         self._backend = backend
+        ends = [text for text in (eot_text, bos_text, eos_text) if text and backend.token_to_id(text) is not None]
+        added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        backend.add_special_tokens([
+            AddedToken(text, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
+            for text, token in ({text: AddedToken(text) for text in ends} | added).items()
+            if (token.special or text in ends or _CONTROL.fullmatch(text)) and (token.normalized or not token.special)
+        ])  # fmt: skip
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
         self.eot = self._known(eot_text)
         self.eot_text = eot_text
         self.prefix = [] if bos_text is None else [self._known(bos_text)]
+        self._dropped: dict[str, bool] = {}  # by character
 
     def _known(self, text: str) -> int:
-        token = self._backend.token_to_id(text)
+        token = self.token_id(text)
         if token is None:
             raise InputError(f"The tokenizer has no token {text!r}.")
         return token
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token `text`; None if it is not in the vocabulary."""
-        return self._backend.token_to_id(text)
+        return self._backend.token_to_id(_checked(text))
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -68,13 +94,7 @@ class Tokenizer:
         Raises:
           InputError: the text contains an unpaired surrogate, which UTF-8 cannot represent.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"The text cannot be encoded: its character at position {error.start} is an unpaired surrogate."
-            ) from error
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._backend.encode(_checked(text), add_special_tokens=False).ids
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Encode texts in order, on all cores; see `encode`."""
@@ -83,13 +103,52 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
             yield from (encoding.ids for encoding in encodings)
 
+    def encode_counted(self, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
+        """Encode like `encode_all`; also return the UTF-8 bytes of each text that have no token, spaces aside."""
+        if self._has_all_bytes:
+            yield from ((tokens, 0) for tokens in self.encode_all(texts))
+            return
+        texts = iter(texts)
+        while batch := list(islice(texts, _BATCH_TEXTS)):
+            encodings = self._backend.encode_batch(batch, add_special_tokens=False)  # not the fast one: with offsets
+            for text, encoding in zip(batch, encodings, strict=True):
+                yield encoding.ids, self._lost(text, encoding)
+
+    @functools.cached_property
+    def _has_all_bytes(self) -> bool:
+        """Whether the vocabulary has a token for every byte, so that no text is lost."""
+        return self._lost(_ALL_BYTES, self._backend.encode(_ALL_BYTES, add_special_tokens=False)) == 0
+
+    @functools.cached_property
+    def _unknown(self) -> int | None:
+        """The token for text that the vocabulary lacks."""
+        model = json.loads(self._backend.to_str())["model"]
+        name = model.get("unk_token")
+        return model.get("unk_id") if name is None else self.token_id(name)
+
+    def _lost(self, text: str, encoding: tokenizers.Encoding) -> int:
+        """Count the bytes of a text, spaces aside, that are in no token of its encoding but the unknown one."""
+        lost, place = list[str](), 0
+        if self._unknown is None:  # what has no token shifts the offsets of the tokens after it
+            return sum(len(sign.encode()) for sign in "".join(text.split()) if self._drops(sign))
+        for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token != self._unknown:
+                lost.append(text[place:start])
+                place = max(place, stop)
+        return len("".join("".join([*lost, text[place:]]).split()).encode())
+
+    def _drops(self, sign: str) -> bool:
+        if sign not in self._dropped:
+            self._dropped[sign] = not self.decode(self.encode(sign)).strip()
+        return self._dropped[sign]
+
     def encode_template(self, text: str) -> list[int]:
         """Encode the output of a chat template, in which the names of special tokens become those tokens."""
         return self.encode_rendering(text)[0]
 
     def encode_rendering(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encode like `encode_template`; also return the character range [start, stop) of each token."""
-        encoding = self._template.encode(text, add_special_tokens=False)
+        encoding = self._template.encode(_checked(text), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
@@ -101,6 +160,26 @@ class Tokenizer:
         """
         return self._backend.decode(list(tokens), skip_special_tokens=not special)
 
+    def decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
+        """Decode what `tokens` add to the text of `before`, such as the space that some decoders strip from a text.
+
+        Args:
+          before: the tokens in front; the last few are decoded with `tokens`.
+          tokens: the ids.
+        """
+        joined = list(before[len(self.without_open_bytes(before[:-_JOINED])) :])
+        text = self.decode([*joined, *tokens])
+        known = self.decode(joined)
+        same = next((place for place, (a, b) in enumerate(zip(known, text, strict=False)) if a != b), len(known))
+        return text[same:]
+
+    def without_open_bytes(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Remove byte tokens from the end, since all bytes in a row are decoded as one, right or wrong."""
+        end = len(tokens)
+        while end and (self._backend.id_to_token(tokens[end - 1]) or "").startswith("<0x"):
+            end -= 1
+        return tokens[:end]
+
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON in the format of the `tokenizers` library."""
         path.write_text(self._backend.to_str(pretty=False), encoding="utf-8")
@@ -110,6 +189,15 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # the copy has `encode_special_tokens` off
         backend.post_processor = None  # it adds no special tokens here, but would trim spaces from the offsets
         return backend
+
+
+def _checked(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"The text cannot be encoded: its character at position {error.start} is an unpaired "
+                         "surrogate.") from error  # fmt: skip
+    return text
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -142,7 +230,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None = None, *,
-                   default_eot: str | None = None) -> Tokenizer:  # fmt: skip
+                   default_eot: str | None = None, eos_text: str | None = None) -> Tokenizer:  # fmt: skip
     """Load a `tokenizer.json`.
 
     Args:
@@ -151,6 +239,7 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
       bos_text: the token that begins a document; None means none.
       default_eot: the token that ends a document if `eot_text` is None and the vocabulary has none or several of
         `EOT_TEXTS`.
+      eos_text: another token that ends a turn or a text; None means none.
 
     Raises:
       InputError: the file is missing or not a tokenizer, or a token is unknown or ambiguous.
@@ -167,13 +256,13 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
         eot_text = known[0] if len(known) == 1 else default_eot
     if eot_text is not None:
         for text, role in ((eot_text, "end"), (bos_text, "begin")):
-            if text is not None and backend.token_to_id(text) is None:
+            if text is not None and backend.token_to_id(_checked(text)) is None:
                 raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
     else:
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
                          "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
-    return Tokenizer(backend, eot_text, bos_text)
+    return Tokenizer(backend, eot_text, bos_text, eos_text)
 
 
 def tokenizer_path(named: str) -> Path:
@@ -182,7 +271,7 @@ def tokenizer_path(named: str) -> Path:
     Raises:
       InputError: there is no such file.
     """
-    path = Path(named).expanduser()
+    path = expanded(named)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise InputError(f"--tokenizer is {named!r}, but must be a tokenizer.json or a folder that has one.")

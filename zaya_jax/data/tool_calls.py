@@ -65,6 +65,11 @@ def calls_from_sharegpt(value: Any, where: str) -> Messages:
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = _function(call, where)
+    allowed = {"id", "type", "index", *(["function"] if "function" in call else ["name", "arguments"])}
+    others = [key for key in call if key not in allowed and call[key]]
+    others += [key for key in function if key not in ("name", "arguments") and function[key]]
+    if unread := next(iter(others), None):
+        raise ValueError(f"{where} has {unread}, which is not read; a call has a name and arguments")
     key = f"{where}.function.arguments" if "function" in call else f"{where}.arguments"
     arguments = _from_text(function.get("arguments"), key) or {}
     if not isinstance(arguments, dict):

@@ -1,13 +1,13 @@
 """`python -m zaya_jax.report`: write a page that shows how runs went."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zaya_jax.errors import ExitCode, InputError, as_sentence, last_words
-from zaya_jax.run.files import write_atomically
+from zaya_jax.errors import InputError, printable
+from zaya_jax.run.command import prepare_streams, run_command
+from zaya_jax.run.files import expanded, write_atomically
 from zaya_jax.run.parser import Parser
 
 NAME = "report.html"  # of the page in a run folder
@@ -23,16 +23,7 @@ You can report a run while it trains. Rerunning a command replaces its page."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        print(write_report(options.runs, options.output, options.config))
-    except (InputError, KeyboardInterrupt) as error:
-        sentence, status = last_words(error)
-        print(sentence, file=sys.stderr)
-        return status
-    except OSError as error:  # a file that may not be read
-        print(f"Error: {as_sentence(error)}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    return ExitCode.OK
+    return run_command(lambda: print(printable(write_report(options.runs, options.output, options.config))))
 
 
 def _parser() -> Parser:
@@ -67,7 +58,7 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
         raise InputError(f"{len(runs)} runs are named, but one page shows at most {_MOST}.")
     if output is None and len(runs) > 1:
         raise InputError("--output is missing: with several runs, name the HTML file to write.")
-    path = Path(os.path.expanduser(os.path.join(runs[0], NAME) if output is None else output))
+    path = expanded(f"{runs[0]}/{NAME}" if output is None else output)
     from zaya_jax.report.page import MARK, render
     from zaya_jax.report.subject import read_subjects
 
@@ -78,7 +69,7 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
         write_atomically(path, page)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from error
-    return f"Wrote {path} ({len(page.encode()) / 1e6:.1f} MB). Open it in a browser."
+    return f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB). Open it in a browser."
 
 
 def _check_output(path: Path, mark: str) -> None:
@@ -96,4 +87,5 @@ def _check_output(path: Path, mark: str) -> None:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main())

@@ -36,6 +36,7 @@ def make_sections(subjects: Sequence[Subject], config: str | None = None) -> lis
             lambda: comparison.loss(subjects),
             *_each(subjects, single.loss_by_source, single.bits_per_byte),
         ],
+        "Data": _each(subjects, tables.data),
         "Learning rate and batch": [lambda: comparison.learning_rate(subjects), lambda: comparison.batch(subjects)],
         "Speed": [
             lambda: comparison.tokens_per_second(subjects),

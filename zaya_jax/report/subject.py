@@ -79,7 +79,7 @@ class Subject:
         damaged = [str(each.step) for each in self.checkpoints if each.problem]
         if damaged or self.quarantined:
             names = ", ".join([*damaged, *self.quarantined])
-            warnings.append(Warn("warning", f"Damaged or quarantined checkpoints: {names}."))
+            warnings.append(Warn("warning", f"Damaged, unreadable or quarantined checkpoints: {names}."))
         return warnings
 
     @property

@@ -111,7 +111,7 @@ def _checkpoints(subject: Subject) -> str:
     usable = [checkpoint.step for checkpoint in subject.checkpoints if checkpoint.is_usable]
     damaged = sum(bool(checkpoint.problem) for checkpoint in subject.checkpoints)
     parts = [f"{len(usable)}, newest of step {usable[-1]:,}" if usable else "0"]
-    parts += [f"{damaged} damaged"] if damaged else []
+    parts += [f"{damaged} damaged or unreadable"] if damaged else []
     return ", ".join(parts + ([f"{len(subject.quarantined)} quarantined"] if subject.quarantined else []))
 
 
@@ -156,7 +156,7 @@ def checkpoints(subject: Subject) -> Table:
 
     def notes(row: Row) -> str:
         if row["problem"]:
-            return f"damaged: {row['problem']}"
+            return row["problem"]
         flags = {"verified": row["is_verified"], "pinned": row["is_pinned"], "superseded": row["is_superseded"]}
         return ", ".join(name for name, holds in flags.items() if holds) or NONE
 
@@ -186,6 +186,22 @@ def faults(subject: Subject) -> list[Table]:
             "node": "node", "exit code": _text("exit_code"), "meaning": _text("meaning"), "reason": _text("why"),
         }),
     ]  # fmt: skip
+
+
+def data(subject: Subject) -> Table:
+    """List what of each source the run used, and what it left out."""
+    rows, remarks = list[dict[str, Any]](), list[str]()
+    for name, source in _items(subject.summary.get("data")):
+        for split, use in (("training", source["train"]), ("held-out", source["heldout"])):
+            rows.append(use | {"source": name, "split": split})
+        if source["refused"]:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in source["refused"].items())
+            remarks.append(f"{name}: the preparation refused {reasons}.")
+    return make_table("Documents of each source", rows[:_MOST], {
+        "source": "source", "split": "split", "documents": "documents", "used": "used", "too long": "too_long",
+        "a single token": "too_short", "never read": "unread", "trimmed": "trimmed",
+        "bytes": "bytes", "bytes without a token": "lost_bytes",
+    }, *remarks)  # fmt: skip
 
 
 def evaluations(subject: Subject) -> list[Table]:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stage_at, tokens_before, total_steps
 from zaya_jax.data.plan import RunPlan
+from zaya_jax.errors import printable
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.hardware.environment import describe_preset
 
@@ -66,7 +67,7 @@ class ConsoleReport:
         # The output's disk may be full (OSError). rich exits when the reader of a pipe has gone, as `tee` has after
         # Ctrl-C (SystemExit). Neither may end training.
         with contextlib.suppress(OSError, SystemExit):
-            self._console.print(text, markup=False)
+            self._console.print("\n".join(map(printable, text.split("\n"))), markup=False)
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """Record the metrics of a step, and print a line every `train.log_every` steps."""

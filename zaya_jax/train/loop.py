@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, total_steps
+from zaya_jax.data.account import account, account_lines
 from zaya_jax.data.pipeline import TrainBatches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import vocabulary_warning
@@ -27,6 +28,7 @@ from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, primary_first
 from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.preemption import Preemption
+from zaya_jax.parallel.storage import storage_rows, storage_table
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.folder import METRICS, claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard, read_rows
@@ -68,6 +70,7 @@ class TrainResult:
       heldout: loss over the held-out batches of all sources, as in the last row of `metrics.jsonl`.
       heldout_by_source: the same for each source that has held-out text.
       prepared: the sources, their tokenizer, and the compressor baselines of the corpus.
+      data: what of each source is used, see `data.account.account`.
       program: program of the last phase.
       base: the frozen parameters under adapters; {} without adapters.
     """
@@ -78,6 +81,7 @@ class TrainResult:
     heldout: HeldoutLoss
     heldout_by_source: dict[str, HeldoutLoss]
     prepared: Prepared
+    data: dict[str, dict[str, Any]]
     program: PhaseProgram
     base: Arrays
 
@@ -114,7 +118,7 @@ def run_training(
     Raises:
       InputError: the configuration, the data or the run folder cannot be used; nothing is overwritten.
       RunStopped: too many steps in a row were skipped, or saving failed for too long.
-      Preempted: Ctrl-C or SIGTERM ended the run after it saved.
+      Preempted: Ctrl-C, SIGTERM or SIGHUP ended the run after it saved.
     """
     progress = progress or ProgressRecord()
     progress.enter(Phase.OPEN)
@@ -149,6 +153,8 @@ def run_training(
         progress.start_training(step)
         stack.callback(console.close)
         console.start(step)
+        console.say("\n".join(account_lines(data := account(config, prepared, batches.plan))))
+        _say_storage(config, programs, console.say)
         if step and store.latest() == step:
             console.say(f"Resuming after step {step} of {total_steps(config)}.")
         sinks = primary_first(lambda: open_sinks(config, folder, step, first, disk))
@@ -168,8 +174,20 @@ def run_training(
         )  # fmt: skip
         del state, base  # so that the trainer can free what a step or a phase replaces
         trainer.run()
-        return TrainResult(config, trainer.state, folder, heldout.total, heldout.losses, prepared, programs[-1],
+        return TrainResult(config, trainer.state, folder, heldout.total, heldout.losses, prepared, data, programs[-1],
                            trainer.base)  # fmt: skip
+
+
+def _say_storage(config: Config, programs: Programs, say: Callable[[str], object]) -> None:
+    """Print how each layout of the run stores and gathers the parameters, unless it has one device."""
+    before: list[str] = []
+    for phase in range(len(config.phases)):
+        program = programs[phase]
+        rows = storage_rows(program.placement, [program.abstract_state, program.abstract_base])
+        lines = storage_table(rows, program.placement.mesh.shape)
+        if lines and lines != before:
+            say("\n".join([f"Layout of {config.phase_key(phase)}:", *(f"  {line}" for line in lines)]))
+        before = lines
 
 
 def _open_sources(config: Config) -> Prepared:

@@ -46,7 +46,7 @@ def _check_phase(programs: Programs, phase: int, available: int) -> None:
           f"training state and the residual stream of {counted(rows, 'sequence')} of {context:,} tokens",
           f"Lower {config.batch_key(phase_config)}.micro_batch, the number of sequences that a device processes at "
           "once")  # fmt: skip
-    rows, context = -(-config.evaluation.batch_size // batch_shards(mesh)), config.data.context
+    rows = -(-config.evaluation.batch_size // batch_shards(mesh))
     evaluation_bytes = rows * context // spread * model.hidden_size * (item + low)
     check(stored + evaluation_bytes,
           f"training state and the evaluation of {counted(rows, 'sequence')} of {context:,} tokens",

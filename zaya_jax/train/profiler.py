@@ -13,6 +13,7 @@ import jax
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import PROFILE
+from zaya_jax.run.typed_name import typed_name
 
 PROGRAM = "step.hlo"  # in the folder: the compiled step, whose instructions the trace names
 WINDOW = "window.json"  # in the folder: which steps were traced, and how long they took
@@ -47,7 +48,7 @@ class StepProfiler:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._folder / PROGRAM, step.as_text())  # pyright: ignore[reportFunctionMemberAccess]
             start_trace(self._folder)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, TypeError, ValueError) as error:  # the last two for paths that are not UTF-8
             self._give_up(error)
         else:
             self._started = done, time.perf_counter()
@@ -78,7 +79,7 @@ class StepProfiler:
             self._give_up(error)
         else:
             self._say(f"Traced steps {before + 1} to {done} into {self._folder}. To see where their time goes: "
-                      f"python -m zaya_jax.machine step {self._folder.parent}")  # fmt: skip
+                      + typed_name(f"python -m zaya_jax.machine step {self._folder.parent}"))  # fmt: skip
 
     def close(self) -> None:
         """Stop a trace whose window did not end."""

@@ -7,6 +7,7 @@ from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import HeldoutText, heldout_text
+from zaya_jax.errors import printable
 from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.generate.decode import generate_tokens
 from zaya_jax.generate.sampling import Sampling
@@ -47,7 +48,7 @@ def report(config: Config, result: TrainResult) -> str:
     ]
     for sample in results["samples"]:
         lines += [f"Continuation of {sample['prompt']!r}:", sample["prompt"] + sample["continuation"]]
-    return "\n".join([*lines, f"Run folder: {result.run_dir}"])
+    return "\n".join([*lines, printable(f"Run folder: {result.run_dir}")])
 
 
 def summary(config: Config, result: TrainResult) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
       evaluated, and those of all its held-out text (`all_bytes`, `all_documents`).
       `sources_without_heldout`: names of sources without held-out documents.
       `baselines`: bits per byte that compressors need for all held-out text, see `data.baselines`.
+      `data`: what of each source is used and left out, see `data.account.account`.
       `samples`: list of `prompt` and `continuation`.
     """
     texts = {name: heldout_text(config, result.prepared, name, config.evaluation.batches)
@@ -73,14 +75,15 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
         "heldout_by_source": by_source,
         "sources_without_heldout": [name for name, text in texts.items() if text is not None and name not in by_source],
         "baselines": result.prepared.baselines,
+        "data": result.data,
         "samples": [{"prompt": sample.prompt, "continuation": continuation(config, result)}] if sample.tokens else [],
     }
 
 
 def _heldout(loss: HeldoutLoss, text: HeldoutText) -> dict[str, Any]:
     return {"nats_per_token": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte(text.text_bytes),
-            "tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.documents,
-            "all_bytes": text.all_bytes, "all_documents": text.all_documents}  # fmt: skip
+            "tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.use.used,
+            "all_bytes": text.all_bytes, "all_documents": text.use.documents}  # fmt: skip
 
 
 @out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
@@ -93,4 +96,4 @@ def continuation(config: Config, result: TrainResult) -> str:
     (row,) = generate_tokens(result.compute_model(), [prompt], min(sample.tokens, room), Sampling(sample.temperature),
                              seeds=[config.seed], stop_tokens=[tokenizer.eot],
                              placement=result.program.placement.replicated)  # fmt: skip
-    return tokenizer.decode(row.tokens)
+    return tokenizer.decode_after(prompt, row.tokens)

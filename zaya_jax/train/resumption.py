@@ -13,7 +13,7 @@ from zaya_jax.config import Config, from_dict, to_dict, to_yaml
 from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import first_step, stage_at, tokens_before, total_steps
 from zaya_jax.data.pipeline import TrainBatches
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.digests import digest
@@ -124,7 +124,7 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
 
     state, manifest = read_checkpoint(folder, prepare)
     if is_primary():
-        print(f"Resuming from {folder} after step {manifest.step} of {total_steps(config)}.")
+        print(printable(f"Resuming from {folder} after step {manifest.step} of {total_steps(config)}."))
     return _resize_history(config, state)
 
 

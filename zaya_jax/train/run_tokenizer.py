@@ -8,6 +8,7 @@ from zaya_jax.data.chat import DEFAULT_TEMPLATE
 from zaya_jax.data.sources import Prepared
 from zaya_jax.errors import InputError
 from zaya_jax.run import tokenizer as files
+from zaya_jax.run.files import expanded
 from zaya_jax.weights.load import tokenizer_folder
 from zaya_jax.weights.sources import Weights
 
@@ -54,4 +55,4 @@ def _chat_template(config: Config, prepared: Prepared) -> str | None:
     if not phases:
         return None
     path = phases[-1].template
-    return DEFAULT_TEMPLATE + _PROMPT if path is None else Path(path).expanduser().read_text(encoding="utf-8")
+    return DEFAULT_TEMPLATE + _PROMPT if path is None else expanded(path).read_text(encoding="utf-8")

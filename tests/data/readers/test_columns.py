@@ -5,6 +5,7 @@ import pytest
 
 from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Document, FirstLine
+from zaya_jax.data.readers.values import sibling_rejection
 from zaya_jax.errors import InputError
 
 
@@ -35,6 +36,21 @@ def test_lists_of_structs_become_lists_of_dicts():
         good, *bad = rows(pa.array(chats, each))
         assert good.value == chats[0]
         assert [b.reason for b in bad] == ["empty", "empty"]
+
+
+@pytest.mark.parametrize(("beside", "name"), [
+    ({"system_prompt": "Be brief."}, "system_prompt"), ({"system_prompt": ""}, None),
+    ({"weight": 0}, "weight"), ({"weight": 1.0}, None), ({"train": False}, "train"), ({"label": "math"}, None),
+    ({"label": False}, "label"), ({"label": None}, None), ({"label": 0}, None), ({"weight": 0.5}, "weight"),
+    ({"train": "false"}, "train"), ({"loss": 0.0}, None),
+    ({"chat_template_kwargs": {"xml_tools": [], "custom_instructions": ""}}, None),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"xml_tools": [], "custom_instructions": "Be brief."}}, "chat_template_kwargs"),
+])  # fmt: skip
+def test_what_would_change_a_conversation_beside_it_makes_it_bad_unless_it_is_empty(beside, name):
+    bad = sibling_rejection(beside, "messages")
+    assert (bad and bad[0]) == (name and "unread field")
+    assert bad is None or bad[1].startswith(f"'{name}' next to 'messages' is ")
 
 
 def test_tools_beside_a_conversation_are_read_and_what_would_be_lost_makes_it_bad():

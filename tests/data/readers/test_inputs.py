@@ -140,7 +140,7 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
         (["x" * 300], "File name too long"),
         (
             ["code.xyz"],
-            r"code\.xyz has an unknown suffix; .* \.jsonl, \.jsonl\.gz, .*\.zst, \.parquet, \.arrow, \.bin, \.txt",
+            r"code\.xyz has an unknown suffix; .* \.jsonl, .*\.json\.gz, .*\.zst, .*\.parquet, \.arrow, \.bin, \.txt",
         ),
         (["empty.jsonl"], r"empty\.jsonl is empty"),
         (["empty.txt"], r"empty\.txt is empty"),
@@ -153,6 +153,7 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
         (["linked"], r"linked/b\.jsonl is given twice, also as .*linked/a\.jsonl;"),
         (["rows.parquet"], r"contain no document: .*rows\.parquet"),
         ([], "must be a list of at least one"),
+        (["array.json"], r"array\.json has no JSON object in its first line, .*: jq -c"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path, inputs, message):
@@ -164,6 +165,7 @@ def test_what_cannot_be_used_is_named(tmp_path, inputs, message):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/away.jsonl").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe.jsonl")
+    touch(tmp_path / "array.json", b'[\n {"text": "a"}]')
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "rows.parquet")
     with pytest.raises(InputError, match=message):
         list_units([f"{tmp_path}/{name}" for name in inputs])
@@ -182,3 +184,16 @@ def test_one_path_in_place_of_a_list_and_units_of_nothing_are_refused(tmp_path):
         list_units(str(path))
     with pytest.raises(InputError, match="unit_bytes is 0, but must be at least 1"):
         list_units([path], unit_bytes=0)
+
+
+def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text(tmp_path):
+    compressed = ["c4-train.00000-of-01024.json.gz", "dolma/cc-0000.json.zst", "RC_2005-12.zst", "RS_2011-01.bz2"]
+    for name in (*compressed, "00.jsonl.zst", "notes.zst", "dataset_infos.json"):
+        touch(tmp_path / name)
+    assert sorted(names(list_units([tmp_path]), tmp_path)) == sorted([*compressed, "00.jsonl.zst"])
+    lines = touch(tmp_path / "lines.json", b'{"text": "a"}\n{"text": "b"}\n')
+    assert [unit.format for unit in list_units([lines])] == ["jsonl"]
+    with pytest.raises(InputError, match=r"lines\.json has one JSON object per line, .* Rename such files to \.jsonl"):
+        list_units([lines], suffixes=(".json",))
+    one = touch(tmp_path / "package.json", b'{"name": "a"}\n')
+    assert [unit.format for unit in list_units([one], suffixes=(".json",))] == ["text"]

@@ -1,10 +1,13 @@
+import bz2
 import gzip
 import io
 import json
+import lzma
 import pickle
 import random
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,7 +63,7 @@ def expected(lines):
 
 
 def whole(path, size=1):
-    return Unit("jsonl", (str(path),), 0, 1 if path.suffix in {".gz", ".zst"} else path.stat().st_size, size)
+    return Unit("jsonl", (str(path),), 0, 1 if path.suffix in set(jsonl.COMPRESSED) else path.stat().st_size, size)
 
 
 @given(lines=files, unit_bytes=st.one_of(st.integers(1, 8), st.integers(1, 400)), last_newline=st.booleans())
@@ -171,15 +174,33 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
+PACK = {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("ending", PACK)
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_compressed_file_is_named_and_never_ends_in_silence(tmp_path, zstd, ending, what):
+def test_a_damaged_compressed_file_is_named_and_never_ends_in_silence(tmp_path, ending, what):
     rng = random.Random(0)
     data = b"".join(json.dumps({"text": rng.randbytes(50).hex()}).encode() + b"\n" for _ in range(500))
     path = tmp_path / f"a.jsonl{ending}"
-    path.write_bytes(DAMAGE[what](gzip.compress(data) if ending == ".gz" else zstd(data)))
+    path.write_bytes(DAMAGE[what](PACK[ending](data)))
     with pytest.raises(InputError, match=rf"a\.jsonl{ending} cannot be read: .+\."):
         list(read_jsonl(whole(path), "text"))
+
+
+def test_a_window_of_two_gib_padding_and_frames_without_content_are_read(tmp_path):
+    settings = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    lines = [json.dumps({"text": str(number)}).encode() + b"\n" for number in range(9)]
+    writer = zstandard.ZstdCompressor(compression_params=settings).compressobj()  # of a size that is not known
+    skippable = bytes([0x50, 0x2A, 0x4D, 0x18, 3, 0, 0, 0]) + b"abc"
+    written = {
+        "a.jsonl.zst": skippable + writer.compress(lines[0]) + writer.flush() + zstandard.compress(b"".join(lines[1:])),
+        "b.jsonl.gz": gzip.compress(lines[0]) + bytes(9) + gzip.compress(b"".join(lines[1:])) + bytes(5000),
+        "c.jsonl.xz": lzma.compress(lines[0]) + bytes(8) + lzma.compress(b"".join(lines[1:])),
+    }
+    for name, content in written.items():
+        (tmp_path / name).write_bytes(content)
+        assert [document.value for document in read_jsonl(whole(tmp_path / name), "text")] == list("012345678")
 
 
 @pytest.mark.parametrize("where", [slice(10, 20), slice(-8, -4)], ids=["blocks", "checksum"])

@@ -72,7 +72,7 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
 
 def _map(file: str) -> pa.MemoryMappedFile:
     with _reading(file):
-        return pa.memory_map(file)
+        return pa.memory_map(file.encode(errors="surrogateescape"))  # as text, it would have to be UTF-8
 
 
 def _reader(

@@ -6,6 +6,7 @@ import pyarrow as pa
 
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, even_share
 from zaya_jax.data.readers.values import (
+    FLAGS,
     SIBLINGS,
     TOOLS,
     find_field,
@@ -21,7 +22,7 @@ _BATCH_ROWS = 64  # rows converted to Python objects at a time; one can have meg
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
-    """Return the columns to read: that of the field and, if it has lists, `TOOLS` and those of `SIBLINGS`.
+    """Return the columns to read: that of the field and, if it has lists, `TOOLS`, `SIBLINGS` and `FLAGS`.
 
     Raises:
       InputError: not exactly one column has the name, or its type is neither text nor lists.
@@ -39,7 +40,7 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
             f"its columns are {columns}."
         )
     name = schema.names[index]
-    beside = (TOOLS, *SIBLINGS) if _holds_lists(kind) else ()
+    beside = (TOOLS, *SIBLINGS, *FLAGS) if _holds_lists(kind) else ()
     return [name, *(other for other in beside if other != name and schema.names.count(other) == 1)]
 
 

@@ -8,9 +8,11 @@ from importlib import import_module
 
 from zaya_jax.data.readers.unit import Entry, Format, Unit
 
+PACKED = ("gz", "zst", "bz2", "xz")
 # Module name, which is also `Unit.format` → suffixes of its files.
 FORMATS: dict[str, tuple[str, ...]] = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"),
+    # C4 and Dolma call compressed JSON lines `.json.gz`.
+    "jsonl": (".jsonl", ".ndjson", *(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in PACKED)),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "megatron": (".bin",),

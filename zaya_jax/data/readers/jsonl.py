@@ -5,14 +5,16 @@ before it is white space to JSON. Blank lines are skipped silently, as other too
 in Python's `json`.
 """
 
-import gzip
+import bz2
 import io
 import json
+import lzma
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from zaya_jax.data.readers.unit import (
@@ -40,10 +42,12 @@ from zaya_jax.data.readers.values import (
 from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
 
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 LONGEST_LINE = 2**30  # bytes; a longer line is probably not JSONL, and would have to fit in memory
 
 _READ_BYTES = 2**20  # bytes
+_FRAME_READ_BYTES = 2**12  # bytes; in zstd, 4 of them can stand for 128 KiB
+_ZSTD_WINDOW = 2**31  # bytes; the largest, of `zstd --long=31`, as in Pushshift's files
 _COUNTED_BYTES = 64 * 2**20  # maximum bytes before a unit that are read to count its line numbers
 
 
@@ -159,12 +163,54 @@ def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _decompress(file: str, raw: IO[bytes]) -> IO[bytes]:
-    if file.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), _READ_BYTES)
-    import pyarrow as pa
-
-    stream: Any = pa.CompressedInputStream(raw, "zstd")  # implements the methods of RawIOBase that BufferedReader uses
+    stream: Any = _Frames(raw, _decompressors()[Path(file).suffix])
     return io.BufferedReader(stream, _READ_BYTES)
+
+
+def _decompressors() -> dict[str, Callable[[], Any]]:
+    """Return by suffix what makes a decompressor of one frame, with `decompress`, `eof` and `unused_data`."""
+    import zstandard
+
+    zstd = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+    return {".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS + 16), ".zst": zstd.decompressobj,
+            ".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}  # fmt: skip
+
+
+class _Frames(io.RawIOBase):
+    """Decompresses all frames of a file (members, streams); one that ends too early is an `EOFError`.
+
+    Python's own readers of bz2 and xz would take damage after a first frame for the end of the file.
+    """
+
+    def __init__(self, raw: IO[bytes], begin: Callable[[], Any]) -> None:
+        self._raw, self._begin = raw, begin
+        self._frame: Any = None
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._output and (data := self._input or self._raw.read(_FRAME_READ_BYTES)):
+            self._input = b""
+            if self._frame is None or self._frame.eof:
+                data = data.lstrip(b"\0") if self._frame else data  # padding between frames
+                self._frame = self._begin() if data else self._frame
+            if data:
+                self._output = self._frame.decompress(data)
+                self._input = self._frame.unused_data if self._frame.eof else b""
+        if not self._output and self._frame is not None and not self._frame.eof:
+            raise EOFError("it ends too early")
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        return count
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """Return what decompressors raise, besides `OSError`."""
+    import zstandard
+
+    return EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError
 
 
 def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
@@ -173,7 +219,7 @@ def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
 
 
 def _read_line(stream: IO[bytes], file: str) -> bytes:
-    with reading(f"The file {file}", EOFError, zlib.error):  # raised for a truncated or damaged compressed file
+    with reading(f"The file {file}", *(_damage() if file.endswith(COMPRESSED) else ())):
         line = stream.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
         raise InputError(

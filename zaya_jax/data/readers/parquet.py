@@ -1,5 +1,6 @@
 """Read a column of Parquet files, one row group after the other."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -51,7 +52,8 @@ def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
 
 def _open(file: str) -> pq.ParquetFile:
     with reading(f"The Parquet file {file}", pa.ArrowException):
-        return pq.ParquetFile(file, buffer_size=_READ_BYTES, page_checksum_verification=True)
+        # As text, the path would have to be UTF-8.
+        return pq.ParquetFile(pa.OSFile(os.fsencode(file)), buffer_size=_READ_BYTES, page_checksum_verification=True)
 
 
 def _batches(file: str, table: pq.ParquetFile, unit: Unit, columns: list[str]) -> Iterator[pa.RecordBatch]:

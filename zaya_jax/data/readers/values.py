@@ -13,7 +13,12 @@ def is_document(value: object) -> TypeGuard[str | list[Any]]:
 
 CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
 TOOLS = "tools"  # field next to a conversation that becomes part of it
-SIBLINGS = ("functions", "system")  # fields next to a conversation that would change its meaning, and are refused
+# Fields next to a conversation that would change its meaning, and are refused; of the flags, if they are off.
+SIBLINGS = ("functions", "function_calls", "available_tools", "apis", "tools_json", "system", "system_prompt",
+            "system_message", "system_instruction", "documents", "image", "images", "audio", "videos",
+            "chat_template_kwargs")  # fmt: skip
+FLAGS = ("weight", "train", "training", "loss", "label")
+_EMPTY = (None, "", [], {}, "[]", "{}", "null")
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:
@@ -30,10 +35,15 @@ def suggest_chat(field: str, names: Collection[str]) -> str:
 
 
 def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
-    """Return why a conversation with a non-empty field of `SIBLINGS` cannot be used; None if all are empty."""
+    """Return why a conversation with a field of `SIBLINGS` or `FLAGS` cannot be used; None if these are empty."""
     for name in SIBLINGS:
-        if beside.get(name) and beside[name] not in ("[]", "{}", "null"):
+        value = beside.get(name)
+        if any(each not in _EMPTY for each in (value.values() if isinstance(value, dict) else [value])):
             return "unread field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
+    for name in FLAGS:
+        value = beside.get(name)
+        if value is False or value == "false" or (name == "weight" and value not in (None, 1)):
+            return "unread field", f"{name!r} next to {field!r} is {value!r:.50}; leave out what is not trained"
     return None
 
 

@@ -1,0 +1,103 @@
+"""The account of a run's data: how many documents of each source are used, and what is left out, and why."""
+
+from typing import Any
+
+from zaya_jax.config import Config
+from zaya_jax.config.checks import counted
+from zaya_jax.data.pipeline import heldout_use
+from zaya_jax.data.plan import RunPlan
+from zaya_jax.data.sources import Prepared
+
+# What of a split is left out, and what a person reads: of training, then of evaluation.
+_REASONS = {
+    "too_long": "longer than a row (raise context, or change over_length)",
+    "too_short": "of a single token, which predicts nothing",
+    "unread": "never sampled, since the run ends first",
+}
+
+
+def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict[str, Any]]:
+    """Return the account as JSON: what was read equals what is used plus what is left out.
+
+    Args:
+      config: of the run.
+      prepared: its sources.
+      plan: of all its rows.
+
+    Returns:
+      By source: `refused`, number of documents that the preparation skipped, by reason; `phases`, those that train on
+      the source; `evaluated`, whether any phase reads it; `skipped_rows`, its rows in `data.skip_rows`; `train` and
+      `heldout`, the fields of `Use` for the documents of each split (those of skipped rows count as used), with `bytes`
+      of their text and `lost_bytes`, for which the tokenizer has no token.
+    """
+    found = {}
+    for name, source in prepared.sources.items():
+        heldout, manifest = heldout_use(config, prepared, name, config.evaluation.batches), source.manifest
+        splits = {"train": (plan.uses[name], manifest.train), "heldout": (heldout, manifest.heldout)}
+        found[name] = {
+            "refused": manifest.counts,
+            "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
+            "skipped_rows": _skipped_rows(config, plan, name),
+            "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
+        } | {split: use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes}
+             for split, (use, entry) in splits.items()}  # fmt: skip
+    return found
+
+
+def _skipped_rows(config: Config, plan: RunPlan, name: str) -> int:
+    count = 0
+    for phase in plan.phases:
+        for ends in config.data.skip_rows if name in phase.shares else ():
+            begin, end = (phase.mixture.counts(min(max(row - phase.first_row, 0), phase.rows)) for row in ends)
+            place = phase.mixture.names.index(name)
+            count += end[place] - begin[place]
+    return count
+
+
+def account_lines(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the account as one line, and a line more for whatever is left out or changed."""
+    refused = {name: sum(source["refused"].values()) for name, source in found.items()}
+    trained, scored = (sum(source[split]["used"] for source in found.values()) for split in ("train", "heldout"))
+    read = sum(refused.values()) + sum(source[split]["documents"] for source in found.values()
+                                       for split in ("train", "heldout"))  # fmt: skip
+    left = read - trained - scored
+    lines = [f"Data: {counted(read, 'document')} in {counted(len(found), 'source')}: {trained:,} trained on, "
+             f"{scored:,} evaluated, {left:,} left out{':' if left else '.'}"]  # fmt: skip
+    for name, source in found.items():
+        if refused[name]:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in source["refused"].items())
+            lines.append(f"  {name}: {counted(refused[name], 'document')} refused by the preparation: {reasons}")
+        of_source = [*_trained(source), *evaluated_lines(source["heldout"]), *_lost(source)]
+        if source["skipped_rows"]:
+            of_source.append(f"{counted(source['skipped_rows'], 'row')} skipped (data.skip_rows)")
+        lines += [f"  {name}: {line}" for line in of_source]
+    return lines
+
+
+def _trained(source: dict[str, Any]) -> list[str]:
+    use = source["train"]
+    if not source["phases"] and use["documents"]:
+        why = ("it is only evaluated (mixture weight 0)" if source["evaluated"] else
+               "no phase's mixture names the source: add it (weight 0 only evaluates it), or remove it")  # fmt: skip
+        return [f"{counted(use['documents'], 'training document')} left out: {why}"]
+    return _left_out(use, "training", _REASONS)
+
+
+def evaluated_lines(use: dict[str, Any]) -> list[str]:
+    """Return a line for each reason why held-out documents are not evaluated as they are; `use` is a `Use` as JSON."""
+    return _left_out(use, "held-out", _REASONS | {"unread": "see evaluation.batches and the mixtures"})
+
+
+def _left_out(use: dict[str, Any], split: str, reasons: dict[str, str]) -> list[str]:
+    lines = [f"{100 * use['read']:.1f} % of the {split} tokens are read"] if 0 < use["read"] < 0.9995 else []
+    lines += [f"{use[key]:,} of {counted(use['documents'], f'{split} document')} left out: {reason}"
+             for key, reason in reasons.items() if use[key]]  # fmt: skip
+    if use["trimmed"]:
+        lines.append(f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row")
+    return lines
+
+
+def _lost(source: dict[str, Any]) -> list[str]:
+    lost, total = (sum(source[split][key] for split in ("train", "heldout")) for key in ("lost_bytes", "bytes"))
+    return [f"{lost:,} of {counted(total, 'byte')} have no token in the tokenizer, and do not count in bits per byte"
+            ] if lost else []  # fmt: skip
