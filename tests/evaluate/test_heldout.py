@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -82,8 +84,9 @@ def test_devices_are_given_few_batches_at_once():
 def test_each_source_has_a_loss_of_its_own_and_all_have_one_together(model, monkeypatch):
     empty = {name: np.zeros_like(array) for name, array in batch(0).items()}
     batches = {"some": [batch(0), empty], "unread": [], "more": [batch(1)], "padding": [empty]}
-    monkeypatch.setattr(heldout, "heldout_batches", lambda config, prepared, name, limit: batches[name])
-    evaluator = HeldoutEvaluator(CONFIG, type("Prepared", (), {"sources": batches}))
+    monkeypatch.setattr(heldout, "heldout_batches", lambda config, prepared, name, limit, phase: batches[name])
+    sources = {name: SimpleNamespace(name=name, manifest=SimpleNamespace(kind="tokens")) for name in batches}
+    evaluator = HeldoutEvaluator(CONFIG, SimpleNamespace(sources=sources))
     scores = evaluator.evaluate(model)
     expected = {name: heldout_loss(model, batches[name]) for name in ("some", "more")}
     assert evaluator.losses == expected

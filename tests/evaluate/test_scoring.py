@@ -143,7 +143,7 @@ def test_windows_predict_each_token_once_with_all_the_context_that_fits(tokens, 
 class Letters:
     """Token i is the i-th character from 'A' on."""
 
-    def decode(self, tokens, special=True):
+    def decode_after(self, before, tokens):
         return "".join(chr(65 + token) for token in tokens)
 
 

@@ -184,6 +184,15 @@ def test_a_message_goes_through_the_template_and_rsa_through_rounds(opened, call
     assert "Attempt 2:" in tokenizer.decode(calls[2]["rows"][0])
 
 
+def test_what_ends_a_candidate_is_not_in_the_next_rounds_prompts(opened, calls):
+    end = written(opened, 1)[-2:]
+    assert main(["RUN", "--message", "a", "--rsa", "2", "2", "1", "4", "--seed", "1", "--stop", end]) == 0
+    first, second = (opened.tokenizer.decode(call["rows"][0]) for call in calls)
+    assert second.count("Attempt ") == 2
+    assert end not in first
+    assert end not in second
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

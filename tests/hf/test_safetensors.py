@@ -99,53 +99,31 @@ def refused(path):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("header", "data", "said"), [
-    ({"x": entry()}, b"1234567", "ends at byte"),
-    ({"x": entry()}, b"123456789", "ends at byte"),
-    ({}, b"1", "header ends at byte"),
-    ({"x": entry(), "y": entry(offsets=(4, 12))}, b"123456789012", "the tensor y overlaps the tensor x"),
-    ({"x": entry(), "y": entry(offsets=(0, 8))}, b"12345678", "overlaps the tensor"),
-    ({"x": entry(offsets=(4, 12))}, b"123456789012", "the tensor x follows a gap"),
-    ({"x": entry(shape=(3,))}, b"12345678", "the tensor x of dtype F32 and shape [3] takes 12 bytes"),
-    ({"x": entry(offsets=(8, 0))}, b"12345678", "the tensor x"),
-    ({"x": entry(offsets=(0, 8, 8))}, b"12345678", "the tensor x"),
-    ({"x": entry(offsets=())}, b"12345678", "the tensor x"),
-    ({"x": entry(shape=(-2,))}, b"12345678", "the tensor x has the invalid shape [-2]"),
-    ({"x": entry(shape=(2.0,))}, b"12345678", "the tensor x has the invalid shape [2.0]"),
-    ({"x": entry(shape=(True, 2))}, b"12345678", "the tensor x has the invalid shape"),
-    ({"x": entry(shape=(2**40, 2**40))}, b"12345678", "the tensor x"),
-    ({"x": entry(shape=(10**30,))}, b"12345678", "the tensor x"),
-    ({"x": entry(offsets=(0, 10**15), shape=(250_000_000_000_000,))}, b"12345678", "the tensor x ends at byte"),
-    ({"x": entry("F128")}, b"12345678", "the tensor x has the unknown dtype 'F128'"),
-    ({"x": entry(None)}, b"12345678", "the tensor x has the unknown dtype None"),
-    ({"x": entry(["F32"])}, b"12345678", "the tensor x has the unknown dtype ['F32']"),
-    ({"x" * 1001: entry()}, b"12345678", "the name of a tensor has 1001 characters"),
-    ({"x": {"dtype": "F32"}}, b"", "the tensor x must have"),
-    ({"x": {**entry(), "more": 1}}, b"12345678", "the tensor x must have"),
-    ({"x": 3}, b"", "the tensor x must have"),
-    ({"__metadata__": {"a": 1}}, b"", "__metadata__"),
-    ({"__metadata__": ["a"]}, b"", "__metadata__"),
-    (b'{"x": 1, "x": 2}', b"", "'x' twice"),
-    (b'{"x": {"dtype": "F32", "dtype": "F32"}}', b"", "'dtype' twice"),
-    (b"[]", b"", "not a JSON object"),
-    (b"  {}", b"", "not a JSON object"),
-    (b"", b"", "not a JSON object"),
-    (b"{", b"", "not JSON"),
-    (b'{"\xff": 1}', b"", "not JSON"),
-    (b'{"x":' * 100_000 + b"1" + b"}" * 100_000, b"", "not JSON"),
+@pytest.mark.parametrize(("header", "data"), [
+    ({"x": entry()}, b"1234567"),
+    ({"x": entry()}, b"123456789"),
+    ({}, b"1"),
+    ({"x": entry(), "y": entry(offsets=(4, 12))}, b"123456789012"),
+    ({"x": entry(), "y": entry(offsets=(0, 8))}, b"12345678"),
+    ({"x": entry(offsets=(4, 12))}, b"123456789012"),
+    ({"x": entry(shape=(3,))}, b"12345678"),
+    ({"x": entry(shape=(-2,))}, b"12345678"),
+    ({"x": entry(shape=(2**40, 2**40))}, b"12345678"),
+    ({"x": entry(offsets=(0, 10**15), shape=(250_000_000_000_000,))}, b"12345678"),
+    ({"x": entry("F128")}, b"12345678"),
+    ({"x": {"dtype": "F32"}}, b""),
+    ({"__metadata__": ["a"]}, b""),
+    # Of two tensors of one name, the bytes of the first would be a gap.
+    (b'{"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, '
+     b'"x": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}', b"12"),
+    (b"[]", b""),
+    (b"", b""),
+    (b'{"\xff": 1}', b""),
+    (b'{"x":' * 100_000 + b"1" + b"}" * 100_000, b""),
 ])  # fmt: skip
-def test_a_damaged_file_is_named_with_its_tensor(header, data, said, tmp_path):
+def test_a_damaged_file_is_refused(header, data, tmp_path):
     raw_file(tmp_path / "file", header, data)
-    message = refused(tmp_path / "file")
-    assert said in message
-    assert "not a valid safetensors file" in message
-
-
-def test_a_name_that_is_there_twice_is_found_among_many(tmp_path):
-    names = [f"x{number}" for number in range(50_000)]
-    text = ",".join(f'"{name}":0' for name in [*names, names[-1]])
-    raw_file(tmp_path / "file", f"{{{text}}}".encode())
-    assert "'x49999' twice" in refused(tmp_path / "file")
+    assert "is not a valid safetensors file: " in refused(tmp_path / "file")
 
 
 VALUES = st.recursive(
@@ -170,9 +148,9 @@ def test_a_header_of_any_json_is_read_or_refused(file, header, data):
         read_header(file)
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F4", "U8", "I64", "BOOL"])
-def test_the_quantized_variants_are_refused_by_name(dtype, tmp_path):
-    raw_file(tmp_path / "file", {"x.weight": entry(dtype)}, b"12345678")
+@pytest.mark.parametrize(("dtype", "size"), [("F8_E4M3", 8), ("F8_E5M2", 8), ("F4", 16), ("I64", 1), ("BOOL", 8)])
+def test_the_quantized_variants_are_refused_by_name(dtype, size, tmp_path):
+    raw_file(tmp_path / "file", {"x.weight": entry(dtype, (size,))}, b"12345678")
     message = refused(tmp_path / "file")
     assert f"The tensor x.weight in {tmp_path / 'file'} has dtype {dtype}" in message
     assert "FP8 and MXFP4 variants are not supported" in message
@@ -182,7 +160,7 @@ def test_the_quantized_variants_are_refused_by_name(dtype, tmp_path):
 def test_a_header_longer_than_the_file_takes_no_memory(length, tmp_path):
     raw_file(tmp_path / "file", {"x": entry()}, b"12345678", length)
     tracemalloc.start()
-    assert f"claims {length} bytes" in refused(tmp_path / "file")
+    assert "header" in refused(tmp_path / "file")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
@@ -192,7 +170,7 @@ def test_a_header_too_long_to_be_one_is_refused(tmp_path):
     with (tmp_path / "file").open("wb") as file:
         file.write(struct.pack("<Q", 2**30))
         file.truncate(2**31)  # sparse
-    assert "claims 1073741824 bytes" in refused(tmp_path / "file")
+    assert "header too large" in refused(tmp_path / "file")
 
 
 @pytest.mark.parametrize("keep", [0, 3, 8, 20, -1])

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 pytestmark = [
     pytest.mark.parity,
@@ -23,6 +25,8 @@ pytest.importorskip("accelerate")
 
 from pathlib import Path  # noqa: E402
 
+from lm_eval.api.instance import Instance  # noqa: E402
+
 from tests.evaluate_helpers import write_tasks  # noqa: E402
 from tests.helpers import random_model, tiny_config  # noqa: E402
 from tests.train_helpers import WORDS  # noqa: E402
@@ -32,6 +36,7 @@ from zaya_jax.errors import InputError  # noqa: E402
 from zaya_jax.evaluate import harness, scoring  # noqa: E402
 from zaya_jax.evaluate.__main__ import main  # noqa: E402
 from zaya_jax.evaluate.lm_eval_model import ZayaLM  # noqa: E402
+from zaya_jax.evaluate.scoring import Request  # noqa: E402
 from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig, load_suite, named_tasks  # noqa: E402
 from zaya_jax.generate import decode  # noqa: E402
 from zaya_jax.generate.sampling import Sampling  # noqa: E402
@@ -143,6 +148,123 @@ def test_a_tokenizer_that_adds_a_token_adds_it_here_too(folder, tmp_path):
     assert mine.generate_until(asked["generate_until"][:9]) == theirs.generate_until(asked["generate_until"][:9])
 
 
+# --- requests at the edge --------------------------------------------------------------------------------------
+
+EDGES = st.text("thew aro\n\t é☃") | st.lists(st.sampled_from(["the", " model", EOT_TEXT, "  "])).map("".join)
+
+
+def request(kind: str, *arguments) -> Instance:
+    return Instance(kind, {}, arguments, 0, metadata=("task", 0, 1))
+
+
+def split_by(theirs, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """The tokens that lm-eval's own model would score; none for a request at which it fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(theirs, "_loglikelihood_tokens", lambda asked, **_: [asked[0][1:]])
+        try:
+            return theirs.loglikelihood([request("loglikelihood", context, continuation)], disable_tqdm=True)[0]
+        except IndexError:
+            return [], []
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["without bos", "with bos"])
+def both(request, tmp_path_factory):
+    path = write_model(tmp_path_factory.mktemp("model"), bos=request.param)
+    return ours(path), peer(path)
+
+
+@given(context=EDGES, continuation=EDGES)
+@example("", EOT_TEXT)
+@example("t", "he")
+@example("  ", "the")
+@settings(max_examples=200)
+def test_texts_are_split_as_by_transformers_and_where_that_fails_there_are_tokens_still(both, context, continuation):
+    mine, theirs = both
+    before, after = split_by(theirs, context, continuation)
+    if before and after:
+        assert mine._encode_pair(context, continuation) == (before, after)
+    elif mine.tok_encode(context[len(context.rstrip()) :] + continuation, add_special_tokens=False):
+        before, after = mine._encode_pair(context, continuation)
+        assert before
+        assert after
+    else:
+        with pytest.raises(InputError, match="its continuation has 0 tokens, but must have 1 to 128"):
+            mine._encode_pair(context, continuation)
+
+
+def test_a_token_over_the_join_is_scored_as_the_continuation_alone(export):
+    model = ours(export)
+    word = next(word for word in WORDS if len(model.tok_encode(word)) == 1)
+    split = [(word[:end], word[end:]) for end in range(1, len(word))]
+    scores = model.loglikelihood([request("loglikelihood", *texts) for texts in split])
+    alone = [Request(model.tok_encode(before), model.tok_encode(after)) for before, after in split]
+    assert scores == [pytest.approx(tuple(score), rel=1e-5) for score in model.scorer.score(alone)]
+
+
+HALF = "the model\ud800"
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "said"),
+    [
+        ("loglikelihood", ("the", " row"), ("the rows\x1b", ""), r"'the rows\\x1b': its continuation has 0 tokens"),
+        ("loglikelihood", ("the", " row"), ("the", "é☃" * 99), r"☃': its continuation has 495 tokens, .* 128"),
+        ("loglikelihood", ("", "row"), ("", ""), "'': its continuation has 0 tokens"),
+        ("loglikelihood_rolling", ("the row",), (HALF,), r"'the model\\ud800': .* position 9"),
+        ("generate_until", ("the", {"max_gen_toks": 3}), (HALF, {"max_gen_toks": 3}), r"model\\ud800': .* position 9"),
+        ("generate_until", ("the", {"max_gen_toks": 3}), ("row", {"max_gen_toks": 128}), "'row': .*128 new tokens"),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_answered_is_named_and_the_others_are_answered(export, kind, good, bad, said):
+    model = ours(export)
+    answer = getattr(model, kind)
+    [expected] = answer([request(kind, *good)])
+    with pytest.raises(InputError, match=f"^The task task has a request that cannot be answered, .*{said}"):
+        answer([request(kind, *bad)])
+    model.failed = {}
+    values = answer([request(kind, *arguments) for arguments in (bad, good, bad)])
+    assert values[1] == (pytest.approx(expected, rel=1e-5) if kind != "generate_until" else expected)
+    for value in (values[0], values[2]):
+        assert value == "" if kind == "generate_until" else not np.isfinite(value).all()
+    assert list(model.failed) == ["task"]
+    assert all(re.search(said, sentence) for sentence in model.failed["task"])
+
+
+def test_texts_without_tokens_and_prompts_beyond_the_positions_have_answers(export):
+    model, theirs = ours(export), peer(export)
+    assert model.loglikelihood_rolling([request("loglikelihood_rolling", "")]) == [0.0]
+    assert theirs.loglikelihood_rolling([request("loglikelihood_rolling", "")]) == [0]
+    long = request("generate_until", "the model reads a row " * 60, {"until": ["\n"], "max_gen_toks": 9})
+    assert len(model.tok_encode(long.args[0])) > 128
+    assert model.generate_until([long]) == theirs.generate_until([long])
+
+
+def test_a_task_with_such_a_request_has_no_score_and_the_others_have_theirs(folder, export, tmp_path, capsys):
+    tasks = write_tasks(tmp_path / "tasks", items=5)
+    items = [json.loads(line) for line in (tasks / "items.jsonl").read_text().splitlines()]
+    items[3] |= {"question": "which\tends", "endings": [f" {word}☃" for word in "abc"] + [""]}
+    (tasks / "holes.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    text = (tasks / "endings.yaml").read_text()
+    text = text.replace("task: endings", "task: holes").replace("items.jsonl", "holes.jsonl")
+    (tasks / "holes.yaml").write_text(f'{text}target_delimiter: ""\n')
+    (tasks / "all.yaml").write_text("group: all\ntask: [letters, holes]\naggregate_metric_list: [{metric: acc}]\n")
+    output = tmp_path / "scores.json"
+    asked = [str(export), "--task-folder", str(tasks), "--output", str(output), "--tasks"]
+    assert main([*asked, "letters"]) == 0
+    letters = json.loads(output.read_text())["tasks"]["letters"]
+    assert main([*asked, "all", "--peer", f"hf:{export}"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Stopped: ")]
+    said = r"The task holes has a request that cannot be answered, 'which\tends': its continuation has 0 tokens"
+    assert said in line
+    assert f"--peer hf:{export} could not be scored. AssertionError" in line
+    record = json.loads(output.read_text())
+    assert record["tasks"].keys() == {"letters", "holes"}
+    assert record["tasks"]["letters"] == letters
+    assert record["tasks"]["holes"]["metrics"] == {}
+    assert said in record["tasks"]["holes"]["failed"][0]
+    assert "peers" not in record
+
+
 def assert_same_scores(mine, theirs):
     """The same tasks, prompts and metrics, and equal values up to rounding."""
     assert mine.keys() == theirs.keys()
@@ -215,12 +337,13 @@ def test_a_special_token_may_end_an_answer_and_no_other_stays_in_it(export):
     model, backend = ours(export), tokenizers.Tokenizer.from_file(str(export / "tokenizer.json"))
     backend.add_special_tokens(["<|end|>", "<|end|>ed", "</think>"])
     model.opened = model.opened._replace(tokenizer=Tokenizer(backend, EOT_TEXT))
+    prompt = model.tok_encode("rows")
     tokens = model.tok_encode(f"so</think>the<|end|>ed model<|end|> reads{EOT_TEXT} a row")
-    assert model._answer(tokens, {"until": ["<|end|> "]}) == "sothe model"
-    assert model._answer(tokens, {"until": [EOT_TEXT]}) == "sothe model reads"
-    assert model._answer(tokens, {}) == "sothe model reads a row"
+    assert model._answer(prompt, tokens, {"until": ["<|end|> "]}) == "sothe model"
+    assert model._answer(prompt, tokens, {"until": [EOT_TEXT]}) == "sothe model reads"
+    assert model._answer(prompt, tokens, {}) == "sothe model reads a row"
     model._think_end = "</think>"
-    assert model._answer(tokens, {"until": ["so", "<|end|> reads"]}) == "the model"
+    assert model._answer(prompt, tokens, {"until": ["so", "<|end|> reads"]}) == "the model"
 
 
 # --- chat ------------------------------------------------------------------------------------------------------

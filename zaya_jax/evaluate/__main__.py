@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zaya_jax.config.checks import require
-from zaya_jax.errors import ExitCode, InputError, RunStopped, as_sentence, is_disk_full, last_words
+from zaya_jax.errors import InputError, RunStopped, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import keep_compilations
+from zaya_jax.run.command import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
@@ -23,9 +24,10 @@ _DEFAULTS = {"seed": 0, "batch_tokens": 8192, "batch_rows": 16, "poll": 30.0}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `ExitCode`."""
-    parser, peers = _parser(), None
+    parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+
+    def run() -> None:
         _check(options, parser.get_default)
         keep_compilations()
         from zaya_jax.parallel.multihost import join
@@ -34,16 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, preset.peer_timeout)
         from zaya_jax.evaluate.command import evaluate
 
-        evaluate(options)
-    except (InputError, RunStopped, KeyboardInterrupt, OSError) as error:
-        if isinstance(error, OSError) and not isinstance(error, TimeoutError) and not is_disk_full(error):
-            error = InputError(as_sentence(error))
-        sentence, status = last_words(error)
-        if peers is not None:
-            peers.leave(sentence, status)  # ends all processes of the job
-        print(sentence, file=sys.stderr)
-        return status
-    return ExitCode.OK
+        try:
+            evaluate(options)
+        except (InputError, RunStopped, KeyboardInterrupt, OSError) as error:
+            if peers is not None:
+                peers.leave(*last_words(error))  # ends all processes of the job
+            raise
+
+    return run_command(run)
 
 
 def _parser() -> Parser:
@@ -117,4 +117,5 @@ def _check(options: argparse.Namespace, unset: Callable[[str], object]) -> None:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main())

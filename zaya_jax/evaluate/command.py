@@ -5,7 +5,7 @@ import functools
 import hashlib
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ import jax
 from zaya_jax.checkpoint.environment import environment, versions
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.loader import to_dict
-from zaya_jax.config.weight_source import HF
-from zaya_jax.errors import InputError
+from zaya_jax.data.account import evaluated_lines
+from zaya_jax.errors import InputError, RunStopped, as_sentence
 from zaya_jax.evaluate import harness
 from zaya_jax.evaluate.follow import check_followed, follow
 from zaya_jax.evaluate.heldout_run import RunHeldout
@@ -37,8 +37,8 @@ from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.parallel.multihost import broadcast, is_primary
 from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
-from zaya_jax.run.files import display_path
-from zaya_jax.weights.load import open_weights
+from zaya_jax.run.files import display_path, expanded
+from zaya_jax.weights.load import is_transformers, open_weights
 
 _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
 
@@ -74,31 +74,50 @@ def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts
         check_writable(output)
     tasks = _load_tasks(options, suite)
     record = _score(options, subject, tasks, texts, RunHeldout)
-    if tasks is not None and peers:
-        record["peers"] = {peer: _score_peer(options, tasks, path, record["dtype"]) for peer, path in peers.items()}
+    failed = _failed(record)  # a sentence about each request and peer without a score
+    for peer, path in peers.items():
+        try:
+            scores = _score_peer(options, tasks, path, record["dtype"])
+            record["peers"] = {**record.get("peers", {}), peer: scores}
+        except Exception as error:  # whatever it is, the scores so far have taken hours
+            failed.append(f"--peer {peer} could not be scored. {type(error).__name__}: {as_sentence(error)}")
     _show(record)
     if output is not None and is_primary():
         write_record(output, record)
         print(f"Wrote {display_path(output)}")
+    _require_all(failed)
+
+
+def _failed(record: dict[str, Any]) -> list[str]:
+    return [said for result in record.get("tasks", {}).values() for said in result.get("failed", ())]
+
+
+def _require_all(failed: Sequence[str]) -> None:
+    if failed:
+        more = f" And {len(failed) - 10:,} more." if len(failed) > 10 else ""
+        raise RunStopped(f"{' '.join(failed[:10])}{more} These tasks and peers have no scores.")
 
 
 def _follow(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
     if jax.process_count() > 1:
         raise InputError(f"--follow runs in one process, but this job has {jax.process_count()}. Start one process, or "
                          "remove --follow.")  # fmt: skip
-    run = Path(options.path).expanduser().resolve()
+    run = expanded(options.path).resolve()
     check_followed(run)
     output = options.output or run / FOLDER / f"{name}.jsonl"
     check_writable(output)
     tasks, heldout = _load_tasks(options, suite), functools.cache(RunHeldout)
+    failed: list[str] = []
 
     def score(step: int) -> dict[str, Any]:
         subject = _Subject(str(run / CHECKPOINTS / str(step)), run, step)
         record = _score(options, subject, tasks, texts, heldout)
         _show(record)
+        failed.extend(_failed(record))
         return record
 
     follow(run, output, name, score, options.poll)
+    _require_all(list(dict.fromkeys(failed)))
 
 
 def _load_tasks(options: argparse.Namespace, suite: SuiteConfig | None) -> harness.LoadedTasks | None:
@@ -121,7 +140,7 @@ def _name(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[st
     scored = ["text"] if texts else []
     if suite is not None:
         scored += [task.name for task in suite.tasks] if options.config is None else [Path(options.config).stem]
-    folders = {key: None if value is None else str(Path(value).expanduser().resolve())
+    folders = {key: None if value is None else str(expanded(value).resolve())
                for key, value in (("task_folder", options.task_folder), ("tokenizer", options.tokenizer))}  # fmt: skip
     return evaluation_name(scored, {
         "suite": None if suite is None else to_dict(suite), **folders, "seed": options.seed, "limit": options.limit,
@@ -132,8 +151,7 @@ def _name(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[st
 
 def _subject(source: str) -> _Subject:
     """Resolve PATH to one model; InputError if it is neither a checkpoint nor a `transformers` folder."""
-    folder = Path(source).expanduser()
-    if source.startswith(HF) or (folder / "config.json").is_file():
+    if is_transformers(source):
         return _Subject(source, None, None)
     checkpoint = checkpoint_folder(source, "PATH")
     return _Subject(str(checkpoint), checkpoint.parent.parent, int(checkpoint.name))
@@ -155,8 +173,10 @@ def _score(
         weights = open_weights(subject.source, "PATH")
         if is_primary():
             print("Scoring the held-out text of the run", flush=True)
-        losses = heldout(subject.run).losses(weights)
+        texts_of_run, step = heldout(subject.run), subject.step or 0
+        losses = texts_of_run.losses(weights, step)
         record["heldout"] = {name: text_record(loss) for name, loss in losses.items()}
+        record["data"] = {name: text.use._asdict() for name, text in texts_of_run.texts(step).items()}
     else:
         opened = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig())
         scorer = Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
@@ -179,7 +199,7 @@ def _score(
     return record
 
 
-def _score_peer(options: argparse.Namespace, tasks: harness.LoadedTasks, name: str, dtype: str) -> dict[str, Any]:
+def _score_peer(options: argparse.Namespace, tasks: Any, name: str, dtype: str) -> dict[str, Any]:
     model = harness.make_peer(name, tasks.suite, dtype=dtype, rows=options.batch_rows)
     return harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
 
@@ -199,6 +219,9 @@ def _show(record: dict[str, Any]) -> None:
     for kind in ("heldout", "texts"):
         if kind in record:
             print(text_table(record[kind]))
+    for name, use in record.get("data", {}).items():
+        for line in evaluated_lines(use):
+            print(f"{name}: {line}")
     if "tasks" in record:
         print(task_table({"this model": record["tasks"], **record.get("peers", {})}))
     for name in record.get("not_covered", ()):

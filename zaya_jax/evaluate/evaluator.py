@@ -25,6 +25,7 @@ class ModelSnapshot:
       base: the frozen parameters under adapters; {} without adapters.
       placement: mesh and shardings of all of these.
       loss_sums: the compiled evaluation step, see `loss`.
+      phase: index of the phase that trained the model last, in which held-out text has its rows; None for the last.
     """
 
     params: Arrays
@@ -32,6 +33,7 @@ class ModelSnapshot:
     base: Arrays
     placement: Placement
     loss_sums: Callable[..., dict[str, jax.Array]]
+    phase: int | None = None
 
     def loss(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Compute the summed loss of a batch, without waiting for the devices.

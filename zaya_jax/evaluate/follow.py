@@ -9,7 +9,7 @@ from typing import Any
 
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config.checks import counted
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.evaluate.results import FOLDER
 from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
 from zaya_jax.run.folder import CONFIG, STATUS, is_locked
@@ -37,7 +37,7 @@ def follow(
       InputError: an intact checkpoint cannot be scored.
     """
     if not (run / CONFIG).exists():
-        say(f"Waiting for a training to start in {run}.")
+        say(printable(f"Waiting for a training to start in {run}."))
     done = {row.get("step") for row in read_rows(path) if row.get("name") == name}
     missing: set[int] = set()
     while True:
@@ -57,7 +57,7 @@ def follow(
             done.add(step)
         if not steps:
             if ended:
-                say(f"The training has ended; {path} has the scores of {counted(len(done), 'checkpoint')}.")
+                say(printable(f"The training has ended; {path} has the scores of {counted(len(done), 'checkpoint')}."))
                 return
             sleep(seconds)
 

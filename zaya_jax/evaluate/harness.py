@@ -163,11 +163,13 @@ def score_tasks(model: Any, loaded: LoadedTasks, *, seed: int, limit: int | None
 
     Returns:
       For each task, and each group that lm-eval averages: `version`, `fewshot`, `samples`, `items`, `prompts` (sha256
-      of all prompts and targets), `metrics`: name → `value`, `stderr`, `higher_is_better`.
+      of all prompts and targets), `metrics`: name → `value`, `stderr`, `higher_is_better`. A task with requests that
+      cannot be answered has no metrics, but a sentence about each in `failed`; groups with such a task are left out.
     """
     from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
     rounds: list[dict[str, Any]] = []
+    failed: dict[str, list[str]] = {}
     for sample in range(max(entry.samples for entry in loaded.entries.values())):
         names = [name for name, entry in loaded.entries.items() if entry.samples > sample]
         groups = {name: group for name, group in loaded.groups.items()
@@ -180,6 +182,7 @@ def score_tasks(model: Any, loaded: LoadedTasks, *, seed: int, limit: int | None
             set_torch_seed(seed + sample)
         for name in names:
             loaded.tasks[name].set_fewshot_seed(seed=seed)  # so that all rounds have the same prompts
+        model.failed = failed
         model.samples = {name: entry.samples for name, entry in loaded.entries.items()}
         model.sample = sample
         rounds.append(evaluate(
@@ -187,10 +190,10 @@ def score_tasks(model: Any, loaded: LoadedTasks, *, seed: int, limit: int | None
             log_samples=True, apply_chat_template=loaded.suite.chat_template, fewshot_as_multiturn=True,
             confirm_run_unsafe_code=loaded.runs_code,
         ))  # fmt: skip
-    return _summary(rounds, loaded)
+    return _summary(rounds, loaded, failed)
 
 
-def _summary(rounds: Sequence[Mapping[str, Any]], loaded: LoadedTasks) -> dict[str, Any]:
+def _summary(rounds: Sequence[Mapping[str, Any]], loaded: LoadedTasks, failed: Mapping[str, Any]) -> dict[str, Any]:
     first, summary = rounds[0], {}
     for name, scores in {**first["results"], **first.get("groups", {})}.items():
         own = [result for result in rounds if name in result["results"] or name in result.get("groups", {})]
@@ -208,13 +211,16 @@ def _summary(rounds: Sequence[Mapping[str, Any]], loaded: LoadedTasks) -> dict[s
             mean = sum(result[metric] for result in results) / len(results)
             metrics[metric] = {"value": mean, "stderr": stderr if isinstance(stderr, float) else None,
                                "higher_is_better": better}  # fmt: skip
-        if not metrics:
+        members = [task.task_name for task in loaded.groups[name].get_all_tasks()] if name in loaded.groups else []
+        if not metrics or not failed.keys().isdisjoint(members):
             continue
         count = first.get("n-samples", {}).get(name, {}).get("effective")
         summary[name] = {"version": first["versions"].get(name), "fewshot": first.get("n-shot", {}).get(name),
                          "samples": len(own), "items": count, "metrics": metrics}  # fmt: skip
         if name in loaded.tasks:
             summary[name]["prompts"] = _digest(samples[0])
+        if name in failed:
+            summary[name] |= {"metrics": {}, "failed": list(dict.fromkeys(failed[name]))}
     return summary
 
 
@@ -249,13 +255,9 @@ def make_model(
 
 
 def make_peer(name: str, suite: SuiteConfig, *, dtype: str, rows: int) -> Any:
-    """Load a model with `transformers`, as lm-eval's model `hf`; InputError if that fails."""
+    """Load a model with `transformers`, as lm-eval's model `hf`; raises anything: of the network, a file, memory."""
     from lm_eval.api.registry import get_model  # pyright: ignore[reportMissingImports]
 
-    try:
-        return get_model("hf")(
-            pretrained=name, dtype=dtype, batch_size=rows, device="auto", think_end_token=suite.think_end
-        )
-    except Exception as error:  # of the network, of a file, of memory
-        raise InputError(f"--peer {HF_PEER}{name} cannot be loaded. {type(error).__name__}: {as_sentence(error)}"
-                         ) from error  # fmt: skip
+    return get_model("hf")(
+        pretrained=name, dtype=dtype, batch_size=rows, device="auto", think_end_token=suite.think_end
+    )

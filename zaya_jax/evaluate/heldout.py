@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.data.pipeline import heldout_batches, heldout_text
-from zaya_jax.data.sources import Prepared
+from zaya_jax.data.pipeline import Batch, heldout_batches, heldout_text
+from zaya_jax.data.plan import heldout_phase
+from zaya_jax.data.sources import Prepared, Source
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 
 # Batches in flight. CPU devices of several processes can deadlock with many (up to 32): each process then waits for a
@@ -41,7 +42,7 @@ class HeldoutLoss(NamedTuple):
 
 
 class HeldoutEvaluator:
-    """Computes the held-out loss of each source, over the same batches at each evaluation.
+    """Computes the held-out loss of each source, over the same batches at each evaluation of a phase.
 
     Attributes:
       losses: losses of the last evaluation, by source; sources without held-out tokens are left out.
@@ -53,17 +54,29 @@ class HeldoutEvaluator:
 
     def __init__(self, config: Config, prepared: Prepared) -> None:
         """Read the held-out batches of a run's sources into memory."""
-        self._batches = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
-                         for name in prepared.sources}  # fmt: skip
+        self._config, self._prepared, self._phase = config, prepared, len(config.phases) - 1
+        read = functools.cache(self._read)
+        self._batches: list[dict[str, list[Batch]]] = []  # by phase and source; phases with the same rows share them
+        for phase in range(len(config.phases)):
+            first = {name: self._first_alike(source, phase) for name, source in prepared.sources.items()}
+            self._batches.append({name: read(name, index) for name, index in first.items()})
+        self._compressed_nats = functools.cache(self._measure_compressors)  # by phase
         self.losses: dict[str, HeldoutLoss] = {}
-        self._config, self._prepared = config, prepared
 
-    @functools.cached_property
-    def _compressed_nats(self) -> dict[str, float]:
-        """Nats that each compressor needs for the evaluated text of the corpus."""
+    def _first_alike(self, source: Source, phase: int) -> int:
+        """Return the first phase that packs a source as `phase` does."""
+        settings = [heldout_phase(self._config, source, index) for index in range(phase + 1)]
+        keys = [each and (each.context, each.packing, each.over_length, each.template) for each in settings]
+        return keys.index(keys[phase])
+
+    def _read(self, name: str, phase: int) -> list[Batch]:
+        return list(heldout_batches(self._config, self._prepared, name, self._config.evaluation.batches, phase))
+
+    def _measure_compressors(self, phase: int) -> dict[str, float]:
+        """Return the nats that each compressor needs for the text of the corpus that a phase evaluates."""
         config, prepared = self._config, self._prepared
         (name,) = prepared.sources  # only the text corpus has baselines
-        text = heldout_text(config, prepared, name, config.evaluation.batches)
+        text = heldout_text(config, prepared, name, config.evaluation.batches, phase)
         return {} if text is None else {compressor: bits * math.log(2) * text.text_bytes
                                         for compressor, bits in prepared.baselines.items()}  # fmt: skip
 
@@ -75,7 +88,7 @@ class HeldoutEvaluator:
         """
         if not self._prepared.baselines or not self.total.tokens:
             return {}
-        return {name: nats / self.total.tokens for name, nats in self._compressed_nats.items()}
+        return {name: nats / self.total.tokens for name, nats in self._compressed_nats(self._phase).items()}
 
     @property
     def total(self) -> HeldoutLoss:
@@ -85,7 +98,9 @@ class HeldoutEvaluator:
 
     def evaluate(self, model: ModelSnapshot) -> dict[str, Any]:
         """Return `heldout_loss` in nats/token, and with several sources `heldout_loss_by_source`."""
-        losses = {name: heldout_loss(model, batches) for name, batches in self._batches.items()}
+        if model.phase is not None:
+            self._phase = model.phase
+        losses = {name: heldout_loss(model, batches) for name, batches in self._batches[self._phase].items()}
         self.losses = {name: loss for name, loss in losses.items() if loss.tokens}
         scores: dict[str, Any] = {self.name: self.total.nats_per_token}
         if len(self.losses) > 1:

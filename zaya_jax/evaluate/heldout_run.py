@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from zaya_jax.config import ModelConfig, ParallelConfig, from_dict
-from zaya_jax.data.pipeline import heldout_text
+from zaya_jax.config.stages import first_step, stage_at
+from zaya_jax.data.pipeline import HeldoutText, heldout_text
 from zaya_jax.data.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
@@ -32,11 +33,13 @@ class TextLoss(NamedTuple):
       nats: cross-entropy of all tokens.
       tokens: number of tokens predicted.
       text_bytes: UTF-8 bytes that these tokens stand for.
+      lost_bytes: other bytes of the text, for which the tokenizer has no token.
     """
 
     nats: float
     tokens: int
     text_bytes: int
+    lost_bytes: int = 0
 
 
 class RunHeldout:
@@ -46,18 +49,31 @@ class RunHeldout:
         """Open the data that the configuration in a run folder names; InputError if it is missing."""
         self._config = from_dict(read_config(run))
         prepared = primary_first(lambda: open_sources(self._config))
-        batches = self._config.evaluation.batches
-        self._texts = {name: heldout_text(self._config, prepared, name, batches) for name in prepared.sources}
-        if not any(text is not None and text.text_bytes for text in self._texts.values()):
+        self._prepared, self._measure = prepared, functools.cache(self._measure_texts)
+        if not any(text.text_bytes for text in self._measure(len(self._config.phases) - 1).values()):
             raise InputError(f"The sources of {run} have no held-out text. Name files to score with --text.")
         self._evaluator = HeldoutEvaluator(self._config, prepared)
         self._program = functools.cache(_program)
 
-    def losses(self, weights: Weights) -> dict[str, TextLoss]:
+    def texts(self, step: int) -> dict[str, HeldoutText]:
+        """Measure the held-out text of each source as the phase reads it that trained the step before `step`."""
+        return self._measure(self._phase(step))
+
+    def _phase(self, step: int) -> int:
+        return stage_at(self._config, max(step - 1, first_step(self._config))).phase
+
+    def _measure_texts(self, phase: int) -> dict[str, HeldoutText]:
+        limit = self._config.evaluation.batches
+        texts = {name: heldout_text(self._config, self._prepared, name, limit, phase)
+                 for name in self._prepared.sources}  # fmt: skip
+        return {name: text for name, text in texts.items() if text is not None}
+
+    def losses(self, weights: Weights, step: int) -> dict[str, TextLoss]:
         """Compute the loss of each source that has held-out text.
 
         Args:
           weights: a checkpoint of the run. Adapters are merged into their base first.
+          step: of the checkpoint.
 
         Raises:
           InputError: the weights are damaged.
@@ -66,9 +82,10 @@ class RunHeldout:
         values = weights.load(_abstract(weights, placement))
         params, balance = ({name: x for name, x in values.items() if is_balancing_bias(name) == biases}
                            for biases in (False, True))  # fmt: skip
-        self._evaluator.evaluate(ModelSnapshot(params, balance, {}, placement, loss_sums))
-        sizes = {name: text.text_bytes for name, text in self._texts.items() if text is not None}
-        return {name: TextLoss(loss.nats, loss.tokens, sizes[name]) for name, loss in self._evaluator.losses.items()}
+        self._evaluator.evaluate(ModelSnapshot(params, balance, {}, placement, loss_sums, self._phase(step)))
+        texts = self.texts(step)
+        return {name: TextLoss(loss.nats, loss.tokens, texts[name].text_bytes)
+                for name, loss in self._evaluator.losses.items()}  # fmt: skip
 
 
 def _program(config: ModelConfig, dtype: str) -> tuple[Placement, Any]:

@@ -7,12 +7,13 @@
 # pyright: reportTypedDictNotRequiredAccess=false, reportIncompatibleMethodOverride=false
 # pyright: reportAssignmentType=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
     normalize_gen_kwargs,
@@ -23,7 +24,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.checks import counted
 from zaya_jax.data.conversation import check_pairs
 from zaya_jax.errors import InputError
-from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Scorer
+from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Score, Scorer
 from zaya_jax.evaluate.texts import prefix_token, windows
 from zaya_jax.evaluate.writing import ROWS, Prompt, Writer, prompt_seed
 from zaya_jax.generate.chat import render, render_prompt
@@ -35,7 +36,7 @@ _IGNORED = {"do_sample", "until", "max_gen_toks", "num_beams", "use_cache", "pad
 
 
 @register_model("zaya_jax")
-class ZayaLM(TemplateLM):  # type: ignore[misc]
+class ZayaLM(LM):  # type: ignore[misc]
     """A model of this package in lm-eval.
 
     Attributes:
@@ -44,6 +45,8 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
       writer: answers `generate_until` requests.
       samples: name of a task → number of continuations to draw of each of its requests; 1 if absent.
       sample: which of them `generate_until` returns. All are drawn at its first call.
+      failed: name of a task → a sentence about each of its requests that could not be answered. Their values are NaN or
+        empty, so the task must get no score. None to raise the first of them as an `InputError`.
     """
 
     tokenizer_name = "zaya_jax"
@@ -80,16 +83,12 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
         self.writer = Writer(opened.model, opened.tokenizer, opened.stop_tokens, opened.placement, rows)
         self.samples: Mapping[str, int] = {}
         self.sample = 0
+        self.failed: dict[str, list[str]] | None = None
         begins = opened.adds_bos if add_bos is None else add_bos
         bos = opened.special.bos
         self._bos, self._adds_bos, self._seed, self._think_end = bos, begins and bos is not None, seed, think_end
         self._progress = progress or (lambda _: lambda done, total: None)
         self._written: dict[tuple[str, str, int], str] = {}
-
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a document."""
-        return self.opened.tokenizer.eot
 
     @property
     def prefix_token_id(self) -> int:
@@ -109,25 +108,46 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
             return [self.prefix_token_id, *tokens]
         return tokens
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
-    ) -> list[tuple[float, bool]]:
-        del disable_tqdm
-        scores = self.scorer.score([Request(context, continuation) for _, context, continuation in requests],
-                                   progress=self._progress("log-likelihoods"))  # fmt: skip
-        return [(score.logprob, score.is_greedy) for score in scores]
-
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """See `LM.loglikelihood`."""
-        return super().loglikelihood(requests, disable_tqdm=True)
+        pairs = [self._attempt(request, self._encode_pair, *request.args) for request in requests]
+        scores = iter(self.scorer.score(list(filter(None, pairs)), progress=self._progress("log-likelihoods")))
+        return [Score(math.nan, is_greedy=False) if pair is None else next(scores) for pair in pairs]
+
+    def _encode_pair(self, context: str, continuation: str) -> Request:
+        """Split the tokens of both texts as lm-eval does: at the number of tokens of the context without its spaces.
+
+        If that leaves none, since one token spans the join, the continuation is encoded alone.
+        """
+        kept = context.rstrip()
+        rest = context[len(kept) :] + continuation
+        before, whole = self.tok_encode(kept), self.tok_encode(kept + rest)
+        after = whole[len(before) :] or self.tok_encode(rest, add_special_tokens=False)
+        if not before:
+            before, after = [self.prefix_token_id], after[len(after) > 1 and after[0] == self.prefix_token_id :]
+        if not 0 < len(after) <= self.max_length:
+            raise InputError(f"its continuation has {len(after):,} tokens, but must have 1 to {self.max_length:,}.")
+        return Request(before, after)
+
+    def _attempt(self, request: Any, answer: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `answer(*arguments)`; None if that raises `InputError`, which `failed` then has."""
+        try:
+            return answer(*arguments)
+        except InputError as error:
+            text = "".join(part for part in request.args if isinstance(part, str))[-100:]
+            said = f"The task {request.task_name} has a request that cannot be answered, {text!r}: {error}"
+            if self.failed is None:
+                raise InputError(said) from error
+            self.failed.setdefault(request.task_name, []).append(said)
+            return None
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """See `LM.loglikelihood_rolling`; a text begins after one prefix token, and never with a second one."""
         del disable_tqdm
-        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        texts = [self._attempt(request, self.tok_encode, *request.args, False) for request in requests]
         parts = [(index, window) for index, tokens in enumerate(texts)
-                 for window in windows(tokens, self.prefix_token_id, self.max_length)]  # fmt: skip
-        totals = [0.0] * len(texts)
+                 for window in windows(tokens or [], self.prefix_token_id, self.max_length)]  # fmt: skip
+        totals = [math.nan if tokens is None else 0.0 for tokens in texts]
         scores = self.scorer.score([window for _, window in parts], progress=self._progress("texts"))
         for (index, _), score in zip(parts, scores, strict=True):
             totals[index] += score.logprob
@@ -147,19 +167,19 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
             first = seen[context, setting] * samples
             seen[context, setting] += 1
             keys.append((context, setting, first + self.sample))
-            missing += [(key, request.task_name, settings) for sample in range(samples)
+            missing += [(key, request) for sample in range(samples)
                         if (key := (context, setting, first + sample)) not in self._written]  # fmt: skip
-        prompts = [self._prompt(task, context, settings, sample) for (context, _, sample), task, settings in missing]
-        if prompts:
-            written = self.writer.write(prompts, progress=self._progress("continuations"))
-            for (key, _, settings), tokens in zip(missing, written, strict=True):
-                self._written[key] = self._answer(tokens, settings)
+        prompts = [self._attempt(request, self._prompt, request.task_name, *request.args, key[2])
+                   for key, request in missing]  # fmt: skip
+        written = iter(self.writer.write(list(filter(None, prompts)), progress=self._progress("continuations")))
+        for (key, request), prompt in zip(missing, prompts, strict=True):
+            self._written[key] = self._answer(prompt.tokens, next(written), request.args[1]) if prompt else ""
         return [self._written[key] for key in keys]
 
-    def _answer(self, tokens: list[int], settings: Mapping[str, Any]) -> str:
+    def _answer(self, prompt: Sequence[int], tokens: list[int], settings: Mapping[str, Any]) -> str:
         """Cut a continuation at its stop texts, which may be special tokens, then remove the special tokens left."""
         tokenizer, stop = self.opened.tokenizer, normalize_gen_kwargs(dict(settings)).get("until")
-        text = postprocess_generated_text(tokenizer.decode(tokens), stop, self._think_end)
+        text = postprocess_generated_text(tokenizer.decode_after(prompt, tokens), stop, self._think_end)
         specials = sorted(tokenizer.specials, key=len, reverse=True)  # one may begin with another
         return re.sub("|".join(map(re.escape, specials)), "", text) if specials else text
 

@@ -7,15 +7,16 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.evaluate.heldout_run import TextLoss
 from zaya_jax.evaluate.scoring import Progress
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.metrics import finite
+from zaya_jax.run.table import format_table
 
 FOLDER = "evaluations"  # in a run folder
 _LONGEST_NAME = 100  # characters of the tasks' names
@@ -27,15 +28,17 @@ def text_record(loss: TextLoss) -> dict[str, Any]:
     per_token = loss.nats / max(loss.tokens, 1)
     return {"nats_per_token": per_token, "perplexity": math.exp(min(per_token, 700.0)),
             "bits_per_byte": loss.nats / math.log(2) / max(loss.text_bytes, 1), "tokens": loss.tokens,
-            "bytes": loss.text_bytes}  # fmt: skip
+            "bytes": loss.text_bytes, "lost_bytes": loss.lost_bytes}  # fmt: skip
 
 
 def text_table(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Format `text_record`s by name."""
     head = ["text", "nats/token", "perplexity", "bits/byte", "tokens", "bytes"]
-    rows = [[name, f"{row['nats_per_token']:.4f}", f"{row['perplexity']:.2f}", f"{row['bits_per_byte']:.4f}",
+    rows = [[printable(name), f"{row['nats_per_token']:.4f}", f"{row['perplexity']:.2f}", f"{row['bits_per_byte']:.4f}",
              f"{row['tokens']:,}", f"{row['bytes']:,}"] for name, row in records.items()]  # fmt: skip
-    return table(head, rows)
+    lost = [f"{name}: {row['lost_bytes']:,} more bytes have no token in the tokenizer, and do not count"
+            for name, row in records.items() if row["lost_bytes"]]  # fmt: skip
+    return "\n".join([*format_table([head, *rows]), *lost])
 
 
 def task_table(models: Mapping[str, Mapping[str, Any]]) -> str:
@@ -54,7 +57,7 @@ def task_table(models: Mapping[str, Mapping[str, Any]]) -> str:
         label = " ".join(filter(None, [name, samples]))
         cells.append([task, _number(result.get("version")), _number(result.get("fewshot")), label,
                       *(_value(values.get(model)) for model in names)])  # fmt: skip
-    return table(["task", "version", "few-shot", "metric", *names], cells)
+    return "\n".join(format_table([["task", "version", "few-shot", "metric", *names], *cells]))
 
 
 def _number(value: Any) -> str:
@@ -66,17 +69,6 @@ def _value(value: Mapping[str, Any] | None) -> str:
         return "-"
     error = value.get("stderr")
     return f"{value['value']:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else "")
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format rows of text, the first column to the left and the others to the right."""
-    rows = [list(head), *map(list, rows)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    )  # fmt: skip
 
 
 def evaluation_name(scored: Sequence[str], settings: Mapping[str, Any]) -> str:

@@ -1,12 +1,12 @@
 """The loss of plain text, in windows of the model's length."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.heldout_run import TextLoss
 from zaya_jax.evaluate.scoring import Progress, Request, Scorer
+from zaya_jax.run.files import read_text
 
 
 def windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
@@ -31,10 +31,7 @@ def read_texts(paths: Sequence[str]) -> dict[str, str]:
     """Read text files by path; InputError if one is missing, empty or not UTF-8."""
     texts = {}
     for path in paths:
-        try:
-            texts[path] = Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--text {path} cannot be read: {error}.") from error
+        texts[path] = read_text(path, "--text")
         if not texts[path]:
             raise InputError(f"--text {path} is empty, but must have text to score.")
     return texts
@@ -50,11 +47,12 @@ def text_losses(
 ) -> dict[str, TextLoss]:
     """Compute the loss of each text, the first token after `prefix_token`."""
     prefix = prefix_token(tokenizer)
-    encoded = {name: tokenizer.encode(text) for name, text in texts.items()}
-    requests = [(name, window) for name, tokens in encoded.items()
+    encoded = dict(zip(texts, tokenizer.encode_counted(texts.values()), strict=True))
+    requests = [(name, window) for name, (tokens, _) in encoded.items()
                 for window in windows(tokens, prefix, scorer.max_length)]  # fmt: skip
     nats = dict.fromkeys(texts, 0.0)
     scores = scorer.score([window for _, window in requests], progress=progress)
     for (name, _), score in zip(requests, scores, strict=True):
         nats[name] -= score.logprob
-    return {name: TextLoss(nats[name], len(encoded[name]), len(text.encode())) for name, text in texts.items()}
+    return {name: TextLoss(nats[name], len(encoded[name][0]), len(text.encode()) - encoded[name][1], encoded[name][1])
+            for name, text in texts.items()}  # fmt: skip

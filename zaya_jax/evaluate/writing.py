@@ -110,7 +110,8 @@ class Writer:
         def stopped(index: int, new_tokens: list[int]) -> bool:
             if index >= len(prompts):
                 return True
-            text = self._tokenizer.decode(new_tokens[-tail:]) if stop else ""
+            before = [*tokens[index], *new_tokens[:-tail]]
+            text = self._tokenizer.decode_after(before, new_tokens[-tail:]) if stop else ""
             return any(end in text for end in stop)
 
         blocks = continuations(

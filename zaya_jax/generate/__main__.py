@@ -4,13 +4,15 @@ import argparse
 import collections
 import functools
 import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import InputError, last_words
+from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
+from zaya_jax.run.command import is_output_read, prepare_streams, run_command
+from zaya_jax.run.files import read_text
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
@@ -27,12 +29,7 @@ _CHAT_HELP = "Type a message. /reset starts a new conversation, Ctrl-C stops an 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `ExitCode`."""
     options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (InputError, KeyboardInterrupt) as error:
-        sentence, status = last_words(error)
-        print(sentence, file=sys.stderr)
-        return status
+    return run_command(lambda: _run(options))
 
 
 def _parser() -> Parser:
@@ -115,11 +112,19 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.rsa is not None and (options.chat or options.samples > 1 or options.logprobs):
         raise InputError("--rsa does not go with --chat, --samples or --logprobs: remove one.")
     if options.file is not None:
-        try:
-            return [Path(options.file).expanduser().read_text(encoding="utf-8")]
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--file {options.file} cannot be read: {error}.") from error
-    return [sys.stdin.read()] if options.stdin is not None else options.prompt or options.message
+        return [read_text(options.file, "--file")]
+    if options.stdin is not None:
+        text = sys.stdin.read()
+        if wrong := _undecoded(text):
+            raise InputError(f"Standard input is not {sys.stdin.encoding}: byte {wrong} cannot be read.")
+        return [text]
+    return options.prompt or options.message
+
+
+def _undecoded(text: str) -> int:
+    """Return which byte of what was read is not in the encoding of standard input; 0 if all are."""
+    wrong = re.search("[\ud800-\udfff]", text)
+    return len(text[: wrong.start()].encode(sys.stdin.encoding)) + 1 if wrong else 0
 
 
 def _continue(
@@ -137,6 +142,8 @@ def _continue(
     with show_status("generating the first tokens"):
         first = next(blocks)
     for rows in itertools.chain([first], blocks):
+        if not is_output_read():
+            return 0
         if alone:
             text = prompts[0] + rows[0].text if shown else rows[0].text
             _print(text[printed:])
@@ -171,7 +178,7 @@ def _rsa(
         rows = collections.deque(blocks, maxlen=1).pop()
         finished.extend(row.text for row in rows)
         print(f"{len(finished)} candidates", file=sys.stderr)
-        return [row.tokens for row in rows]
+        return [opened.tokenizer.encode(row.text) for row in rows]  # without what ended it, which may end a turn
 
     for prompt in prompts:
         aggregate_recursively(write, opened.tokenizer, prompt, settings, options.seed)
@@ -190,7 +197,9 @@ def _chat(options: argparse.Namespace, opened: Any, sampling: Any) -> int:
         except (EOFError, KeyboardInterrupt):
             print()
             return 0
-        if message == "/reset":
+        if wrong := _undecoded(message):
+            print(f"Error: The message is not {sys.stdin.encoding}: byte {wrong} cannot be read. Type it again.")
+        elif message == "/reset":
             chat.reset()
             print("A new conversation.")
         elif message:
@@ -215,4 +224,5 @@ def _print(text: str) -> None:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     sys.exit(main())

@@ -1,10 +1,11 @@
 """Hold a conversation: render it with the model's chat template up to the assistant's next turn."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from zaya_jax.config.checks import counted
-from zaya_jax.data.conversation import THINK, THINK_END, Conversation, parse_conversation
+from zaya_jax.data.conversation import THINK, THINK_END, Conversation, find_special, parse_conversation
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.generate.sampling import Sampling
@@ -48,7 +49,14 @@ class Chat:
         self.conversation = list(self._system)
 
     def prompt(self, message: str) -> list[int]:
-        """Return the tokens that the model continues after a message of the user."""
+        """Return the tokens that the model continues after a message of the user.
+
+        Raises:
+          InputError: the message, or the system's, contains a special token or the text that ends a turn.
+        """
+        specials = self._opened.tokenizer.specials.union(self.stop)
+        if special := find_special([*self._system, {"content": message}], specials):
+            raise InputError(f"The message or --system has {special!r}, which would end a turn. Write it another way.")
         text = render_prompt(self._opened, [*self.conversation, {"role": "user", "content": message}])
         return self._opened.tokenizer.encode_template(text)
 
@@ -56,7 +64,7 @@ class Chat:
         """Yield the answer to a message as it grows; what was yielded last becomes part of the conversation.
 
         Raises:
-          InputError: conversation and answer exceed the model's positions.
+          InputError: conversation and answer exceed the model's positions, or see `prompt`.
         """
         opened = self._opened
         tokens = self.prompt(message)
@@ -104,7 +112,7 @@ def render(opened: TextModel, conversation: Conversation, *, generation_prompt: 
     special = opened.special
     names: dict[str, Any] = {"messages": conversation, "tools": None, "add_generation_prompt": generation_prompt}
     names |= {name: text for name, text in (("bos_token", special.bos), ("eos_token", special.eos)) if text}
-    answer = run_template(opened.template, [{"marks": ["", ""], "names": names}])
+    answer = run_template(opened.template, [{"marks": ["", ""], "names": names, "now": time.time()}])
     if "texts" not in answer:
         reason = answer.get("syntax") or answer.get("compile") or answer.get("render") or "unknown error"
         raise InputError(f"The chat template cannot render the conversation: {reason}.")

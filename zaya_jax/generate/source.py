@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from zaya_jax.config import ParallelConfig
-from zaya_jax.config.weight_source import HF
+from zaya_jax.config.checks import shown
+from zaya_jax.config.weight_source import HF, parse_source
 from zaya_jax.data.chat import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, tokenizer_path
@@ -19,7 +20,7 @@ from zaya_jax.parallel.decode import REPLICATED, place
 from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.files import read_object
 from zaya_jax.run.tokenizer import GENERATION
-from zaya_jax.weights.load import open_weights
+from zaya_jax.weights.load import is_transformers, open_weights
 from zaya_jax.weights.sources import Weights
 
 TEMPERATURE = 0.8  # of a model whose generation_config.json says nothing
@@ -65,13 +66,12 @@ def open_text_model(
         devices.
     """
     decode_mesh(parallel, "--")  # before the weights are read
-    folder = Path(source).expanduser()
-    if not source.startswith(HF) and (folder / "config.json").is_file():
+    if parse_source(source).kind == "checkpoint" and is_transformers(source):
         source = f"{HF}{source}"
     weights = open_weights(source, "PATH")
     path = _tokenizer_file(weights, source, tokenizer)
     special = find_special_tokens(path, chat=True, eot=None, bos=None)
-    text = load_tokenizer(path, special.eot, special.bos)
+    text = load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)
     check_vocabulary(text, weights.config.vocab_size, path)
     stops = [text.eot, *_end_tokens(path.parent)]
     if dtype is None:
@@ -120,4 +120,17 @@ def _template(folder: Path) -> str:
             raise InputError(f"The chat template {path} cannot be read: {error}.") from error
     config = folder / "tokenizer_config.json"
     template = read_object(config).get("chat_template") if config.is_file() else None
-    return template if isinstance(template, str) else DEFAULT_TEMPLATE
+    if isinstance(template, list):  # of named ones, as transformers writes several
+        try:
+            template = {entry["name"]: entry["template"] for entry in template}
+        except (TypeError, KeyError):
+            template = False
+    if isinstance(template, dict):
+        if not isinstance(template.get("default"), str):
+            raise InputError(f"{config} has the chat templates {', '.join(map(str, template))}, but none "
+                             "named default. Write the one to use into chat_template.jinja beside it.")  # fmt: skip
+        return template["default"]
+    if template is not None and not isinstance(template, str):
+        raise InputError(f"chat_template of {config} is {shown(template)}, but must be text, or a list of objects with "
+                         "a name and a template.")  # fmt: skip
+    return template or DEFAULT_TEMPLATE

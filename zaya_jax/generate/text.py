@@ -18,8 +18,8 @@ class TextContinuation(NamedTuple):
     """The continuation of a prompt.
 
     Attributes:
-      text: without stop strings and stop tokens. While it grows, what may become a stop string or a character is held
-        back.
+      text: what it adds to the text of the prompt's tokens, without stop strings and stop tokens. While it grows, what
+        may become a stop string or a character is held back.
       tokens: the generated tokens, with those of a stop string.
       logprobs: log-probability of each in nats, see `decode.Continuation`.
       stopped: whether a stop token or stop string ended it.
@@ -73,18 +73,21 @@ def stream_text(
     if not all(stop):
         raise InputError("A stop string is empty, but must have at least one character.")
 
-    def holds_stop(_: int, tokens: list[int]) -> bool:
-        text = tokenizer.decode(tokens)
+    def holds_stop(index: int, tokens: list[int]) -> bool:
+        text = tokenizer.decode_after(prompts[index], tokens)
         return any(end in text for end in stop)
 
     ends = [tokenizer.eot] if stop_tokens is None else stop_tokens
     for rows in continuations(model, prompts, max_new_tokens, sampling, seeds=seeds, stop_tokens=ends,
                               placement=placement, stopped=holds_stop if stop else None, block=block):  # fmt: skip
-        yield [_text(tokenizer, row, stop, row.stopped or len(row.tokens) == max_new_tokens) for row in rows]
+        yield [_shown(tokenizer, prompt, row, stop, row.stopped or len(row.tokens) == max_new_tokens)
+               for prompt, row in zip(prompts, rows, strict=True)]  # fmt: skip
 
 
-def _text(tokenizer: Tokenizer, row: Continuation, stop: Sequence[str], ended: bool) -> TextContinuation:
-    text = tokenizer.decode(row.tokens)
+def _shown(
+    tokenizer: Tokenizer, prompt: Sequence[int], row: Continuation, stop: Sequence[str], ended: bool
+) -> TextContinuation:
+    text = tokenizer.decode_after(prompt, row.tokens if ended else tokenizer.without_open_bytes(row.tokens))
     places = [place for end in stop if (place := text.find(end)) >= 0]
     if places:
         text = text[: min(places)]

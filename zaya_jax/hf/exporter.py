@@ -55,7 +55,7 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
       InputError: `folder` is not empty, `carry` is not a folder, the layout cannot represent the architecture, or a
         value is not finite in `dtype`; nothing is written.
     """
-    kind, folder = stored_dtype(dtype), Path(folder).expanduser()
+    kind = stored_dtype(dtype)
     describe, names = LAYOUTS[layout]
     described = describe(config, kind.name)
     files, ids = complete_tokenizer_files(carry)

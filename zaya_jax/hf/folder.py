@@ -13,7 +13,7 @@ from zaya_jax.hf.legacy import is_legacy, legacy_tensors
 from zaya_jax.hf.legacy_config import from_legacy
 from zaya_jax.hf.safetensors import Stored, read_header
 from zaya_jax.hf.tensors import Tensor, tensors
-from zaya_jax.run.files import read_object, require_existing
+from zaya_jax.run.files import expanded, read_object, require_existing
 
 INDEX = "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -37,7 +37,7 @@ def open_folder(folder: str | Path) -> Folder:
       InputError: a file is missing or damaged, an option is not supported, or a tensor is missing, unexpected, or has
         the wrong shape or an unsupported dtype.
     """
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     require_existing(folder, f"The folder {folder}")
     tree = read_object(folder / "config.json")
     stored = _stored(folder)

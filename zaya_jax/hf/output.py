@@ -1,12 +1,13 @@
 """Write a folder as a whole or not at all."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import sync_folder
+from zaya_jax.run.files import expanded, sync_folder
 from zaya_jax.run.tokenizer import TOKENIZER_FILES
 
 _WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", "model.safetensors.index.json", "config.json",
@@ -14,7 +15,7 @@ _WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", "model.safeten
 
 
 @contextlib.contextmanager
-def output_folder(folder: Path, files: Mapping[str, Path | str]) -> Iterator[Path]:
+def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterator[Path]:
     """Yield a temporary folder, which takes the name `folder` at the end, or is removed on failure.
 
     Args:
@@ -24,9 +25,10 @@ def output_folder(folder: Path, files: Mapping[str, Path | str]) -> Iterator[Pat
     Raises:
       InputError: `folder` is not empty, or `FOLDER.partial` was not left by an interrupted export.
     """
+    folder = expanded(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
-    partial = folder.with_name(f"{folder.name}.partial")
+    partial = folder.with_name(f"{os.fsdecode(os.fsencode(folder.name)[:247])}.partial")  # a name has at most 255 bytes
     _remove_remains(partial)
     partial.mkdir(parents=True)
     try:
@@ -35,7 +37,7 @@ def output_folder(folder: Path, files: Mapping[str, Path | str]) -> Iterator[Pat
             if isinstance(content, Path):
                 shutil.copyfile(content, partial / name)
             else:
-                (partial / name).write_text(content, encoding="utf-8")
+                (partial / name).write_text(content, encoding="utf-8", errors="backslashreplace")
         sync_folder(partial)
         partial.replace(folder)
     except BaseException:

@@ -41,7 +41,7 @@ def write_peft_folder(folder: str | Path, config: ModelConfig, lora: LoraConfig,
     Raises:
       InputError: see `write_folder`.
     """
-    kind, folder = stored_dtype(dtype), Path(folder).expanduser()
+    kind = stored_dtype(dtype)
     to_hf(config, kind.name)  # raises for an architecture that `transformers` does not have
     matrices = list(_adapted(config))
     files, _ = complete_tokenizer_files(carry)
