@@ -40,8 +40,25 @@ LAYOUTS = {
     "data_fsdp_ring": ParallelConfig(data=2, fsdp=2, context=2, context_attention="ring"),
     "data_fsdp_expert": ParallelConfig(data=2, fsdp=2, expert=2, gradient_reduction="micro_batch"),
 }
-
-
+# Of one and more degrees that are no powers of two, on up to twelve devices.
+ODD = {
+    "data3_fsdp2": ParallelConfig(data=3, fsdp=2),
+    "data3_fsdp4": ParallelConfig(data=3, fsdp=4, gradient_reduction="micro_batch"),
+    "data5_fsdp2": ParallelConfig(data=5, fsdp=2),
+    "data2_expert3_fsdp2": ParallelConfig(data=2, expert=3, fsdp=2),
+    "data3_fsdp2_context2": ParallelConfig(data=3, fsdp=2, context=2),
+    "data3_fsdp2_ring2": ParallelConfig(data=3, fsdp=2, context=2, context_attention="ring"),
+    "expert3_fsdp2_context2": ParallelConfig(expert=3, fsdp=2, context=2),
+    "data2_fsdp3": ParallelConfig(data=2, fsdp=3),
+    "data2_fsdp5": ParallelConfig(data=2, fsdp=5),
+    "data2_fsdp6": ParallelConfig(data=2, fsdp=6),
+    "data2_expert6": ParallelConfig(data=2, expert=6),
+    "data2_context3": ParallelConfig(data=2, context=3),
+    "fsdp3_ring3": ParallelConfig(data=1, fsdp=3, context=3, context_attention="ring"),
+}
+# Of the model: axes that few, that all, and that no such degrees divide; six experts, which one optimizer or the other
+# updates, and which are computed again or not.
+ODD_SIZES = {"32": (32, "muon", "full"), "60": (60, "muon", "dots"), "31": (31, "adamw", "none")}
 SINGLE = "single "
 
 
@@ -69,10 +86,9 @@ def forced(state: Any) -> Any:
 
 
 @functools.cache
-def start(dtype: ComputeDtype) -> Any:
-    """The state that every layout begins with, on one device."""
-    config = dataclasses.replace(WIDE, train=dataclasses.replace(WIDE.train, compute_dtype=dtype))
-    route = uneven if dtype == "float64" else forced
+def start(config: Config) -> Any:
+    """The state that every layout of a model begins with, on one device."""
+    route = uneven if config.train.compute_dtype == "float64" else forced
     program = make_program(config)
     return fast_jit(lambda: route(init_state(program)))()
 
@@ -81,17 +97,20 @@ def run_layout(
     parallel: ParallelConfig, devices: int = 8, gradient: bool = True, dtype: ComputeDtype = "float64",
     micro_batch: int | None = 8,
 ) -> ThreeSteps:  # fmt: skip
-    """Three steps of `WIDE` on a layout, and where asked for the gradient by itself, compiled on its own.
+    """`three_steps` of `WIDE`; in fp64 tokens choose their experts, in fp32 and bf16 rounding would flip choices."""
+    batch = dataclasses.replace(WIDE.train.batch, micro_batch=micro_batch)
+    train = dataclasses.replace(WIDE.train, compute_dtype=dtype, batch=batch)
+    return three_steps(dataclasses.replace(WIDE, train=train), parallel, devices, gradient)
 
-    In fp64 tokens choose their experts; in fp32 and bf16 rounding would flip choices, and so they are forced.
-    """
+
+def three_steps(config: Config, parallel: ParallelConfig, devices: int, gradient: bool) -> ThreeSteps:
+    """Three steps of a configuration on a layout, and where asked for the gradient by itself, compiled on its own."""
+    dtype = config.train.compute_dtype
     with jax.enable_x64(dtype == "float64"):
-        batch = dataclasses.replace(WIDE.train.batch, micro_batch=micro_batch)
-        train = dataclasses.replace(WIDE.train, compute_dtype=dtype, batch=batch)
-        config = dataclasses.replace(WIDE, parallel=parallel, train=train)
+        first, config = start(config), dataclasses.replace(config, parallel=parallel)
         config.check()
         program = make_program(config, devices)
-        state = jax.device_put(start(dtype), program.placement.shardings(start(dtype)))
+        state = jax.device_put(first, program.placement.shardings(first))
         # The CPU code of a quick compilation lacks products of bf16.
         step, batch = placed_step(program, jax.jit if dtype == "bfloat16" else fast_jit)
         sums, grads = {}, {}
@@ -107,6 +126,25 @@ def run_layout(
             steps.max_loads.append(np.array(metrics["max_load"]))
             steps.states.append(leaves(state))
         return steps
+
+
+def odd_config(sizes: str) -> Config:
+    """`WIDE` with `ODD_SIZES`, and two micro-batches that all layouts of `ODD` divide; "single SIZES" has one."""
+    width, matrices, remat = ODD_SIZES[sizes.removeprefix(SINGLE)]
+    batch = BatchConfig(tokens=120 * 36, micro_batch=None if sizes.startswith(SINGLE) else 60)
+    return dataclasses.replace(
+        WIDE, data=dataclasses.replace(WIDE.data, context=36),
+        model=dataclasses.replace(WIDE.model, num_experts=6, hidden_size=width, expert_size=width),
+        optimizer=dataclasses.replace(WIDE.optimizer, matrices=matrices),
+        train=dataclasses.replace(WIDE.train, batch=batch, remat=remat),
+    )  # fmt: skip
+
+
+def run_odd(name: str, sizes: str) -> ThreeSteps:
+    """`three_steps` on a layout of `ODD`, of the gradient none."""
+    parallel = ODD[name]
+    devices = (parallel.data or 1) * parallel.fsdp * parallel.expert * parallel.context
+    return three_steps(odd_config(sizes), parallel, devices, gradient=False)
 
 
 class Step(NamedTuple):

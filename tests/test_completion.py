@@ -62,6 +62,8 @@ def test_commands_verbs_flags_files_and_keys_are_offered(folder):
         "zaya checkpoint ex": {"export-hf"},
         "zaya train --pr": {"--print-config", "--process", "--processes"},
         "zaya train --config ": {*shipped_names(), "mine.yaml"},
+        "zaya train mi": {"mine.yaml"},
+        "zaya train mine.yaml train.spike.": {"train.spike.window=", "train.spike.threshold="},
         "zaya evaluate runs --config configs/ev": {*shipped_names("evals")},
         "zaya data describe mi": {"mine.yaml"},
         "zaya train --config mine.yaml train.spike.": {"train.spike.window=", "train.spike.threshold="},

@@ -13,6 +13,7 @@ import zaya_jax
 from tests.data_helpers import small_tokenizer
 from zaya_jax.checkpoint.__main__ import _parser as checkpoint_parser
 from zaya_jax.config import load_config
+from zaya_jax.config.parallel import axis_sizes
 from zaya_jax.config.stages import stages
 from zaya_jax.data.__main__ import __file__ as data_main_file
 from zaya_jax.data.__main__ import _parser as data_parser
@@ -22,7 +23,6 @@ from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.generate.__main__ import _parser as generate_parser
 from zaya_jax.generate.decode import Continuation
 from zaya_jax.main import main
-from zaya_jax.parallel.mesh import axis_sizes
 from zaya_jax.report.__main__ import _parser as report_parser
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
 from zaya_jax.run.folder import CONFIG, METRICS, STATUS, TIMINGS

@@ -7,7 +7,7 @@ command that was typed is imported, and never jax: an answer takes a fraction of
 import argparse
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import argcomplete
@@ -63,18 +63,18 @@ def _complete_config(prefix: str, parser: argparse.ArgumentParser, **rest: Any) 
     return [*FilesCompleter(("yaml", "yml"))(prefix, parser=parser, **rest), *shipped_names(kind)]
 
 
-def _complete_override(prefix: str, parsed_args: argparse.Namespace, **rest: Any) -> Iterator[str]:
-    del rest
+def _complete_override(prefix: str, parsed_args: argparse.Namespace, parser: Any, **rest: Any) -> Iterable[str]:
     keys = dict(override_keys(_typed_config(parsed_args)))
     key, equals, _ = prefix.partition("=")
     if equals:
         return (f"{key}={value}" for value in value_choices(keys.get(key)))
-    return (f"{key}=" for key in keys)
+    files = _complete_config(prefix, parser, **rest) if parser.prog.endswith(" zaya_jax.main") else []
+    return [*(f"{key}=" for key in keys), *files]
 
 
 def _typed_config(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration that was typed, for the names in it; {} if there is none or it is invalid."""
-    typed = getattr(parsed, "config", None)
+    typed = getattr(parsed, "config", None) or getattr(parsed, "overrides", None)
     path = typed[0] if isinstance(typed, list) and typed else typed
     try:
         return to_dict(load_config(path)) if isinstance(path, str) else {}
