@@ -24,11 +24,11 @@ FORMS = {"whole": "{base}/{path}", "relative": "{path}", "slash": "./{path}/", "
 
 
 class Commands:
-    """Runs commands in `base`, the working directory, and fails where one does not do what it is told.
+    """Runs commands in `base`, the working directory, and asserts their status and what they write.
 
     Args:
       base: an empty folder.
-      names: of the files and folders that commands are told of, one for each kind, in turn; a file has a suffix, too.
+      names: of the files and folders in the arguments, one for each kind, in turn; a file also gets a suffix.
       form: how paths are written, a key of `FORMS`.
     """
 

@@ -1,4 +1,4 @@
-"""Every command that takes a path does what it is told, whatever the names, and writes nowhere else."""
+"""Every command that takes a path works with any file name, and writes only to the paths in its arguments."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What cannot be read is told as that: it is never called damaged, quarantined, replaced or left out."""
+"""An I/O error is reported as such: the checkpoint is not called damaged, quarantined, replaced or skipped."""
 
 import contextlib
 import os

@@ -2,7 +2,7 @@
 
 The names are those of vllm-project/vllm, vllm/model_executor/models/zaya.py and layers/mamba/cca.py at commit 15aac33e:
 `load_weights` takes the model's own parameters and balancing biases, the experts of a layer as two tensors, and the
-key temperature under its name in `transformers`. Tied, the head has no weight of its own.
+key temperature under its name in `transformers`. A tied head is not stored.
 """
 
 import json

@@ -103,8 +103,8 @@ def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"{where} has the {key} {value!r}, but only what the assistant writes is trained")
     if len({bool(value) for value in given.values()}) > 1:
         raise ValueError(f"{where} has {' and '.join(given)} that differ")
-    is_left_out = message["role"] == "assistant" and given and not any(given.values())
-    return {**rest, "weight": 0} if is_left_out else rest
+    is_untrained = message["role"] == "assistant" and given and not any(given.values())
+    return {**rest, "weight": 0} if is_untrained else rest
 
 
 def _content(message: dict[str, Any], where: str) -> str | None:
