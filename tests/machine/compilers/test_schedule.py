@@ -75,6 +75,13 @@ def test_places_know_what_they_compute_and_how_often():
     ]
 
 
+def test_a_loop_over_micro_batches_whose_count_xla_does_not_know_is_counted_by_its_name():
+    known = 'backend_config={"known_trip_count":{"n":"4"}}'
+    assert known in TEXT
+    named = TEXT.replace(known, 'metadata={op_name="jit(train_step)/accumulation/shard_map/micro_batches_7/while"}')
+    assert [place.times for place in walk(entry_place(parse(named)))] == [1, 7, 7 * 20]
+
+
 def test_a_collective_knows_its_bytes_and_what_runs_meanwhile():
     (gather,) = collectives(ENTRY)
     assert (gather.kind, gather.bytes, gather.groups) == ("all-gather", 4 * 8192, (tuple(range(8)),))

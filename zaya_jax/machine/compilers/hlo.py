@@ -109,7 +109,8 @@ class Place:
 
     def loop(self, instruction: Instruction) -> "Place":
         """Return the place of a `while` of this place."""
-        trips = instruction.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        trips = (instruction.attribute(r'known_trip_count":\{"n":"(\d+)"')
+                 or instruction.attribute(r'op_name="[^"]*/micro_batches_(\d+)/while"'))  # fmt: skip
         body, op_name = instruction.called("body"), instruction.op_name
         return Place(self.module, body, int(trips or 1), self, op_name, counted=bool(trips))
 

@@ -111,11 +111,13 @@ def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
 
     def gradients_of(copy: Any, _: Any) -> Any:
         if not reduces:
-            # Layers add theirs in place. If they are gathered one at a time, XLA has three: what a micro-batch starts
-            # from, its own, and the sum. The embedding's is there once more before its reduction.
+            # Layers add theirs in place. If they are gathered one at a time, XLA has two, a micro-batch's own and the
+            # sum, and a third if the copy is gathered over other axes first. The embedding's is there once more before
+            # its reduction.
             layers = {name: x for name, x in copy.items() if placement.leaves[name].by_layer}
+            gathered = {name: x for name, x in layers.items() if placement.leaves[name].gathered}
             embedding = {name: x for name, x in copy.items() if program.roles[name] == "embedding" and devices > 1}
-            return (layers, layers, embedding), jax.tree.map(_accumulation, copy)
+            return (layers, gathered, embedding), jax.tree.map(_accumulation, copy)
         parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
         micro = differentiated(parts)
         return micro, {} if single else reduce_rest(micro, parts, None, placement.leaves, placement.mesh)
