@@ -31,7 +31,7 @@ def test_files_are_sorted_and_empty_or_other_ones_left_out(tmp_path):
     assert list(corpus.heldout) == sorted(corpus.heldout)
     assert sorted(corpus.train + corpus.heldout) == sorted([*names, "tests/kept.txt"])
     assert list(corpus.texts("heldout")) == [f"text of {name}" for name in corpus.heldout]
-    assert corpus.text_bytes("train") == sum(len(text) for text in corpus.texts("train"))
+    assert corpus.unread == {".py": 1, "empty": 1}
 
 
 def test_the_split_of_a_file_depends_on_its_content_alone(tmp_path):

@@ -47,6 +47,13 @@ class DataConfig:
             require(source.path != "", f"data.sources.{name}.path", source.path, "the path of a folder")
             require_path(f"data.sources.{name}.path", source.path)
 
+    def check_read(self) -> None:
+        """Raise `InputError` if a key of the corpus is set beside `sources`, which would leave it unread."""
+        for key in ("corpus", "suffixes", "heldout_fraction") if self.sources else ():
+            value = getattr(self, key)
+            require(value == getattr(DataConfig, key), f"data.{key}", list(value) if key == "suffixes" else value,
+                    "left out, or the default, beside data.sources, which replace the corpus")  # fmt: skip
+
     @property
     def source_names(self) -> list[str]:
         """Names of the sources; only 'corpus' if none is configured."""

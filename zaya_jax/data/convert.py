@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from zaya_jax.config.checks import list_counts
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.shards import ShardWriter
@@ -175,11 +176,10 @@ def _note_path(folder: Path, number: int) -> Path:
 
 def _refusal(skipped: Counter[str], examples: Sequence[str], limit: int, advice: str) -> str:
     count = skipped.total()
-    reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items()))
     allowed = f", but at most {limit} may be skipped" if limit else ""
     listed = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
     more = f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
-    return (f"{count} document{'s' if count > 1 else ''} cannot be used ({reasons}){allowed}. "
+    return (f"{count} document{'s' if count > 1 else ''} cannot be used ({list_counts(skipped)}){allowed}. "
             f"{advice.replace('{count}', str(count))}{listed}{more}")  # fmt: skip
 
 

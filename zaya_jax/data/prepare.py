@@ -86,7 +86,8 @@ def prepare(
     if is_file:
         raise InputError(f"--output is {str(output)!r}, which is a file, but must be a folder.")
     special = find_special_tokens(tokenizer, chat=settings.kind == "chat", eot=settings.eot, bos=settings.bos)
-    units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes)
+    unread = Counter[str]()
+    units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes, unread=unread)
     plan = _plan(inputs, units, tokenizer, settings, special, tasks)
     _refuse_foreign(output)
     conversion = Conversion(output, units, [unit.bytes for unit in units],
@@ -100,7 +101,7 @@ def prepare(
         if not conversion.check(check, f"checking{of_task}") and tasks == 1:
             raise InputError(f"The inputs contain no document that can be used: {', '.join(map(str, inputs))}.")
     with locked(output / f".task-{task}.lock", "--output", wait=False):
-        if _claim(output, tokenizer, plan):
+        if _claim(output, tokenizer, plan, unread):
             return merge(output)
         work = PrepareWork(output / TOKENIZER, plan["tokenizer"], special, settings)
         conversion.convert(work, f"preparing{of_task}")
@@ -127,7 +128,8 @@ def merge(output: Path) -> Manifest:
             if not any(note.shards for number in range(plan["units"]) if (note := read_note(output, number))):
                 raise InputError(f"The inputs of {output} contain no document that can be used.")
             special = SpecialTokens(plan["eot"], plan["bos"], plan["eos"])
-            write_merged(output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special)
+            write_merged(output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special,
+                         unread=plan.get("unread_files"))  # fmt: skip
         manifest = read_manifest(output, remedy(output))
         # Also remove what a process left that was killed after it had written the manifest.
         remove_notes(output)
@@ -137,8 +139,19 @@ def merge(output: Path) -> Manifest:
     return manifest
 
 
-def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: SpecialTokens) -> Manifest:
-    """Write the lengths and the manifest of a folder after all of its `units` units are converted."""
+def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: SpecialTokens,
+                 content: str | None = None, unread: dict[str, int] | None = None) -> Manifest:  # fmt: skip
+    """Write the lengths and the manifest of a folder after all of its `units` units are converted.
+
+    Args:
+      folder: the folder, with its tokenizer.
+      units: number of units.
+      kind: see `Manifest`, also for the others.
+      inputs: digest of the inputs and settings.
+      special: the special tokens.
+      content: digest of the documents; None computes it from the shards.
+      unread: number of items of the input that were not read, by kind.
+    """
     notes = [note for number in range(units) if (note := read_note(folder, number)) is not None]
     tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
                           if (folder / name).exists())  # fmt: skip
@@ -149,9 +162,10 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
         counts.update(note.outcomes)
     examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
-    content = content_digest(kind, dtype, special, tokenizer, splits.values())
+    content = content or content_digest(kind, dtype, special, tokenizer, splits.values())
     manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, special.eot, splits["train"],
-                        splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos)  # fmt: skip
+                        splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos,
+                        unread or {})  # fmt: skip
     write_manifest(folder, manifest)
     return manifest
 
@@ -227,7 +241,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
     return True
 
 
-def _claim(output: Path, tokenizer: Path, plan: dict[str, Any]) -> bool:
+def _claim(output: Path, tokenizer: Path, plan: dict[str, Any], unread: dict[str, int]) -> bool:
     """Claim the folder for this preparation, and return whether the preparation is already finished."""
     with locked(output / ".merge.lock", "--output"):
         if _finished(output, plan):
@@ -242,7 +256,7 @@ def _claim(output: Path, tokenizer: Path, plan: dict[str, Any]) -> bool:
                 part.replace(output / name)
             finally:
                 part.unlink(missing_ok=True)
-        write_atomically(output / PLAN, json.dumps(plan, indent=1) + "\n")
+        write_atomically(output / PLAN, json.dumps(plan | {"unread_files": unread}, indent=1) + "\n")
     return False
 
 

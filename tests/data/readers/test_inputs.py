@@ -1,9 +1,15 @@
+import bz2
+import gzip
+import json
+import lzma
 import os
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from tests.data.prepare_helpers import write_arrow, write_megatron, write_saved
 from zaya_jax.data.readers.inputs import list_units
@@ -13,9 +19,13 @@ from zaya_jax.errors import InputError
 MIB = 2**20
 
 
+COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
 def touch(path: Path, content: bytes = b'{"text": "a"}\n') -> Path:
+    """A file with the content, compressed as its suffix says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
     return path
 
 

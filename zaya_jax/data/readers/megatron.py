@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.config.checks import counted
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly, require_pieces
 from zaya_jax.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -95,11 +94,7 @@ def read_megatron(unit: Unit) -> Iterator[Entry]:
     """
     [file] = unit.files
     index = open_index(file)
-    if index.documents < unit.stop:
-        raise InputError(
-            f"The Megatron index {index.file} has {counted(index.documents, 'document')}, fewer than the {unit.stop} "
-            "it had; do not change inputs while they are prepared."
-        )
+    require_pieces(unit, index.file, index.documents, "document")
     bounds = _numbers(index, "documents", unit.start, unit.stop + 1)
     if np.any(bounds < 0) or np.any(bounds > index.sequences) or np.any(np.diff(bounds) < 0):
         raise InputError(

@@ -27,6 +27,10 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _split_files(folder: Path) -> list[Path]:
+    if _tree(folder / _STATE).get("_indices_data_files"):
+        raise InputError(f"The saved dataset {folder} selects its rows through _indices_data_files, as old versions of "
+                         "datasets did, which is not read. Load it, call flatten_indices(), and save it again."
+                         )  # fmt: skip
     entries = _json(folder / _STATE, "_data_files")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
     files = [folder / name for name in _names(folder / _STATE, names)]
