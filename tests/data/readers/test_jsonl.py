@@ -5,6 +5,7 @@ import json
 import lzma
 import pickle
 import random
+import re
 
 import pytest
 import zstandard
