@@ -7,6 +7,7 @@ from zaya_jax.config.checks import is_name, require, require_path
 from zaya_jax.config.table import Table
 
 CORPUS = "corpus"  # name of the only source if data.sources is empty
+CORPUS_KEYS = ("corpus", "suffixes", "heldout_fraction")  # not read beside data.sources
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class DataConfig:
 
     def check_read(self) -> None:
         """Raise `InputError` if a key of the corpus is set beside `sources`, which would leave it unread."""
-        for key in ("corpus", "suffixes", "heldout_fraction") if self.sources else ():
+        for key in CORPUS_KEYS if self.sources else ():
             value = getattr(self, key)
             require(value == getattr(DataConfig, key), f"data.{key}", list(value) if key == "suffixes" else value,
                     "left out, or the default, beside data.sources, which replace the corpus")  # fmt: skip

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
-import stat
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.config.checks import counted, require, shown
+from zaya_jax.config.checks import counted, require, require_path, shown
 from zaya_jax.data.convert import EXAMPLES, Conversion, UnitNote, default_workers, read_note, remove_notes, save_lengths
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.encoding import PrepareSettings, PrepareWork
@@ -37,7 +35,7 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_special_tokens
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.files import locked, partial_name, write_atomically
+from zaya_jax.run.files import locked, write_atomically
 
 TOKENIZER = "tokenizer.json"
 
@@ -79,12 +77,8 @@ def prepare(
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
     require(0 <= task < tasks, "--task", task, f"at least 0 and below --of ({tasks})")
     require(workers is None or workers >= 1, "--workers", workers, "at least 1")
-    try:
-        is_file = os.path.lexists(output) and not stat.S_ISDIR(output.stat().st_mode)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--output is {str(output)!r}, which is not a valid folder: {error}.") from error
-    if is_file:
-        raise InputError(f"--output is {str(output)!r}, which is a file, but must be a folder.")
+    require_path("--output", str(output))
+    require(os.path.isdir(output) or not os.path.lexists(output), "--output", str(output), "a folder, or a new path")
     special = find_special_tokens(tokenizer, chat=settings.kind == "chat", eot=settings.eot, bos=settings.bos)
     unread = Counter[str]()
     units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes, unread=unread)
@@ -250,12 +244,7 @@ def _claim(output: Path, tokenizer: Path, plan: dict[str, Any], unread: dict[str
             return False
         beside = [path for name in TOKENIZER_FILES if (path := tokenizer.with_name(name)).is_file()]
         for path, name in [(tokenizer, TOKENIZER), *((path, path.name) for path in beside)]:
-            part = partial_name(output / name)
-            try:
-                shutil.copyfile(path, part)
-                part.replace(output / name)
-            finally:
-                part.unlink(missing_ok=True)
+            write_atomically(output / name, path.read_bytes())
         write_atomically(output / PLAN, json.dumps(plan | {"unread_files": unread}, indent=1) + "\n")
     return False
 
@@ -302,9 +291,8 @@ def _incomplete(folder: Path, missing: list[int], tasks: int) -> str:
         return f"The prepared folder {folder} is not merged; run python -m zaya_jax.data merge {folder}."
     if tasks == 1:
         return f"The prepared folder {folder} is incomplete; rerun the prepare command to finish it."
-    return (f"The prepared folder {folder} is incomplete: {len(missing)} of {tasks} tasks "
-            f"{'is' if len(missing) == 1 else 'are'} missing ({', '.join(map(str, missing))}). Run "
-            f"{'it' if len(missing) == 1 else 'them'} with --task, then merge.")  # fmt: skip
+    return (f"The prepared folder {folder} is incomplete: {len(missing)} of {tasks} tasks missing: "
+            f"{', '.join(map(str, missing))}. Run each of them with --task, then merge.")  # fmt: skip
 
 
 def _refuse_foreign(output: Path) -> None:

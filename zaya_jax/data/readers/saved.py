@@ -43,11 +43,11 @@ def _compare_rows(folder: Path, files: list[Path]) -> None:
 
     This is not an error, because `datasets` keeps the old number when rows are selected or filtered.
     """
-    state, info = _tree(folder / _STATE), _tree(folder / _INFO)
-    split = state.get("_split")
-    splits = info.get("splits")
-    entry = splits.get(split) if isinstance(splits, dict) and isinstance(split, str) else None
-    wanted = entry.get("num_examples") if isinstance(entry, dict) else None
+    split = _tree(folder / _STATE).get("_split")
+    try:
+        wanted = _tree(folder / _INFO)["splits"][split]["num_examples"]
+    except (KeyError, TypeError):
+        return
     if not isinstance(wanted, int) or not all(file.is_file() for file in files):
         return
     from zaya_jax.data.readers.arrow import count_rows
