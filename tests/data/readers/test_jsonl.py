@@ -224,7 +224,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
     path.write_bytes(b'{"text": "short"}\n[' + b"0," * 1000)
     read = read_jsonl(whole(path), "text")
     assert next(read).value == "short"
-    with pytest.raises(InputError, match=r"a\.jsonl has a line of more than 100 bytes"):
+    with pytest.raises(InputError, match=r"a\.jsonl has a line of over 100 bytes"):
         next(read)
 
 

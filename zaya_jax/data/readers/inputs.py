@@ -80,18 +80,15 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     elif not os.path.exists(path) and any(os.path.exists(f"{path}{end}") for end in (".bin", ".idx")):
         path = path.with_name(path.name + ".bin")
     # Check existence first, so that a missing file with an unknown suffix is reported as missing.
-    kind = _format(path.name, suffixes)
-    lines = kind is None and path.suffix == ".json"
-    file = _file(path, "jsonl" if lines else kind or "text")
-    if lines and not _has_objects(path, 1):
-        raise InputError(f"The file {path} has no JSON object in its first line, but must have one per line. Convert "
-                         f"it, for example with: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}")  # fmt: skip
-    if lines:
-        return [file]
+    kind = _format(path.name, suffixes) or ("jsonl" if path.suffix == ".json" else None)
+    file = _file(path, kind or "text")
     if kind is None:
         raise InputError(f"The file {path} has an unknown suffix; known suffixes are {_known(suffixes)}.")
     if not file.bytes:
         raise InputError(f"The file {path} is empty; leave it out.")
+    if kind == "jsonl" and path.suffix == ".json" and not _has_objects(path, 1):
+        raise InputError(f"The file {path} has no JSON object in its first line, but must have one per line. Convert "
+                         f"it, for example with: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}")  # fmt: skip
     return [file]
 
 

@@ -12,7 +12,7 @@ import lzma
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -156,9 +156,7 @@ def plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]
 
 def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
     """Yield the lines of a compressed file, each with the compressed bytes that were read for it."""
-    with ExitStack() as stack:
-        raw = stack.enter_context(_open(file, buffering=0))
-        stream = stack.enter_context(closing(_decompress(file, raw)))
+    with _open(file, buffering=0) as raw, closing(_decompress(file, raw)) as stream:
         position = 0
         while line := _read_line(stream, file):
             before, position = position, raw.tell()
@@ -225,9 +223,7 @@ def _read_line(stream: IO[bytes], file: str) -> bytes:
     with reading(f"The file {file}", *(_damage() if file.endswith(COMPRESSED) else ())):
         line = stream.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
-        raise InputError(
-            f"The file {file} has a line of more than {LONGEST_LINE} bytes; JSONL has one document per line."
-        )
+        raise InputError(f"The file {file} has a line of over {LONGEST_LINE} bytes; JSONL has one document per line.")
     return line
 
 
