@@ -53,7 +53,7 @@ class DataConfig:
         for key in CORPUS_KEYS if self.sources else ():
             value = getattr(self, key)
             require(value == getattr(DataConfig, key), f"data.{key}", list(value) if key == "suffixes" else value,
-                    "left out, or the default, beside data.sources, which replace the corpus")  # fmt: skip
+                    "left out (or its default) beside data.sources, which replace the corpus")  # fmt: skip
 
     @property
     def source_names(self) -> list[str]:

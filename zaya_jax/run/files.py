@@ -52,7 +52,9 @@ def read_text(path: str, option: str) -> str:
         return expanded(path).read_bytes().decode()
     except IsADirectoryError as error:
         raise InputError(f"{option} {path} is a folder; name its files.") from error
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
+    except UnicodeDecodeError as error:
+        raise InputError(f"{option} {path} is not UTF-8: its byte {error.start} cannot be decoded.") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         raise InputError(f"{option} {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 

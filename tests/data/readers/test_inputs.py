@@ -33,8 +33,8 @@ def touch(path: Path, content: bytes = b'{"text": "a"}\n') -> Path:
 
 UNREAD = {  # kind → writes an item of this kind at a path, to which it may add a suffix
     "hidden": lambda path: touch(path.with_name(f".{path.name}.jsonl")),
-    "links to folders": lambda path: path.symlink_to(path.parent.parent),
-    "without suffix": touch,
+    "linked (folders)": lambda path: path.symlink_to(path.parent.parent),
+    "without suffix": lambda path: touch(path.with_suffix(["", ".007", ".a-long-suffix"][ord(path.name) % 3])),
     ".md": lambda path: touch(path.with_suffix(".md")),
     ".idx": lambda path: touch(path.with_suffix(".idx")),
     "empty": lambda path: touch(

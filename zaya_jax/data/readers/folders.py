@@ -23,11 +23,12 @@ def list_folder(folder: Path, unread: Counter[str]) -> Iterator[os.DirEntry[str]
         if entry.name.startswith("."):
             unread["hidden"] += 1
         elif entry.is_symlink() and os.path.isdir(entry.path):
-            unread["links to folders"] += 1
+            unread["linked (folders)"] += 1
         else:
             yield entry
 
 
 def suffix_kind(name: str) -> str:
-    """Return what counts of unread files call a file of another suffix."""
-    return printable(Path(name).suffix) or "without suffix"
+    """Return what counts of unread files call a file; numbers and long suffixes, which can be many, count as none."""
+    suffix = Path(name).suffix
+    return "without suffix" if len(suffix) > 12 or not suffix.strip(".0123456789") else printable(suffix)
