@@ -94,7 +94,7 @@ def test_training_and_text_need_no_lm_eval():
         (["EXPORT"], "has no held-out data"),
         (["RUN", "--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
         (["RUN", "--text", "EMPTY"], "is empty"),
-        (["RUN", "--text", "EMPTY/x"], "cannot be read: Not a directory."),
+        (["RUN", "--text", "EMPTY/x"], "cannot be read: No such file or directory."),
         (["RUN", "--text", "/"], "--text / is a folder; name its files."),
         (["RUN", "--tasks", "a", "--config", "b"], "--tasks and --config"),
         (["RUN", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
