@@ -9,7 +9,7 @@ from zaya_jax.data.pipeline import heldout_batches, heldout_use
 from zaya_jax.data.plan import RunPlan
 from zaya_jax.data.sources import Prepared
 
-ROWS = 1000  # of training, which are searched for a token in the loss; the first row usually has one
+ROWS = 1000  # that are searched for a token in the loss; usually, the first one has some
 
 # What of a split is left out, and what a person reads: of training, then of evaluation.
 _REASONS = {
@@ -32,8 +32,7 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
       of its folders that were not read, by kind; `phases`, those that train on the source; `evaluated`, whether any
       phase reads it; `skipped_rows`, its rows in `data.skip_rows`; `train` and `heldout`, the fields of `Use` for the
       documents of each split (those of skipped rows count as used), with `bytes` of their text, `lost_bytes`, for which
-      the tokenizer has no token, and `in_loss`, whether a token that is read is in the loss (of training, in the first
-      `ROWS` rows).
+      the tokenizer has no token, and `in_loss`, whether a token of the first `ROWS` rows is in the loss.
     """
     found = {}
     for name, source in prepared.sources.items():
@@ -41,8 +40,7 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
         shares = [phase.shares[name] for phase in plan.phases if name in phase.shares]
         rows = (share.phase_rows.row(index) for share in shares for index in range(share.rows))
         batches = heldout_batches(config, prepared, name, config.evaluation.batches)
-        splits = {"train": (plan.uses[name], manifest.train, islice(rows, ROWS)),
-                  "heldout": (heldout, manifest.heldout, batches)}  # fmt: skip
+        splits = {"train": (plan.uses[name], manifest.train, rows), "heldout": (heldout, manifest.heldout, batches)}
         found[name] = {
             "refused": manifest.counts,
             "unread_files": manifest.unread_files,
@@ -50,7 +48,7 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
             "skipped_rows": _skipped_rows(config, plan, name),
             "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
         } | {split: use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes,
-                                     "in_loss": any(arrays["loss_mask"].any() for arrays in read)}
+                                     "in_loss": any(row["loss_mask"].any() for row in islice(read, ROWS))}
              for split, (use, entry, read) in splits.items()}  # fmt: skip
     return found
 
@@ -118,5 +116,5 @@ def _left_out(use: dict[str, Any], split: str, reasons: dict[str, str]) -> list[
     if use["trimmed"]:
         lines.append(f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row")
     if use["used"] and not use.get("in_loss", True):
-        lines.append(f"none of the {split} tokens that are read is in the loss, which covers assistants' answers only")
+        lines.append(f"no token of the first {ROWS:,} {split} rows is in the loss, which covers assistants' answers")
     return lines

@@ -12,9 +12,10 @@ from typing import Literal, get_args
 from zaya_jax.config import DataConfig
 from zaya_jax.config.checks import counted
 from zaya_jax.data.readers.folders import list_folder, suffix_kind
+from zaya_jax.data.readers.inputs import refuse_lines
 from zaya_jax.data.readers.unit import reading
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import require_regular
+from zaya_jax.run.files import expanded, require_regular
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -79,10 +80,9 @@ def find_corpus(config: DataConfig) -> Corpus:
       InputError: the folder is missing or cannot be listed, a file cannot be read or is not UTF-8, or there are fewer
         than two distinct texts.
     """
-    if config.corpus == "stdlib":
-        root, excluded = Path(sysconfig.get_path("stdlib")), STDLIB_EXCLUDED
-    else:
-        root, excluded = Path(os.path.expanduser(config.corpus)), frozenset[str]()
+    is_stdlib = config.corpus == "stdlib"
+    root = Path(sysconfig.get_path("stdlib")) if is_stdlib else expanded(config.corpus)
+    excluded = STDLIB_EXCLUDED if is_stdlib else frozenset[str]()
     if not root.is_dir():
         raise InputError(f"data.corpus is {config.corpus!r}, but {root} is not a folder; give a folder or 'stdlib'.")
     unread = Counter[str]()
@@ -102,11 +102,12 @@ def find_corpus(config: DataConfig) -> Corpus:
     last = ordered[min(max(below, 1), len(ordered) - 1) - 1]
     train, heldout = (tuple(f for f in files if (hashes[f] <= last) == held) for held in (False, True))
     # Of the standard library, only sources are meant.
-    return Corpus(root, train, heldout, hashes, {} if config.corpus == "stdlib" else dict(unread))
+    return Corpus(root, train, heldout, hashes, {} if is_stdlib else dict(unread))
 
 
 def _read(path: Path) -> str:
     require_regular(path)
+    refuse_lines(path)
     try:
         with reading(f"The corpus file {path}"):
             return path.read_bytes().decode("utf-8")

@@ -300,9 +300,8 @@ def _refuse_foreign(output: Path) -> None:
     if (output / PLAN).exists() or (output / MANIFEST).exists() or not output.is_dir():
         return
     ours = {TOKENIZER, *TOKENIZER_FILES}  # written before the plan
-    foreign = [
-        path.name for path in output.iterdir() if path.name not in ours and path.suffix not in (".lock", ".partial")
-    ]
+    foreign = [path.name for path in output.iterdir()
+               if path.name not in ours and path.suffix not in (".lock", ".partial")]  # fmt: skip
     if foreign:
         raise InputError(f"The folder {output} contains other files, such as {min(foreign)!r}; choose a new or empty "
                          "--output.")  # fmt: skip

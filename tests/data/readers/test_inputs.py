@@ -243,7 +243,7 @@ def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text_si
     assert "data: 2 items of the input not read: 1 .json, 1 .zst. Known suffixes" in capsys.readouterr().err
     lines = touch(tmp_path / "lines.json", b'{"text": "a"}\n{"text": "b"}\n')
     assert [unit.format for unit in list_units([lines])] == ["jsonl"]
-    with pytest.raises(InputError, match=r"lines\.json has one JSON object per line, .* Rename such files to \.jsonl"):
+    with pytest.raises(InputError, match=r"lines\.json has one JSON object per line, .* Name it \.jsonl"):
         list_units([lines], suffixes=(".json",))
     one = touch(tmp_path / "package.json", b'{"name": "a"}\n')
     assert [unit.format for unit in list_units([one], suffixes=(".json",))] == ["text"]

@@ -54,7 +54,8 @@ def list_units(
     _check_distinct(files)
     if unit_bytes is None:
         unit_bytes = max(_LEAST_UNIT, min(_MOST_UNIT, sum(file.bytes for file in files) // _UNITS))
-    units = list(_units(files, unit_bytes))
+    units = [unit for kind, group in itertools.groupby(files, lambda file: file.format)
+             for unit in load_format(kind).cut(list(group), unit_bytes)]  # fmt: skip
     if not units:
         raise InputError(f"The inputs contain no document: {', '.join(map(str, inputs))}.")
     read = {file for unit in units for file in unit.files}
@@ -131,6 +132,13 @@ def _has_objects(path: Path, count: int) -> bool:
         return False
 
 
+def refuse_lines(path: Path) -> None:
+    """Raise `InputError` if a file that would be read as one text has JSON lines, as far as its beginning tells."""
+    if path.suffix in (".json", *FORMATS["jsonl"]) and _has_objects(path, 2):
+        raise InputError(f"The file {path} has one JSON object per line, but --suffixes or data.suffixes makes it one "
+                         "text. Name it .jsonl, and read it with python -m zaya_jax.data prepare.")  # fmt: skip
+
+
 def _file(path: Path, kind: str) -> InputFile:
     with reading(f"The input {path}"):
         status = path.stat()
@@ -141,9 +149,8 @@ def _file(path: Path, kind: str) -> InputFile:
     for companion in load_format(kind).companions(str(path)):
         if not os.path.exists(companion):
             raise InputError(f"The file {path} needs {companion} next to it, which is missing.")
-    if kind == "text" and path.suffix == ".json" and _has_objects(path, 2):
-        raise InputError(f"The file {path} has one JSON object per line, but --suffixes or data.suffixes (.json) reads "
-                         "it as a single text. Rename such files to .jsonl, and leave out .json.")  # fmt: skip
+    if kind == "text":
+        refuse_lines(path)
     return InputFile(kind, str(path), status.st_size)
 
 
@@ -156,8 +163,3 @@ def _check_distinct(files: Sequence[InputFile]) -> None:
             raise InputError(f"The file {file.path} is given twice{link}; pass each file, or a folder that contains "
                              "it, once.")  # fmt: skip
         seen[path] = file.path
-
-
-def _units(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
-    for name, group in itertools.groupby(files, lambda file: file.format):
-        yield from load_format(name).cut(list(group), unit_bytes)
