@@ -163,11 +163,13 @@ def test_a_saved_dataset_that_selects_rows_is_refused(tmp_path):
 def test_what_a_folder_has_beside_its_documents_is_counted(tmp_path_factory, items):
     folder, unread = tmp_path_factory.mktemp("folder"), Counter()
     touch(folder / "good.jsonl")
+    for name in "ab":  # whose .idx is no orphan, while other files of this name are not read
+        write_megatron(folder / f"{name}0", [[[1]]])
     for name, kind in items.items():
         UNREAD[kind](folder / name)
-    assert names(list_units([folder], unread=unread), folder) == ["good.jsonl"]
-    assert unread == Counter(items.values())
-    assert sum(unread.values()) == len(items)
+    touch(folder / "a0")
+    assert names(list_units([folder], unread=unread), folder) == ["a0.bin", "b0.bin", "good.jsonl"]
+    assert unread == Counter([*items.values(), "without suffix"])
 
 
 def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
@@ -247,7 +249,7 @@ def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text_si
         list_units([lines], suffixes=(".json",))
     one = touch(tmp_path / "package.json", b'{"name": "a"}\n')
     assert [unit.format for unit in list_units([one], suffixes=(".json",))] == ["text"]
-    assert capsys.readouterr().err == "data: 1 .json file read as plain text, one document each (--suffixes).\n"
+    assert capsys.readouterr().err == "data: 1 .json file read as plain text, one document each.\n"
 
 
 @pytest.mark.parametrize(("content", "is_lines"), [

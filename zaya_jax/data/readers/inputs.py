@@ -64,8 +64,7 @@ def list_units(
         print(f"data: {counted(unread.total(), 'item')} of the input not read: {list_counts(unread)}. "
               f"Known suffixes are {_known(suffixes)}.", file=sys.stderr)  # fmt: skip
     if raw := sum(file.format == "text" and file.path.endswith(".json") for file in files):
-        print(f"data: {counted(raw, '.json file')} read as plain text, one document each (--suffixes).",
-              file=sys.stderr)  # fmt: skip
+        print(f"data: {counted(raw, '.json file')} read as plain text, one document each.", file=sys.stderr)
     return units
 
 
@@ -106,7 +105,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> Iter
             yield from _walk(Path(entry.path), suffixes, unread)
         elif kind := _format(entry.name, suffixes):
             yield _file(Path(entry.path), kind)
-        elif not os.path.exists(f"{entry.path.removesuffix('.idx')}.bin"):  # else of a Megatron dataset
+        elif not (entry.name.endswith(".idx") and os.path.exists(f"{entry.path[:-4]}.bin")):  # read with its .bin
             unread[suffix_kind(entry.name)] += 1
 
 
@@ -125,9 +124,10 @@ def _known(suffixes: tuple[str, ...]) -> str:
 
 def _has_objects(path: Path, count: int) -> bool:
     """Return whether each of the first `count` lines of a file that are not blank is a JSON object."""
-    lines = (line for line, _ in plain_lines(str(path), 0, path.stat().st_size) if line.strip())
+    filled = (line for line, _ in plain_lines(str(path), 0, path.stat().st_size) if line.strip())
+    lines = list(itertools.islice(filled, count))
     try:
-        return sum(isinstance(json.loads(line), dict) for line in itertools.islice(lines, count)) == count
+        return len(lines) == count and all(isinstance(json.loads(line), dict) for line in lines)
     except (ValueError, RecursionError):
         return False
 
