@@ -129,6 +129,7 @@ def use_data(commands: Commands, keys: list[str]) -> None:
     commands(data, "merge", at("tasks"))
     commands(data, *prepare, "--chat", "--input", at("talk", ".jsonl"), "--output", at("chats"))
     tuned = [*keys[2:], f"run_dir={at('tuned')}", "data.sources={texts: {path: a}, chats: {path: b}}",
+             "data.corpus=stdlib", "data.suffixes=[.py]", "data.heldout_fraction=0.04",
              f"data.sources.texts.path={at('texts')}", f"data.sources.chats.path={at('chats')}",
              "phases.0.mixture={texts: 1, chats: 1}", f"phases.0.template={at('template', '.jinja')}",
              f"init_from=hf:{at('export')}", "lora={rank: 2, alpha: 3}", "phases.0.tokens=640"]  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.config_helpers import NO_PATHS, SMALL, SOURCES, changed, refused, refused_to_load, written
-from zaya_jax.config import DataConfig, PhaseConfig, SourceConfig, Table, load_config, to_yaml
+from zaya_jax.config import DataConfig, PhaseConfig, SourceConfig, Table, from_dict, load_config, to_dict, to_yaml
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -73,3 +73,13 @@ def test_what_can_be_no_path_is_named(value):
 def test_without_sources_the_corpus_is_the_one_source():
     assert DataConfig().source_names == ["corpus"]
     assert DataConfig(sources=SOURCES).source_names == ["web", "code"]
+
+
+@pytest.mark.parametrize("override", ["data.corpus=texts", "data.suffixes=[.md]", "data.heldout_fraction=0.1"])
+def test_a_key_of_the_corpus_is_refused_beside_sources_but_not_of_a_run_that_has_both(tmp_path, override):
+    path = written(tmp_path, to_yaml(changed(SMALL, {"data.sources": SOURCES})))
+    said = refused_to_load(path, override)
+    assert said.startswith(f"{override.partition('=')[0]} is ")
+    assert "beside data.sources" in said
+    alone = load_config(written(tmp_path, to_yaml(SMALL), "alone.yaml"), [override])
+    assert from_dict(to_dict(changed(alone, {"data.sources": SOURCES}))).data.sources == SOURCES

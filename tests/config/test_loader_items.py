@@ -168,12 +168,12 @@ def test_a_list_replaces_all_phases(mixed, tmp_path):
     assert load_config(top).phases == only
 
 
-def test_a_name_goes_before_an_index_and_a_later_override_finds_the_new_name(mixed):
+def test_a_name_goes_before_an_index_and_a_later_override_finds_the_new_name(base, mixed):
     changes = ["phases.first.name=third", "phases.third.tokens=640_000", "phases.third.tokens=640_001"]
     assert load_config(mixed, changes).phases == (
         dataclasses.replace(FIRST, name="third", tokens=640_001), SECOND,
     )  # fmt: skip
-    numbered = load_config(mixed, ["data.suffixes=[a, b, c]", "data.suffixes.1=.md"])
+    numbered = load_config(base, ["data.suffixes=[a, b, c]", "data.suffixes.1=.md"])
     assert numbered.data.suffixes == ("a", ".md", "c")
 
 
@@ -183,7 +183,7 @@ def test_a_name_goes_before_an_index_and_a_later_override_finds_the_new_name(mix
     ("phases.-1.tokens=1", "There is no 'phases.-1'; "),
     ("phases.second.batch.stepped.1.until=9", "There is no 'phases.second.batch.stepped.1'; "),
     ("phases.second.batch.stepped={x: {until: 1}}", "There is no 'phases.second.batch.stepped.x'; "),
-    ("phases.first.batch.stepped.0.until=9", "phases.first.batch.stepped is {'0': {'until': 9}}, "),
+    ("phases.first.batch.stepped.0.until=9", "phases.first.batch.stepped is {0: {until: 9}}, "),
     ("phases.first=3", "phases.0 is 3, "),
     ("phases.second.tokens=null", "phases.second.tokens is null, "),
     ("phases.second.tokens=1.5", "phases.second.tokens is 1.5 "),

@@ -37,7 +37,7 @@ BAD = [
     *(({"tokens": value}, "tokens", value) for value in (0, -5)),
     *(({"context": value}, "context", value) for value in (0, 65)),
     ({"rope_base": 0.0}, "rope_base", 0.0),
-    ({"mixture": Table({"web": 0.0, "code": 0.0})}, "mixture", {"code": 0.0, "web": 0.0}),
+    ({"mixture": Table({"web": 0.0, "code": 0.0})}, "mixture", {"web": 0.0, "code": 0.0}),
     ({"mixture": Table({"web": -1.0})}, "mixture.web", -1.0),
     *(({"mixture": Table({name: 1.0})}, "mixture", name) for name in ("webb", "corpus")),
     # the batch

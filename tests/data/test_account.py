@@ -68,15 +68,19 @@ def check_account(folder, kinds, seed):
     for name in NAMES[: rng.randint(1, 3)]:
         kind = "chat" if tokenizer == "bytes" and rng.random() < 0.2 else "tokens"
         lines = [document(rng, kind) for _ in range(rng.randint(5, 14))] + [GOOD[kind]]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / f"{name}-in").mkdir()
+        (folder / f"{name}-in" / "lines.jsonl").write_text("\n".join(lines) + "\n")
+        unread = rng.sample([".hidden.jsonl", "a.md", "b.md", "empty.jsonl", "c"], rng.randint(0, 5))
+        for item in unread:
+            (folder / f"{name}-in" / item).touch()
         options = PrepareSettings(
             kind,
             "messages" if kind == "chat" else "text",
             heldout=rng.choice([0.3, 0.5] if name == "a" else [0, 0.5, 1]),
         )
-        prepare([str(folder / f"{name}.jsonl")], kinds / tokenizer / "tokenizer.json", folder / name, options,
+        prepare([str(folder / f"{name}-in")], kinds / tokenizer / "tokenizer.json", folder / name, options,
                 max_bad=99, workers=1)  # fmt: skip
-        given[name] = kind, lines
+        given[name] = kind, lines, len(unread)
     phases = [{"first_step": 2 * index, "context": rng.choice([4, 12, 40]),
                "packing": rng.choice(["windows", "bins"]), "over_length": rng.choice(["split", "trim", "drop"]),
                "mixture": rng.choice([{}, {name: 1 if name == "a" else rng.choice([0, 2])
@@ -101,8 +105,16 @@ def check_account(folder, kinds, seed):
                 lengths, drops = share.phase_rows.lengths, phase.config.over_length == "drop"
                 too_long[name] |= {number for number, length in enumerate(lengths)
                                    if length == 0 or (drops and length > phase.context + 1)}  # fmt: skip
-    for name, (kind, lines) in given.items():
+    for name, (kind, lines, unread) in given.items():
         source, documents = found[name], [line for line in lines if line.strip()]
+        assert sum(source["unread_files"].values()) == unread
+        assert source["train"]["in_loss"] == any(
+            share.phase_rows.row(index)["loss_mask"].any()
+            for phase in plan.phases
+            if name in phase.shares
+            for share in [phase.shares[name]]
+            for index in range(share.rows)
+        )
         train, heldout = source["train"], source["heldout"]
         assert sum(source["refused"].values()) + train["documents"] + heldout["documents"] == len(documents)
         for use in (train, heldout):
@@ -118,10 +130,11 @@ def check_account(folder, kinds, seed):
             assert train["bytes"] + heldout["bytes"] == sum(len(each.encode()) for each in texts)
             lost = sum(len("".join(sign for sign in each if sign not in LETTERS).encode()) for each in texts)
             assert train["lost_bytes"] + heldout["lost_bytes"] == (0 if tokenizer == "bytes" else lost)
-        if heldout["used"] and kind == "tokens":
-            batches = list(heldout_batches(config, prepared, name, config.evaluation.batches))
-            assert any(batch["loss_mask"].any() for batch in batches)
-            assert {batch["tokens"].shape[1] for batch in batches} == {phases[-1]["context"]}
+        batches = list(heldout_batches(config, prepared, name, config.evaluation.batches))
+        assert heldout["in_loss"] == any(batch["loss_mask"].any() for batch in batches)
+        assert {batch["tokens"].shape[1] for batch in batches} <= {phases[-1]["context"]}
+        if kind == "tokens":
+            assert heldout["in_loss"] == (heldout["used"] > 0)
     return True
 
 
@@ -154,6 +167,7 @@ def test_what_is_left_out_is_said_with_its_reason(tmp_path):
         "  forgotten: 2 of 2 held-out documents left out: see evaluation.batches and the mixtures",
         "  web: 64.6 % of the training tokens are read",
         "  web: 35 of 99 training documents left out: never sampled, since the run ends first",
+        "  web: no document is held out, so the source has no held-out loss (prepare it with a larger --heldout)",
     ]
 
 
@@ -167,7 +181,9 @@ def test_skipped_rows_are_counted_for_each_source(tmp_path):
     found = account(config, prepared, plan)
     sources = [int(plan[row]["sources"][0]) for row in [*range(6, 12), *range(13, 17)]]
     assert [found[name]["skipped_rows"] for name in NAMES[:2]] == [sources.count(0), sources.count(1)]
-    assert f"  a: {sources.count(0)} rows skipped (data.skip_rows)" in account_lines(found)
+    assert f"  a: {sources.count(0)} rows skipped (data.skip_rows), whose documents count as trained on" in (
+        account_lines(found)
+    )
 
 
 def test_a_source_can_be_evaluated_alone(tmp_path):
@@ -191,7 +207,21 @@ def test_conversations_need_no_held_out_ones(tmp_path):
     config = run_config(tmp_path, ["talk", "check"], [{"context": 128}], steps=1, batch=1)
     prepared = open_sources(config)
     assert account_lines(account(config, prepared, plan_run(config, prepared))) == [
-        "Data: 2 documents in 2 sources: 1 trained on, 1 evaluated, 0 left out."
+        "Data: 2 documents in 2 sources: 1 trained on, 1 evaluated, 0 left out.",
+        "  talk: no document is held out, so the source has no held-out loss (prepare it with a larger --heldout)",
+    ]
+
+
+def test_a_source_without_a_token_in_the_loss_is_named(tmp_path):
+    talk = [{"role": "user", "content": "What is more? " * 40}, {"role": "assistant", "content": "All of it."}]
+    write_source(tmp_path / "talk", [talk] * 3, [talk] * 2, kind="chat")
+    write_source(tmp_path / "web", [[1, 2, 3]] * 9, [[3, 4]])
+    config = run_config(tmp_path, ["talk", "web"], [{"mixture": {"talk": 1, "web": 1}}], steps=1, batch=2)
+    prepared = open_sources(changed(config, {"evaluation.batches": 1}))
+    lines = account_lines(account(changed(config, {"evaluation.batches": 1}), prepared, plan_run(config, prepared)))
+    said = [line for line in lines if "loss" in line]
+    assert [line.partition(", which")[0] for line in said] == [
+        f"  talk: no token of the first 1,000 {split} rows is in the loss" for split in ("training", "held-out")
     ]
 
 

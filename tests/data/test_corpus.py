@@ -31,7 +31,7 @@ def test_files_are_sorted_and_empty_or_other_ones_left_out(tmp_path):
     assert list(corpus.heldout) == sorted(corpus.heldout)
     assert sorted(corpus.train + corpus.heldout) == sorted([*names, "tests/kept.txt"])
     assert list(corpus.texts("heldout")) == [f"text of {name}" for name in corpus.heldout]
-    assert corpus.text_bytes("train") == sum(len(text) for text in corpus.texts("train"))
+    assert corpus.unread == {".py": 1, "empty": 1}
 
 
 def test_the_split_of_a_file_depends_on_its_content_alone(tmp_path):
@@ -109,3 +109,12 @@ def test_a_folder_or_file_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "4.txt").unlink()
     (tmp_path / "4.txt").symlink_to(tmp_path / "absent")
     refused(tmp_path, tmp_path / "4.txt", "cannot be read")
+
+
+def test_json_lines_are_not_read_as_texts(tmp_path):
+    write(tmp_path, ["a.jsonl", "b.json", "c.json"])
+    find_corpus(config(tmp_path, suffixes=(".json", ".jsonl")))
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    with pytest.raises(InputError, match=r"/a\.jsonl has one JSON object per line, .*data\.suffixes.*prepare"):
+        find_corpus(config(tmp_path, suffixes=(".json", ".jsonl")))
+    find_corpus(config(tmp_path, suffixes=(".json",)))

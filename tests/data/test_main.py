@@ -95,7 +95,7 @@ def test_tasks_say_what_comes_next_and_merge_prints_the_counts(call, tmp_path, c
         f"Task 0 of 2 is done. After the last one, run python -m zaya_jax.data merge {output}\n"
     )
     assert main(["merge", str(output)]) == 2
-    assert r"1 of 2 tasks is missing (1). Run it with --task, then merge." in capsys.readouterr().err
+    assert r"1 of 2 tasks missing: 1. Run each of them with --task, then merge." in capsys.readouterr().err
     assert main([*call, "--of", "2", "--task", "1"]) == 0
     capsys.readouterr()
     assert main(["merge", str(output)]) == 0

@@ -26,6 +26,8 @@ from zaya_jax.data.prepare import PrepareSettings, prepare
 
 def write_and_stop(path, content):
     write(path, content)
+    if path.suffix != ".json":  # the note, which is the last file of a unit
+        return
     try:
         Path(__file__).with_name("stopped").touch(exist_ok=False)
     except FileExistsError:

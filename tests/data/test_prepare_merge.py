@@ -16,12 +16,12 @@ def test_tasks_that_are_missing_are_named_with_what_to_do(tmp_path, tokenizer, t
     call |= {"unit_bytes": 900, "tasks": 3, "workers": 1}
     prepare(task=1, **call)
     for look in (merge, open_manifest):
-        with pytest.raises(InputError, match=r"2 of 3 tasks are missing \(0, 2\)\. Run them with --task, then merge"):
+        with pytest.raises(InputError, match=r"2 of 3 tasks missing: 0, 2\. Run each of them with --task, then merge"):
             look(output)
     prepare(task=0, **call)
     assert missing_tasks(output) == [2]
     for look in (merge, open_manifest):
-        with pytest.raises(InputError, match=r"1 of 3 tasks is missing \(2\)"):
+        with pytest.raises(InputError, match=r"1 of 3 tasks missing: 2\."):
             look(output)
     prepare(task=2, **call)
     with pytest.raises(InputError, match=f"is not merged; run python -m zaya_jax.data merge {output}"):
@@ -82,7 +82,7 @@ def test_a_shard_that_is_gone_before_the_merge_is_written_again(tmp_path, tokeni
     shard.unlink()
     assert read_note(output, 3) is None
     assert missing_tasks(output) == [1]
-    with pytest.raises(InputError, match=r"1 of 2 tasks is missing \(1\)"):
+    with pytest.raises(InputError, match=r"1 of 2 tasks missing: 1\."):
         merge(output)
     other = (output / "train-000001.arrayrecord").stat().st_mtime_ns
     prepare(output=output, task=1, tasks=2, **call)

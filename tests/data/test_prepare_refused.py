@@ -102,7 +102,7 @@ def test_a_value_that_cannot_be_is_refused_before_all_else(tmp_path, tokenizer, 
 
 
 def test_an_output_that_is_or_lies_below_a_file_is_refused(tmp_path, tokenizer, texts_file):
-    with pytest.raises(InputError, match=r"^--output is '.*in\.jsonl', which is a file, but must be a folder"):
+    with pytest.raises(InputError, match=r"^--output is '.*in\.jsonl', but must be a folder"):
         prepare([str(texts_file)], tokenizer, texts_file, QUARTER, workers=1)
     with pytest.raises(InputError, match=r"^--output \(.*in\.jsonl/out\) cannot be written: Not a directory"):
         prepare([str(texts_file)], tokenizer, texts_file / "out", QUARTER, workers=1)

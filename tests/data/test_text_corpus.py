@@ -8,17 +8,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data_helpers import small_tokenizer
 from zaya_jax.data import text_corpus as module
 from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.manifest import MANIFEST, describe_file, read_manifest
-from zaya_jax.data.shards import Records, open_documents
-from zaya_jax.data.text_corpus import BASELINES, corpus_baselines, open_corpus, write_split
+from zaya_jax.data.shards import open_documents
+from zaya_jax.data.text_corpus import BASELINES, corpus_baselines, open_corpus
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
 
@@ -98,7 +96,7 @@ def test_other_settings_and_other_text_have_a_folder_of_their_own(config, tmp_pa
     assert len(folders | {folder_of(config)}) == 3
 
 
-@pytest.mark.parametrize("stage", ["train_tokenizer", "write_split", "write_manifest"])
+@pytest.mark.parametrize("stage", ["train_tokenizer", "Conversion", "write_merged"])
 def test_an_interrupted_preparation_leaves_nothing(config, monkeypatch, stage):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -129,7 +127,7 @@ def test_baselines_are_measured_once_and_only_of_the_prepared_text(config, tmp_p
 def test_a_killed_preparation_is_replaced(config, tmp_path):
     code = (
         "import sys, pickle, time; from zaya_jax.data import text_corpus as m;"
-        "m.write_split = lambda *_: print('here', flush=True) or time.sleep(60);"
+        "m.write_merged = lambda *_, **__: print('here', flush=True) or time.sleep(60);"
         "m.open_corpus(pickle.loads(sys.stdin.buffer.read()))"
     )
     process = subprocess.Popen(
@@ -163,37 +161,50 @@ def test_of_several_at_once_one_prepares(config, monkeypatch):
 
 
 def test_a_corpus_that_changes_meanwhile_is_refused(config, tmp_path, monkeypatch):
-    real = module.write_split
+    real = module.Conversion
 
     def change(*arguments):
         next((tmp_path / "corpus").rglob("*.txt")).write_text("new")
         return real(*arguments)
 
-    monkeypatch.setattr(module, "write_split", change)
+    monkeypatch.setattr(module, "Conversion", change)
     with pytest.raises(InputError, match=re.escape(f"A file in {tmp_path / 'corpus'} changed")):
         open_corpus(config)
 
 
 @given(
-    documents=st.lists(st.lists(st.integers(1, 256), max_size=30), min_size=1, max_size=12),
-    split=st.sampled_from(SPLITS),
-    shard_bytes=st.sampled_from([1, 50, 1000]),
+    texts=st.lists(st.text(min_size=1, max_size=40).filter(str.strip), min_size=2, max_size=9, unique=True),
+    others=st.lists(st.sampled_from([".hidden.txt", "a.md", "b.md", "blank.txt", "folder/c"]), unique=True),
+    unit_bytes=st.sampled_from([1, 50, 1000]),
 )
-def test_documents_come_back_between_ends_from_shards_of_a_size(tmp_path_factory, documents, split, shard_bytes):
-    folder, tokenizer = tmp_path_factory.mktemp("shards"), small_tokenizer()
+def test_texts_come_back_in_the_order_of_files_and_other_files_are_counted(
+    tmp_path_factory, make_config, texts, others, unit_bytes
+):
+    root = tmp_path_factory.mktemp("texts")
+    (root / "corpus" / "folder").mkdir(parents=True)
+    contents = {f"{number}.txt": text.encode() for number, text in enumerate(texts)}
+    for name, content in (contents | dict.fromkeys(others, b" \n")).items():
+        (root / "corpus" / name).write_bytes(content)
+    config = make_config(root / "corpus", root / "cache", vocab_size=257)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SHARD_BYTES", shard_bytes)
-        entry = write_split(folder, split, iter(documents), tokenizer, 7)
-    records = Records(folder, entry.shards)
-    expected = [[0, *document, 0] for document in documents]
-    assert [np.frombuffer(record, "<u2").tolist() for record in records] == expected
-    assert np.load(folder / entry.lengths.file).tolist() == list(map(len, expected))
-    assert (entry.documents, entry.tokens, entry.text_bytes) == (len(expected), sum(map(len, expected)), 7)
-    assert [shard.file for shard in entry.shards] == [f"{split}-{i:06d}.arrayrecord" for i in range(len(entry.shards))]
-    assert {path.name for path in folder.iterdir()} == {entry.lengths.file, *(shard.file for shard in entry.shards)}
-    sizes, filled = iter(2 * len(tokens) for tokens in expected), []
-    for shard in entry.shards:
-        *but_last, last = [next(sizes) for _ in range(shard.documents)]
-        assert sum(but_last) < shard_bytes
-        filled.append(sum(but_last) + last >= shard_bytes)
-    assert all(filled[:-1])
+        patch.setattr(module, "_UNIT_BYTES", unit_bytes)
+        folder, manifest = open_corpus(config)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    corpus = module.find_corpus(config.data)
+    assert sorted(corpus.train + corpus.heldout) == sorted(contents)
+    for split in SPLITS:
+        entry, files = manifest.split(split), corpus.files(split)
+        decoded = [tokenizer.decode(document.tokens[1:-1]) for document in open_documents(folder, manifest, split)]
+        assert decoded == [contents[file].decode() for file in files]
+        assert entry.text_bytes == sum(len(contents[file]) for file in files)
+        assert unit_bytes > 1 or {shard.documents for shard in entry.shards} == {1}
+    assert manifest.unread_files == {
+        kind: count
+        for kind, count in (
+            ("hidden", ".hidden.txt" in others),
+            (".md", ("a.md" in others) + ("b.md" in others)),
+            ("empty", "blank.txt" in others),
+            ("without suffix", "folder/c" in others),
+        )
+        if count
+    }

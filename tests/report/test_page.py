@@ -210,6 +210,21 @@ def test_damage_costs_what_is_damaged_alone_and_is_said(name, content, said, run
     assert "Training and held-out loss" in seen.headings
 
 
+def test_what_the_preparation_left_out_is_named(runs, tmp_path):
+    run = copied(runs[0], tmp_path)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["data"]["corpus"] |= {"refused": {"invalid JSON": 7}, "unread_files": {f".k{n}": 20 - n for n in range(10)}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    page(run, tmp_path)
+    text = (tmp_path / "page.html").read_text()
+    assert "corpus: documents that the preparation refused: 7 invalid JSON." in text
+    assert "13 .k7, 23 of other kinds." in text
+    del summary["data"]["corpus"]["unread_files"]  # as an earlier version wrote it
+    (run / "summary.json").write_text(json.dumps(summary))
+    page(run, tmp_path)
+    assert "7 invalid JSON." in (tmp_path / "page.html").read_text()
+
+
 def test_text_of_a_run_is_escaped(runs, tmp_path):
     evil = "</script><script>alert('&')</script>"
     run = copied(runs[0], tmp_path)

@@ -221,6 +221,15 @@ def test_other_sources_are_another_configuration(config, sources, key):
         pass
 
 
+def test_keys_of_the_corpus_that_a_run_with_sources_never_read_can_be_removed(config):
+    sources = {"data.sources": Table({"code": SourceConfig("code")})}
+    with claimed(change(config, sources | {"data.corpus": "texts", "data.heldout_fraction": 0.5})) as folder:
+        pass
+    with claimed(change(config, sources)):
+        pass
+    refused(config, folder, r"data\.corpus was 'texts'")
+
+
 def test_sources_and_the_folder_can_be_moved(config, tmp_path):
     for path in ("code", "elsewhere"):
         with claimed(change(config, {"data.sources": Table({"code": SourceConfig(path)})})) as folder:

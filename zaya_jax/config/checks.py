@@ -3,11 +3,13 @@
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from zaya_jax.errors import InputError
 
 _MAX_DIGITS = 40
+_MAX_KINDS = 8
 
 
 class _YamlRepr(reprlib.Repr):
@@ -25,6 +27,12 @@ class _YamlRepr(reprlib.Repr):
 
     def repr_bool(self, x: bool, level: int) -> str:
         return "true" if x else "false"
+
+    def repr_dict(self, x: dict[object, object], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        items = [f"{key!s:.40}: {self.repr1(x[key], level - 1)}" for key in islice(x, self.maxdict)]
+        return "{" + ", ".join([*items, *["..."] * (len(x) > self.maxdict)]) + "}"
 
     def repr_int(self, x: int, level: int) -> str:
         bits = x.bit_length()  # Python refuses to print an integer of more than 4,300 digits
@@ -62,6 +70,13 @@ def require_path(key: str, text: str) -> None:
 def counted(count: int, noun: str, ending: str = "s") -> str:
     """Format a count with its noun, such as '1 shard' or '1,024 shards'; `ending` forms the plural."""
     return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
+def list_counts(counts: Mapping[str, int]) -> str:
+    """Format the number of each kind, the most frequent first, such as '12 .md, 1 hidden'; rare kinds are summed up."""
+    kinds = sorted(counts.items(), key=lambda kind: -kind[1])
+    kinds[_MAX_KINDS:] = [("of other kinds", sum(count for _, count in kinds[_MAX_KINDS:]))]
+    return ", ".join(f"{count:,} {kind}" for kind, count in kinds if count)
 
 
 def is_name(text: object) -> bool:

@@ -7,6 +7,7 @@ from zaya_jax.config.checks import is_name, require, require_path
 from zaya_jax.config.table import Table
 
 CORPUS = "corpus"  # name of the only source if data.sources is empty
+CORPUS_KEYS = ("corpus", "suffixes", "heldout_fraction")  # not read beside data.sources
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,13 @@ class DataConfig:
             require(is_name(name), "data.sources", name, "a name of at most 200 letters, digits, _ and -")
             require(source.path != "", f"data.sources.{name}.path", source.path, "the path of a folder")
             require_path(f"data.sources.{name}.path", source.path)
+
+    def check_read(self) -> None:
+        """Raise `InputError` if a key of the corpus is set beside `sources`, which would leave it unread."""
+        for key in CORPUS_KEYS if self.sources else ():
+            value = getattr(self, key)
+            require(value == getattr(DataConfig, key), f"data.{key}", list(value) if key == "suffixes" else value,
+                    "left out (or its default) beside data.sources, which replace the corpus")  # fmt: skip
 
     @property
     def source_names(self) -> list[str]:

@@ -57,7 +57,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         for part in reversed(parts):
             value = {part: value}
         tree = _merge(tree, value)
-    return from_dict(tree)
+    config = from_dict(tree)
+    config.data.check_read()  # not of a run that is read back: earlier versions let it have both
+    return config
 
 
 def _is_text(parts: Sequence[str]) -> bool:

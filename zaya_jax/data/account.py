@@ -1,12 +1,15 @@
 """The account of a run's data: how many documents of each source are used, and what is left out, and why."""
 
+from itertools import islice
 from typing import Any
 
 from zaya_jax.config import Config
-from zaya_jax.config.checks import counted
-from zaya_jax.data.pipeline import heldout_use
+from zaya_jax.config.checks import counted, list_counts
+from zaya_jax.data.pipeline import heldout_batches, heldout_use
 from zaya_jax.data.plan import RunPlan
 from zaya_jax.data.sources import Prepared
+
+ROWS = 1000  # that are searched for a token in the loss; usually, the first one has some
 
 # What of a split is left out, and what a person reads: of training, then of evaluation.
 _REASONS = {
@@ -25,22 +28,28 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
       plan: of all its rows.
 
     Returns:
-      By source: `refused`, number of documents that the preparation skipped, by reason; `phases`, those that train on
-      the source; `evaluated`, whether any phase reads it; `skipped_rows`, its rows in `data.skip_rows`; `train` and
-      `heldout`, the fields of `Use` for the documents of each split (those of skipped rows count as used), with `bytes`
-      of their text and `lost_bytes`, for which the tokenizer has no token.
+      By source: `refused`, number of documents that the preparation skipped, by reason; `unread_files`, number of items
+      of its folders that were not read, by kind; `phases`, those that train on the source; `evaluated`, whether any
+      phase reads it; `skipped_rows`, its rows in `data.skip_rows`; `train` and `heldout`, the fields of `Use` for the
+      documents of each split (those of skipped rows count as used), with `bytes` of their text, `lost_bytes`, for which
+      the tokenizer has no token, and `in_loss`, whether a token of the first `ROWS` rows is in the loss.
     """
     found = {}
     for name, source in prepared.sources.items():
         heldout, manifest = heldout_use(config, prepared, name, config.evaluation.batches), source.manifest
-        splits = {"train": (plan.uses[name], manifest.train), "heldout": (heldout, manifest.heldout)}
+        shares = [phase.shares[name] for phase in plan.phases if name in phase.shares]
+        rows = (share.phase_rows.row(index) for share in shares for index in range(share.rows))
+        batches = heldout_batches(config, prepared, name, config.evaluation.batches)
+        splits = {"train": (plan.uses[name], manifest.train, rows), "heldout": (heldout, manifest.heldout, batches)}
         found[name] = {
             "refused": manifest.counts,
+            "unread_files": manifest.unread_files,
             "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
             "skipped_rows": _skipped_rows(config, plan, name),
             "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
-        } | {split: use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes}
-             for split, (use, entry) in splits.items()}  # fmt: skip
+        } | {split: use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes,
+                                     "in_loss": any(row["loss_mask"].any() for row in islice(read, ROWS))}
+             for split, (use, entry, read) in splits.items()}  # fmt: skip
     return found
 
 
@@ -64,13 +73,25 @@ def account_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     lines = [f"Data: {counted(read, 'document')} in {counted(len(found), 'source')}: {trained:,} trained on, "
              f"{scored:,} evaluated, {left:,} left out{':' if left else '.'}"]  # fmt: skip
     for name, source in found.items():
-        if refused[name]:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in source["refused"].items())
-            lines.append(f"  {name}: {counted(refused[name], 'document')} refused by the preparation: {reasons}")
-        of_source = [*_trained(source), *evaluated_lines(source["heldout"]), *_lost(source)]
-        if source["skipped_rows"]:
-            of_source.append(f"{counted(source['skipped_rows'], 'row')} skipped (data.skip_rows)")
-        lines += [f"  {name}: {line}" for line in of_source]
+        lines += [f"  {name}: {line}" for line in _source_lines(source)]
+    return lines
+
+
+def _source_lines(source: dict[str, Any]) -> list[str]:
+    prepared = (("document", "refused by the preparation", source["refused"]),
+                ("item", "of its folders not read", source["unread_files"]))  # fmt: skip
+    lines = [f"{counted(sum(counts.values()), noun)} {what}: {list_counts(counts)}"
+             for noun, what, counts in prepared if counts]  # fmt: skip
+    lines += [*_trained(source), *evaluated_lines(source["heldout"])]
+    if source["evaluated"] and not source["heldout"]["documents"]:
+        lines.append("no document is held out, so the source has no held-out loss (prepare it with a larger --heldout)")
+    if source["skipped_rows"]:
+        rows = counted(source["skipped_rows"], "row")
+        lines.append(f"{rows} skipped (data.skip_rows), whose documents count as trained on")
+    lost, total = (sum(source[split][key] for split in ("train", "heldout")) for key in ("lost_bytes", "bytes"))
+    if lost:
+        size = counted(total, "byte")
+        lines.append(f"{lost:,} of {size} have no token in the tokenizer, and do not count in bits per byte")
     return lines
 
 
@@ -94,10 +115,6 @@ def _left_out(use: dict[str, Any], split: str, reasons: dict[str, str]) -> list[
              for key, reason in reasons.items() if use[key]]  # fmt: skip
     if use["trimmed"]:
         lines.append(f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row")
+    if use["used"] and not use.get("in_loss", True):
+        lines.append(f"no token of the first {ROWS:,} {split} rows is in the loss, which covers assistants' answers")
     return lines
-
-
-def _lost(source: dict[str, Any]) -> list[str]:
-    lost, total = (sum(source[split][key] for split in ("train", "heldout")) for key in ("lost_bytes", "bytes"))
-    return [f"{lost:,} of {counted(total, 'byte')} have no token in the tokenizer, and do not count in bits per byte"
-            ] if lost else []  # fmt: skip

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from zaya_jax.config.checks import list_counts
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.shards import ShardWriter
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.run.files import partial_name, write_atomically
+from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
 
@@ -175,11 +176,10 @@ def _note_path(folder: Path, number: int) -> Path:
 
 def _refusal(skipped: Counter[str], examples: Sequence[str], limit: int, advice: str) -> str:
     count = skipped.total()
-    reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items()))
     allowed = f", but at most {limit} may be skipped" if limit else ""
     listed = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
     more = f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
-    return (f"{count} document{'s' if count > 1 else ''} cannot be used ({reasons}){allowed}. "
+    return (f"{count} document{'s' if count > 1 else ''} cannot be used ({list_counts(skipped)}){allowed}. "
             f"{advice.replace('{count}', str(count))}{listed}{more}")  # fmt: skip
 
 
@@ -290,16 +290,9 @@ def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote
 
 def save_lengths(path: Path, lengths: array | np.ndarray) -> FileEntry:
     """Write int64 [documents] as `.npy`, atomically."""
-    part, content = partial_name(path), io.BytesIO()
+    content = io.BytesIO()
     np.save(content, np.asarray(lengths, np.int64), allow_pickle=False)  # to memory: its disk-full error has no errno
-    try:
-        with part.open("wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_atomically(path, content.getvalue())
     return describe_file(path)
 
 

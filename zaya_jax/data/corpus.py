@@ -3,14 +3,19 @@
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from zaya_jax.config import DataConfig
+from zaya_jax.config.checks import counted
+from zaya_jax.data.readers.folders import list_folder, suffix_kind
+from zaya_jax.data.readers.inputs import refuse_lines
 from zaya_jax.data.readers.unit import reading
 from zaya_jax.errors import InputError
+from zaya_jax.run.files import expanded, require_regular
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -27,7 +32,7 @@ class Corpus:
     train: tuple[str, ...]
     heldout: tuple[str, ...]
     hashes: dict[str, int] = field(repr=False)  # file → `content_hash`
-    unread: int = 0  # number of files that are empty or have other suffixes
+    unread: dict[str, int] = field(default_factory=dict)  # kind → number of items of the folder that are not read
 
     def files(self, split: Split) -> tuple[str, ...]:
         """Return the files of a split."""
@@ -44,10 +49,6 @@ class Corpus:
     def texts(self, split: Split) -> Iterator[str]:
         """Yield the texts of a split, in the order of `files`."""
         return map(self.read, self.files(split))
-
-    def text_bytes(self, split: Split) -> int:
-        """Return the total bytes of a split's texts."""
-        return sum((self.root / file).stat().st_size for file in self.files(split))
 
     def digest(self) -> str:
         """Return a digest of all paths, contents and splits."""
@@ -69,7 +70,7 @@ def find_corpus(config: DataConfig) -> Corpus:
     """List the files of the corpus and split them.
 
     The split depends on a hash of each file's content, so copies share a split and adding a file moves no other. Each
-    split gets at least one text. Empty files are skipped, and links to folders are not followed.
+    split gets at least one text. Empty files and hidden items are skipped, and links to folders are not followed.
 
     Args:
       config: uses `corpus` ('stdlib' means the standard library without tests and installed packages), `suffixes` and
@@ -79,54 +80,48 @@ def find_corpus(config: DataConfig) -> Corpus:
       InputError: the folder is missing or cannot be listed, a file cannot be read or is not UTF-8, or there are fewer
         than two distinct texts.
     """
-    if config.corpus == "stdlib":
-        root, excluded = Path(sysconfig.get_path("stdlib")), STDLIB_EXCLUDED
-    else:
-        root, excluded = Path(os.path.expanduser(config.corpus)), frozenset[str]()
+    is_stdlib = config.corpus == "stdlib"
+    root = Path(sysconfig.get_path("stdlib")) if is_stdlib else expanded(config.corpus)
+    excluded = STDLIB_EXCLUDED if is_stdlib else frozenset[str]()
     if not root.is_dir():
         raise InputError(f"data.corpus is {config.corpus!r}, but {root} is not a folder; give a folder or 'stdlib'.")
-    every = list(_files(root, excluded))
-    files = sorted(path.relative_to(root).as_posix() for path in every if _is_read(path, config.suffixes))
-    suffixes = ", ".join(config.suffixes)
+    unread = Counter[str]()
+    listed = sorted(path.relative_to(root).as_posix() for path in _files(root, config.suffixes, excluded, unread))
+    hashes = {file: content_hash(text.encode()) for file in listed if (text := _read(root / file)).strip()}
+    unread.update("empty" for file in listed if file not in hashes)
+    files, suffixes = list(hashes), ", ".join(config.suffixes)
     if not files:
-        raise InputError(
-            f"data.corpus is {config.corpus!r}, but {root} contains no non-empty file that ends in {suffixes}; change "
-            "data.corpus or data.suffixes."
-        )
-    hashes = {file: content_hash(_read(root / file).encode()) for file in files}
+        raise InputError(f"data.corpus is {config.corpus!r}, but {root} contains no non-empty file that ends in "
+                         f"{suffixes}; change data.corpus or data.suffixes.")  # fmt: skip
     ordered = sorted(set(hashes.values()))
     if len(ordered) == 1:
-        raise InputError(
-            f"data.corpus is {config.corpus!r}, but {root} contains only one distinct text ({files[0]}; {len(files)} "
-            f"file{'s' if len(files) > 1 else ''} in {suffixes}), and one must be held out from training; add a file, "
-            "or split this one."
-        )
+        raise InputError(f"data.corpus is {config.corpus!r}, but {root} contains only one distinct text ({files[0]}; "
+                         f"{counted(len(files), 'file')} in {suffixes}), and one must be held out from training; add a "
+                         "file, or split this one.")  # fmt: skip
     below = sum(value < config.heldout_fraction * 2**64 for value in ordered)
     last = ordered[min(max(below, 1), len(ordered) - 1) - 1]
     train, heldout = (tuple(f for f in files if (hashes[f] <= last) == held) for held in (False, True))
-    return Corpus(root, train, heldout, hashes, len(every) - len(files))
+    # Of the standard library, only sources are meant.
+    return Corpus(root, train, heldout, hashes, {} if is_stdlib else dict(unread))
 
 
 def _read(path: Path) -> str:
+    require_regular(path)
+    refuse_lines(path)
     try:
         with reading(f"The corpus file {path}"):
             return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"The corpus file {path} is not UTF-8: the byte at offset {error.start} cannot be decoded. "
-            "Convert the file, or leave it out through data.suffixes."
-        ) from error
+        raise InputError(f"The corpus file {path} is not UTF-8: the byte at offset {error.start} cannot be decoded. "
+                         "Convert the file, or leave it out through data.suffixes.") from error  # fmt: skip
 
 
-def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
-    with reading(f"The corpus file {path}"):
-        return path.name.endswith(suffixes) and path.stat().st_size > 0
-
-
-def _files(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
-    def fail(error: OSError) -> None:
-        raise InputError(f"The corpus folder {error.filename} cannot be listed: {error.strerror}.") from error
-
-    for folder, subfolders, names in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if name not in excluded]
-        yield from (Path(folder, name) for name in names)
+def _files(folder: Path, suffixes: tuple[str, ...], excluded: frozenset[str], unread: Counter[str]) -> Iterator[Path]:
+    """Yield the files to read, and count others in `unread`; folders with `excluded` names are not part of a corpus."""
+    for entry in list_folder(folder, unread):
+        if entry.is_dir(follow_symlinks=False):
+            yield from () if entry.name in excluded else _files(Path(entry.path), suffixes, excluded, unread)
+        elif entry.name.endswith(suffixes):
+            yield Path(entry.path)
+        else:
+            unread[suffix_kind(entry.name)] += 1

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class PrepareSettings:
     field: str = "text"  # key of JSON lines, column of Parquet and Arrow files
     suffixes: tuple[str, ...] = (".txt",)  # of text files, each of which is one document
     eot: str | None = None  # token that ends a document; None detects it
-    heldout: float = 0.01  # fraction of documents held out, by a hash of their content
+    heldout: float | Fraction = 0.01  # fraction of documents held out, by a hash of their content
     bos: str | None = None  # token that begins a document, or 'none'; None detects it, see `find_special_tokens`
 
 

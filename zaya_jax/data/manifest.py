@@ -69,6 +69,7 @@ class Manifest:
     extras: tuple[FileEntry, ...] = ()
     bos: str | None = None  # token that begins a document, and `bos_token` of templates; None if there is none
     eos: str | None = None  # `eos_token` of templates
+    unread_files: dict[str, int] = dataclasses.field(default_factory=dict)  # kind → number of items that are not read
 
     @property
     def special(self) -> SpecialTokens:
@@ -157,7 +158,8 @@ def _parse(tree: dict[str, Any]) -> Manifest:
     for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):
         if value not in allowed:
             raise ValueError(f"its {name} is {value!r}, but must be one of {', '.join(allowed)}")
-    if not isinstance(manifest.counts, dict) or not isinstance(manifest.content, str):
+    counts = [*manifest.counts.values(), *manifest.unread_files.values()]
+    if not all(isinstance(count, int) for count in counts) or not isinstance(manifest.content, str):
         raise ValueError("its counts or content have the wrong type")
     return manifest
 

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
-import stat
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.config.checks import counted, require, shown
+from zaya_jax.config.checks import counted, require, require_path, shown
 from zaya_jax.data.convert import EXAMPLES, Conversion, UnitNote, default_workers, read_note, remove_notes, save_lengths
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.encoding import PrepareSettings, PrepareWork
@@ -37,7 +35,7 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_special_tokens
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.files import locked, partial_name, write_atomically
+from zaya_jax.run.files import locked, write_atomically
 
 TOKENIZER = "tokenizer.json"
 
@@ -79,14 +77,11 @@ def prepare(
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
     require(0 <= task < tasks, "--task", task, f"at least 0 and below --of ({tasks})")
     require(workers is None or workers >= 1, "--workers", workers, "at least 1")
-    try:
-        is_file = os.path.lexists(output) and not stat.S_ISDIR(output.stat().st_mode)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--output is {str(output)!r}, which is not a valid folder: {error}.") from error
-    if is_file:
-        raise InputError(f"--output is {str(output)!r}, which is a file, but must be a folder.")
+    require_path("--output", str(output))
+    require(os.path.isdir(output) or not os.path.lexists(output), "--output", str(output), "a folder, or a new path")
     special = find_special_tokens(tokenizer, chat=settings.kind == "chat", eot=settings.eot, bos=settings.bos)
-    units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes)
+    unread = Counter[str]()
+    units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes, unread=unread)
     plan = _plan(inputs, units, tokenizer, settings, special, tasks)
     _refuse_foreign(output)
     conversion = Conversion(output, units, [unit.bytes for unit in units],
@@ -100,7 +95,7 @@ def prepare(
         if not conversion.check(check, f"checking{of_task}") and tasks == 1:
             raise InputError(f"The inputs contain no document that can be used: {', '.join(map(str, inputs))}.")
     with locked(output / f".task-{task}.lock", "--output", wait=False):
-        if _claim(output, tokenizer, plan):
+        if _claim(output, tokenizer, plan, unread):
             return merge(output)
         work = PrepareWork(output / TOKENIZER, plan["tokenizer"], special, settings)
         conversion.convert(work, f"preparing{of_task}")
@@ -127,7 +122,8 @@ def merge(output: Path) -> Manifest:
             if not any(note.shards for number in range(plan["units"]) if (note := read_note(output, number))):
                 raise InputError(f"The inputs of {output} contain no document that can be used.")
             special = SpecialTokens(plan["eot"], plan["bos"], plan["eos"])
-            write_merged(output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special)
+            write_merged(output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special,
+                         unread=plan.get("unread_files"))  # fmt: skip
         manifest = read_manifest(output, remedy(output))
         # Also remove what a process left that was killed after it had written the manifest.
         remove_notes(output)
@@ -137,8 +133,19 @@ def merge(output: Path) -> Manifest:
     return manifest
 
 
-def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: SpecialTokens) -> Manifest:
-    """Write the lengths and the manifest of a folder after all of its `units` units are converted."""
+def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: SpecialTokens,
+                 content: str | None = None, unread: dict[str, int] | None = None) -> Manifest:  # fmt: skip
+    """Write the lengths and the manifest of a folder after all of its `units` units are converted.
+
+    Args:
+      folder: the folder, with its tokenizer.
+      units: number of units.
+      kind: see `Manifest`, also for the others.
+      inputs: digest of the inputs and settings.
+      special: the special tokens.
+      content: digest of the documents; None computes it from the shards.
+      unread: number of items of the input that were not read, by kind.
+    """
     notes = [note for number in range(units) if (note := read_note(folder, number)) is not None]
     tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
                           if (folder / name).exists())  # fmt: skip
@@ -149,9 +156,10 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
         counts.update(note.outcomes)
     examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
-    content = content_digest(kind, dtype, special, tokenizer, splits.values())
+    content = content or content_digest(kind, dtype, special, tokenizer, splits.values())
     manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, special.eot, splits["train"],
-                        splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos)  # fmt: skip
+                        splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos,
+                        unread or {})  # fmt: skip
     write_manifest(folder, manifest)
     return manifest
 
@@ -227,7 +235,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
     return True
 
 
-def _claim(output: Path, tokenizer: Path, plan: dict[str, Any]) -> bool:
+def _claim(output: Path, tokenizer: Path, plan: dict[str, Any], unread: dict[str, int]) -> bool:
     """Claim the folder for this preparation, and return whether the preparation is already finished."""
     with locked(output / ".merge.lock", "--output"):
         if _finished(output, plan):
@@ -236,13 +244,8 @@ def _claim(output: Path, tokenizer: Path, plan: dict[str, Any]) -> bool:
             return False
         beside = [path for name in TOKENIZER_FILES if (path := tokenizer.with_name(name)).is_file()]
         for path, name in [(tokenizer, TOKENIZER), *((path, path.name) for path in beside)]:
-            part = partial_name(output / name)
-            try:
-                shutil.copyfile(path, part)
-                part.replace(output / name)
-            finally:
-                part.unlink(missing_ok=True)
-        write_atomically(output / PLAN, json.dumps(plan, indent=1) + "\n")
+            write_atomically(output / name, path.read_bytes())
+        write_atomically(output / PLAN, json.dumps(plan | {"unread_files": unread}, indent=1) + "\n")
     return False
 
 
@@ -288,9 +291,8 @@ def _incomplete(folder: Path, missing: list[int], tasks: int) -> str:
         return f"The prepared folder {folder} is not merged; run python -m zaya_jax.data merge {folder}."
     if tasks == 1:
         return f"The prepared folder {folder} is incomplete; rerun the prepare command to finish it."
-    return (f"The prepared folder {folder} is incomplete: {len(missing)} of {tasks} tasks "
-            f"{'is' if len(missing) == 1 else 'are'} missing ({', '.join(map(str, missing))}). Run "
-            f"{'it' if len(missing) == 1 else 'them'} with --task, then merge.")  # fmt: skip
+    return (f"The prepared folder {folder} is incomplete: {len(missing)} of {tasks} tasks missing: "
+            f"{', '.join(map(str, missing))}. Run each of them with --task, then merge.")  # fmt: skip
 
 
 def _refuse_foreign(output: Path) -> None:
@@ -298,9 +300,8 @@ def _refuse_foreign(output: Path) -> None:
     if (output / PLAN).exists() or (output / MANIFEST).exists() or not output.is_dir():
         return
     ours = {TOKENIZER, *TOKENIZER_FILES}  # written before the plan
-    foreign = [
-        path.name for path in output.iterdir() if path.name not in ours and path.suffix not in (".lock", ".partial")
-    ]
+    foreign = [path.name for path in output.iterdir()
+               if path.name not in ours and path.suffix not in (".lock", ".partial")]  # fmt: skip
     if foreign:
         raise InputError(f"The folder {output} contains other files, such as {min(foreign)!r}; choose a new or empty "
                          "--output.")  # fmt: skip

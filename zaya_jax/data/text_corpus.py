@@ -1,40 +1,32 @@
 """Prepare a folder of text files as a source, and cache its tokenizer, token shards and compressor baselines."""
 
+import dataclasses
 import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
-
-import numpy as np
 
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.data.baselines import compressor_baselines, last_window
-from zaya_jax.data.convert import save_lengths
-from zaya_jax.data.corpus import SPLITS, Corpus, Split, find_corpus
-from zaya_jax.data.manifest import (
-    FORMAT,
-    Manifest,
-    ShardEntry,
-    SplitEntry,
-    describe_file,
-    json_digest,
-    read_manifest,
-    write_manifest,
-)
-from zaya_jax.data.prepare import TOKENIZER
-from zaya_jax.data.shards import ShardWriter, token_dtype
-from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
-from zaya_jax.errors import InputError, printable
+from zaya_jax.data.convert import Conversion, remove_notes
+from zaya_jax.data.corpus import Corpus, find_corpus
+from zaya_jax.data.encoding import PrepareSettings, PrepareWork
+from zaya_jax.data.manifest import FORMAT, Manifest, describe_file, json_digest, read_manifest
+from zaya_jax.data.prepare import TOKENIZER, write_merged
+from zaya_jax.data.readers.text import cut_texts
+from zaya_jax.data.readers.unit import InputFile
+from zaya_jax.data.special_tokens import SpecialTokens
+from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.errors import InputError
 from zaya_jax.run.files import expanded, locked, write_atomically
 
 BASELINES = "baselines.json"
 
-_SHARD_BYTES = 64 * 2**20  # bytes of records; parallel file systems are slow with many small files
+_UNIT_BYTES = 64 * 2**20  # bytes of text in a shard; parallel file systems are slow with many small files
 
 
 def open_corpus(config: Config) -> tuple[Path, Manifest]:
@@ -56,11 +48,9 @@ def open_corpus(config: Config) -> tuple[Path, Manifest]:
     corpus = find_corpus(config.data)
     content = _content(config, corpus)
     folder = expanded(config.data.cache_dir) / content
-    if not folder.exists():
-        with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
-            if not folder.exists():  # another process may have created it while this one waited
-                _prepare(config, corpus, content, folder)
-    return folder, read_manifest(folder, cache_remedy(folder))
+    _create_once(folder, folder, lambda: _prepare(config, corpus, content, folder))
+    # Files that are not read can change without a new preparation.
+    return folder, dataclasses.replace(read_manifest(folder, cache_remedy(folder)), unread_files=corpus.unread)
 
 
 def cache_remedy(folder: Path) -> str:
@@ -76,23 +66,28 @@ def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
     """
     path = folder / BASELINES
     try:
-        if not path.exists():
-            with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
-                if not path.exists():  # another process may have measured while this one waited
-                    _measure_baselines(config, folder.name, path)
+        _create_once(path, folder, lambda: _measure_baselines(config, folder.name, path))
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (InputError, OSError, ValueError) as error:
         print(f"data: gzip and xz were not measured: {error}", file=sys.stderr)
         return {}
 
 
+def _create_once(path: Path, folder: Path, create: Callable[[], None]) -> None:
+    """Create a path in the cache unless it exists; the lock of `folder` lets one process create it."""
+    if not path.exists():
+        with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
+            if not path.exists():  # another process may have created it while this one waited
+                create()
+
+
 def _measure_baselines(config: Config, content: str, path: Path) -> None:
     corpus = find_corpus(config.data)
     if _content(config, corpus) != content:
         return
-    with timed_step("measuring gzip and xz on the held-out split"):
-        train = last_window(map(corpus.read, reversed(corpus.train)))
-        baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
+    print("data: measuring gzip and xz on the held-out split", file=sys.stderr, flush=True)
+    train = last_window(map(corpus.read, reversed(corpus.train)))
+    baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
     write_atomically(path, json.dumps(baselines, indent=1) + "\n")
 
 
@@ -107,74 +102,23 @@ def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process; the lock excludes a running one
     partial.mkdir()
     try:
-        vocab_size = config.model.vocab_size
-        if corpus.unread and config.data.corpus != "stdlib":
-            print(f"data: {counted(corpus.unread, 'file')} in {printable(str(corpus.root))} not read: empty, or not in "
-                  f"data.suffixes ({', '.join(config.data.suffixes)}).", file=sys.stderr)  # fmt: skip
-        with timed_step(f"training a tokenizer of {vocab_size} tokens on {len(corpus.train)} files"):
-            tokenizer = train_tokenizer(corpus.texts("train"), vocab_size)
-            tokenizer.save(partial / TOKENIZER)
-        entries = {}
-        for split in SPLITS:
-            with timed_step(f"encoding the {split} split, {len(corpus.files(split))} files"):
-                documents = tokenizer.encode_all(corpus.texts(split))
-                entries[split] = write_split(partial, split, documents, tokenizer, corpus.text_bytes(split))
+        vocab_size, files = config.model.vocab_size, [str(corpus.root / file) for file in corpus.hashes]
+        units = list(cut_texts([InputFile("text", file, os.path.getsize(file)) for file in files], _UNIT_BYTES))
+        print(f"data: training a tokenizer of {vocab_size} tokens on {counted(len(corpus.train), 'file')}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        tokenizer = train_tokenizer(corpus.texts("train"), vocab_size)
+        tokenizer.save(partial / TOKENIZER)
+        special = SpecialTokens(*[tokenizer.eot_text] * 3)
+        heldout = Fraction(1 + max(corpus.hashes[file] for file in corpus.heldout), 2**64)
+        digest = describe_file(partial / TOKENIZER).digest
+        work = PrepareWork(partial / TOKENIZER, digest, special, PrepareSettings(heldout=heldout))
+        conversion = Conversion(partial, units, [unit.bytes for unit in units], "Fix them.")
+        conversion.convert(work, f"encoding {counted(len(files), 'file')}")
         if _content(config, find_corpus(config.data)) != content:  # the steps above read the texts separately
             raise InputError(f"A file in {corpus.root} changed while the corpus was prepared; rerun the command.")
-        manifest = Manifest(
-            format=FORMAT,
-            kind="tokens",
-            inputs=content,
-            content=content,
-            dtype=token_dtype(tokenizer.vocab_size).str,
-            tokenizer=describe_file(partial / TOKENIZER),
-            eot=tokenizer.eot_text,
-            bos=tokenizer.eot_text,
-            eos=tokenizer.eot_text,
-            counts={},
-            examples=(),
-            extras=(),
-            **entries,
-        )
-        write_manifest(partial, manifest)
+        write_merged(partial, len(units), kind="tokens", inputs=content, special=special, content=content)
+        remove_notes(partial)
         os.replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], tokenizer: Tokenizer,
-                text_bytes: int) -> SplitEntry:  # fmt: skip
-    """Write the shards and lengths of a split, and add to each document its begin token, if any, and its end token."""
-    dtype, shards, lengths = token_dtype(tokenizer.vocab_size), [], []
-    records = (np.array([*tokenizer.prefix, *document, tokenizer.eot], dtype) for document in documents)
-    while entry := _write_shard(folder / f"{split}-{len(shards):06d}.arrayrecord", records, lengths):
-        shards.append(entry)
-    written = save_lengths(folder / f"{split}-lengths.npy", np.array(lengths, np.int64))
-    return SplitEntry(tuple(shards), written, len(lengths), sum(lengths), text_bytes)
-
-
-def _write_shard(path: Path, records: Iterator[np.ndarray], lengths: list[int]) -> ShardEntry | None:
-    """Write records until the shard is full, and append to `lengths`; None if no record was left."""
-    with ShardWriter(path) as writer:
-        filled = 0
-        for record in records:
-            writer.write(record.tobytes())
-            lengths.append(len(record))
-            filled += record.nbytes
-            if filled >= _SHARD_BYTES:
-                break
-        return writer.finish()
-
-
-@contextmanager
-def timed_step(label: str) -> Iterator[None]:
-    """Print a label to stderr and, at the end of the block, its duration."""
-    print(f"data: {label} ...", end=" ", file=sys.stderr, flush=True)
-    started = time.perf_counter()
-    outcome = "stopped after"
-    try:
-        yield
-        outcome = "done in"
-    finally:
-        print(f"{outcome} {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)

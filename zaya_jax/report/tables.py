@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zaya_jax.config.checks import counted
+from zaya_jax.config.checks import counted, list_counts
 from zaya_jax.report.subject import Subject, make_or
 from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity
 
@@ -194,9 +194,9 @@ def data(subject: Subject) -> Table:
     for name, source in _items(subject.summary.get("data")):
         for split, use in (("training", source["train"]), ("held-out", source["heldout"])):
             rows.append(use | {"source": name, "split": split})
-        if source["refused"]:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in source["refused"].items())
-            remarks.append(f"{name}: the preparation refused {reasons}.")
+        for key, what in (("refused", "documents that the preparation refused"), ("unread_files", "files not read")):
+            if counts := source.get(key):  # older summaries have no `unread_files`
+                remarks.append(f"{name}: {what}: {list_counts(counts)}.")
     return make_table("Documents of each source", rows[:_MOST], {
         "source": "source", "split": "split", "documents": "documents", "used": "used", "too long": "too_long",
         "a single token": "too_short", "never read": "unread", "trimmed": "trimmed",

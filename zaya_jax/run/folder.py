@@ -11,6 +11,7 @@ import yaml
 
 from zaya_jax.config import Config, flatten_keys, from_dict, to_dict, to_yaml, with_current_keys
 from zaya_jax.config.checks import shown
+from zaya_jax.config.data import CORPUS_KEYS
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
@@ -160,7 +161,7 @@ def _compare(folder: Path, config: Config) -> None:
         return
     old, new = (dict(flatten_keys(tree)) for tree in (read_config(folder), to_dict(config)))
     differing = [key for key in [*new, *(key for key in old if key not in new)]
-                 if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key))]  # fmt: skip
+                 if not _is_free(key, config) and (key in old, old.get(key)) != (key in new, new.get(key))]  # fmt: skip
     if not differing:
         return
     key, *rest = dict.fromkeys(_missing_section(name, old, new) for name in differing)
@@ -186,6 +187,7 @@ def _has_section(section: str, keys: Mapping[str, Any]) -> bool:
     return any(key.startswith(f"{section}.") for key in keys)
 
 
-def _is_free(key: str) -> bool:
+def _is_free(key: str, config: Config) -> bool:
     moved = key.startswith("data.sources.") and key.endswith(".path")  # checkpoints identify sources by content
-    return moved or key.startswith(_FREE)
+    unread = bool(config.data.sources) and key.removeprefix("data.") in CORPUS_KEYS
+    return moved or unread or key.startswith(_FREE)

@@ -41,11 +41,6 @@ def report(config: Config, result: TrainResult) -> str:
             f"{held['nats_per_token']:.4f} nats/token",
             *(f"  {row:<{width}}  {value}" for row, value in rows.items()),
         ]
-    lines += [
-        f"Source {name} has no held-out loss, because none of its documents is held out. Prepare it with a larger "
-        "--heldout."
-        for name in results["sources_without_heldout"]
-    ]
     for sample in results["samples"]:
         lines += [f"Continuation of {sample['prompt']!r}:", sample["prompt"] + sample["continuation"]]
     return "\n".join([*lines, printable(f"Run folder: {result.run_dir}")])
@@ -59,21 +54,18 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
       `heldout`: loss over all sources (`nats_per_token`, over `tokens`).
       `heldout_by_source`: the same for each source, with `bits_per_byte`, the `bytes` and `documents` that were
       evaluated, and those of all its held-out text (`all_bytes`, `all_documents`).
-      `sources_without_heldout`: names of sources without held-out documents.
       `baselines`: bits per byte that compressors need for all held-out text, see `data.baselines`.
       `data`: what of each source is used and left out, see `data.account.account`.
       `samples`: list of `prompt` and `continuation`.
     """
-    texts = {name: heldout_text(config, result.prepared, name, config.evaluation.batches)
-             for name in result.prepared.sources}  # fmt: skip
     by_source = {name: _heldout(loss, text) for name, loss in result.heldout_by_source.items()
-                 if (text := texts[name]) is not None}  # fmt: skip
+                 if (text := heldout_text(config, result.prepared, name, config.evaluation.batches)) is not None
+                 }  # fmt: skip
     total, sample = result.heldout, config.sample
     return {
         "steps": total_steps(config),
         "heldout": {"nats_per_token": total.nats_per_token, "tokens": total.tokens},
         "heldout_by_source": by_source,
-        "sources_without_heldout": [name for name, text in texts.items() if text is not None and name not in by_source],
         "baselines": result.prepared.baselines,
         "data": result.data,
         "samples": [{"prompt": sample.prompt, "continuation": continuation(config, result)}] if sample.tokens else [],

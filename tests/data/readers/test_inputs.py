@@ -1,9 +1,17 @@
+import bz2
+import gzip
+import json
+import lzma
 import os
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.data.prepare_helpers import write_arrow, write_megatron, write_saved
 from zaya_jax.data.readers.inputs import list_units
@@ -13,10 +21,27 @@ from zaya_jax.errors import InputError
 MIB = 2**20
 
 
+COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
 def touch(path: Path, content: bytes = b'{"text": "a"}\n') -> Path:
+    """A file with the content, compressed as its suffix says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
     return path
+
+
+UNREAD = {  # kind → writes an item of this kind at a path, to which it may add a suffix
+    "hidden": lambda path: touch(path.with_name(f".{path.name}.jsonl")),
+    "linked (folders)": lambda path: path.symlink_to(path.parent.parent),
+    "without suffix": lambda path: touch(path.with_suffix(["", ".007", ".a-long-suffix"][ord(path.name) % 3])),
+    ".md": lambda path: touch(path.with_suffix(".md")),
+    ".idx": lambda path: touch(path.with_suffix(".idx")),
+    "empty": lambda path: touch(
+        path.with_suffix(SUFFIXES[ord(path.name) % len(SUFFIXES)]), b"\n" * (ord(path.name) % 2)
+    ),
+}
+SUFFIXES = [".jsonl", ".jsonl.gz", ".ndjson.zst", ".json.bz2", ".jsonl.xz"]
 
 
 def sparse(path: Path, size: int) -> Path:
@@ -113,13 +138,38 @@ def test_a_saved_dataset_is_taken_as_its_state_says_wherever_it_is(tmp_path, rea
         write_arrow(folder / "cache-0.arrow", [["cached"]])
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     touch(tmp_path / "d" / "README.txt")
+    write_saved(tmp_path / "d" / "added", [[["by hand"]]])
     for inputs, splits in (("d", ["train", "test"]), (".", ["train", "test"]), ("d/test", ["test"])):
-        documents, bad = read_all(list_units([tmp_path / inputs]))
+        documents, bad = read_all(list_units([tmp_path / inputs], unread=(unread := Counter())))
         assert [text for _, text in documents] == [f"{split} {i}" for split in splits for i in (1, 2, 3)]
         assert not bad
+        assert unread == {"unlisted .arrow": 1 if inputs == "d/test" else 3}
     (tmp_path / "d/train/data-00001-of-00002.arrow").unlink()
     with pytest.raises(InputError, match=r"data-00001-of-00002\.arrow cannot be read: No such file"):
         list_units([tmp_path])
+
+
+def test_a_saved_dataset_that_selects_rows_is_refused(tmp_path):
+    folder = write_saved(tmp_path / "d", [[["kept"], ["deselected"]]])
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": [{"filename": "indices.arrow"}]}))
+    with pytest.raises(InputError, match=rf"{folder} selects its rows through _indices_data_files, .*flatten_indices"):
+        list_units([tmp_path])
+    (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": []}))
+    assert len(list_units([tmp_path])) == 1
+
+
+@given(st.dictionaries(st.sampled_from([*"abcdefgh"]), st.sampled_from(list(UNREAD)), min_size=1))
+def test_what_a_folder_has_beside_its_documents_is_counted(tmp_path_factory, items):
+    folder, unread = tmp_path_factory.mktemp("folder"), Counter()
+    touch(folder / "good.jsonl")
+    for name in "ab":  # whose .idx is no orphan, while other files of this name are not read
+        write_megatron(folder / f"{name}0", [[[1]]])
+    for name, kind in items.items():
+        UNREAD[kind](folder / name)
+    touch(folder / "a0")
+    assert names(list_units([folder], unread=unread), folder) == ["a0.bin", "b0.bin", "good.jsonl"]
+    assert unread == Counter([*items.values(), "without suffix"])
 
 
 def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
@@ -186,14 +236,34 @@ def test_one_path_in_place_of_a_list_and_units_of_nothing_are_refused(tmp_path):
         list_units([path], unit_bytes=0)
 
 
-def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text(tmp_path):
-    compressed = ["c4-train.00000-of-01024.json.gz", "dolma/cc-0000.json.zst", "RC_2005-12.zst", "RS_2011-01.bz2"]
+def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text_silently(tmp_path, capsys):
+    compressed = ["c4-train.00000-of-01024.json.gz", "dolma/cc-0000.json.zst", "RC_2005-12.zst", "RS_2011-01.bz2",
+                  "RC_2018-02-03.zst", "RS_v2_2006-03.xz", "AskHistorians_comments.zst"]  # fmt: skip
     for name in (*compressed, "00.jsonl.zst", "notes.zst", "dataset_infos.json"):
         touch(tmp_path / name)
     assert sorted(names(list_units([tmp_path]), tmp_path)) == sorted([*compressed, "00.jsonl.zst"])
+    assert "data: 2 items of the input not read: 1 .json, 1 .zst. Known suffixes" in capsys.readouterr().err
     lines = touch(tmp_path / "lines.json", b'{"text": "a"}\n{"text": "b"}\n')
     assert [unit.format for unit in list_units([lines])] == ["jsonl"]
-    with pytest.raises(InputError, match=r"lines\.json has one JSON object per line, .* Rename such files to \.jsonl"):
+    with pytest.raises(InputError, match=r"lines\.json has one JSON object per line, .* Name it \.jsonl"):
         list_units([lines], suffixes=(".json",))
     one = touch(tmp_path / "package.json", b'{"name": "a"}\n')
     assert [unit.format for unit in list_units([one], suffixes=(".json",))] == ["text"]
+    assert capsys.readouterr().err == "data: 1 .json file read as plain text, one document each.\n"
+
+
+@pytest.mark.parametrize(("content", "is_lines"), [
+    (b'{"text": "' + b"a" * 2**21 + b'"}\n', True),
+    (b" \n" * 200 + b'{"text": "a"}\n', True),
+    (b'\xef\xbb\xbf{"text": "a"}', True),
+    (b'[{"text": "' + b"a" * 2**21 + b'"}]', False),
+    (b"[" * 100_000, False),
+    (b"\n", False),
+])  # fmt: skip
+def test_the_first_line_of_a_json_file_decides_however_long_and_wherever_it_is(tmp_path, content, is_lines):
+    path = touch(tmp_path / "a.json", content)
+    if is_lines:
+        assert {unit.format for unit in list_units([path])} == {"jsonl"}
+    else:
+        with pytest.raises(InputError, match=r"a\.json has no JSON object in its first line"):
+            list_units([path])

@@ -10,9 +10,8 @@ from functools import partial
 
 import pyarrow as pa
 
-from zaya_jax.config.checks import counted
 from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading
+from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading, require_pieces
 from zaya_jax.errors import InputError
 
 _FILE_MAGIC = b"ARROW1"  # a stream starts with the length of its schema instead
@@ -56,11 +55,7 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
         reader = _reader(file, source, columns)
         first, before = FirstLine(), 0
         if isinstance(reader, pa.RecordBatchFileReader):
-            if reader.num_record_batches < unit.stop:
-                raise InputError(
-                    f"The file {file} has {counted(reader.num_record_batches, 'record batch', 'es')}, fewer than the "
-                    f"{unit.stop} it had; do not change inputs while they are prepared."
-                )
+            require_pieces(unit, file, reader.num_record_batches, "record batch", "es")
             first = FirstLine(partial(_first_row, file, unit.start)) if unit.start else first
             batches = _file_batches(reader, unit)
         else:

@@ -12,7 +12,7 @@ import lzma
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +29,7 @@ from zaya_jax.data.readers.unit import (
     Value,
     cut_evenly,
     reading,
+    require_pieces,
 )
 from zaya_jax.data.readers.values import (
     TOOLS,
@@ -48,18 +49,25 @@ LONGEST_LINE = 2**30  # bytes; a longer line is probably not JSONL, and would ha
 _READ_BYTES = 2**20  # bytes
 _FRAME_READ_BYTES = 2**12  # bytes; in zstd, 4 of them can stand for 128 KiB
 _ZSTD_WINDOW = 2**31  # bytes; the largest, of `zstd --long=31`, as in Pushshift's files
+_EMPTY_BYTES = 512  # no compressed file of nothing is larger
 _COUNTED_BYTES = 64 * 2**20  # maximum bytes before a unit that are read to count its line numbers
 
 
 def cut_jsonl(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
-    """Cut at multiples of `unit_bytes`; a compressed file is one unit."""
-    for file in files:
+    """Cut at multiples of `unit_bytes`; a compressed file is one unit, and one of nothing is none."""
+    for file in filter(_has_lines, files):
         if file.path.endswith(COMPRESSED):
             yield from cut_evenly(lambda path: 1, [file], unit_bytes)
             continue
         for start in range(0, file.bytes, unit_bytes):
             stop = min(start + unit_bytes, file.bytes)
             yield Unit("jsonl", (file.path,), start, stop, stop - start)
+
+
+def _has_lines(file: InputFile) -> bool:
+    """Return whether a file has a line that is not blank, or is larger than a compressed file of nothing."""
+    lines = _compressed_lines(file.path) if file.path.endswith(COMPRESSED) else plain_lines(file.path, 0, file.bytes)
+    return file.bytes > _EMPTY_BYTES or any(line.strip() for line, _ in lines)
 
 
 def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
@@ -76,7 +84,7 @@ def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
         yield from _documents(file, field, _compressed_lines(file), FirstLine())
         return
     start = _first_start(unit)
-    lines = _plain_lines(file, start, unit.stop)
+    lines = plain_lines(file, start, unit.stop)
     if start > _COUNTED_BYTES:
         yield from _documents(f"{file}[from byte {start}]", field, lines, FirstLine())
     else:
@@ -126,12 +134,7 @@ def _first_start(unit: Unit) -> int:
     """Return the position of the first line that starts in the unit, or the end of the unit if none does."""
     [file] = unit.files
     with reading(f"The file {file}"), open(file, "rb") as stream:
-        size = stream.seek(0, io.SEEK_END)
-        if size < unit.stop:
-            raise InputError(
-                f"The file {file} has {size} bytes, fewer than the {unit.stop} it had; do not change inputs while they "
-                "are prepared."
-            )
+        require_pieces(unit, file, stream.seek(0, io.SEEK_END), "byte")
         if unit.start == 0:
             return 0
         position = stream.seek(unit.start - 1)  # if it is a newline, a line starts at the unit's start
@@ -142,7 +145,7 @@ def _first_start(unit: Unit) -> int:
         return unit.stop
 
 
-def _plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
+def plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
     """Yield the lines that start in a range of bytes, each with its size in bytes."""
     with _open(file) as stream:
         position = stream.seek(start)
@@ -153,9 +156,7 @@ def _plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]
 
 def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
     """Yield the lines of a compressed file, each with the compressed bytes that were read for it."""
-    with ExitStack() as stack:
-        raw = stack.enter_context(_open(file, buffering=0))
-        stream = stack.enter_context(closing(_decompress(file, raw)))
+    with _open(file, buffering=0) as raw, closing(_decompress(file, raw)) as stream:
         position = 0
         while line := _read_line(stream, file):
             before, position = position, raw.tell()
@@ -222,9 +223,7 @@ def _read_line(stream: IO[bytes], file: str) -> bytes:
     with reading(f"The file {file}", *(_damage() if file.endswith(COMPRESSED) else ())):
         line = stream.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
-        raise InputError(
-            f"The file {file} has a line of more than {LONGEST_LINE} bytes; JSONL has one document per line."
-        )
+        raise InputError(f"The file {file} has a line of over {LONGEST_LINE} bytes; JSONL has one document per line.")
     return line
 
 

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.config.checks import counted
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly, require_pieces
 from zaya_jax.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -71,17 +70,13 @@ def open_index(file: str) -> Index:
         raise InputError(f"The Megatron index {path} has the dtype code {code} for its tokens; allowed are {allowed}.")
     expected = _HEADER.size + 12 * sequences + 8 * indices
     if size != expected or not indices:
-        raise InputError(
-            f"The Megatron index {path} has {size} bytes, but its header lists {sequences} sequences and {indices} "
-            f"document indices, which take {expected}; the index is damaged."
-        )
+        raise InputError(f"The Megatron index {path} has {size} bytes, but its header lists {sequences} sequences and "
+                         f"{indices} document indices, which take {expected}; the index is damaged.")  # fmt: skip
     index = Index(path, np.dtype(_DTYPES[code]), sequences, indices - 1, bin_bytes)
     ends = [int(_numbers(index, "documents", i, i + 1)[0]) for i in (0, index.documents)]
     if ends != [0, sequences]:
-        raise InputError(
-            f"The documents of the Megatron index {path} are sequences {ends[0]} to {ends[1]}, but must be "
-            f"0 to {sequences} (all of them)."
-        )
+        raise InputError(f"The documents of the Megatron index {path} are sequences {ends[0]} to {ends[1]}, but must "
+                         f"be 0 to {sequences} (all of them).")  # fmt: skip
     return index
 
 
@@ -95,16 +90,11 @@ def read_megatron(unit: Unit) -> Iterator[Entry]:
     """
     [file] = unit.files
     index = open_index(file)
-    if index.documents < unit.stop:
-        raise InputError(
-            f"The Megatron index {index.file} has {counted(index.documents, 'document')}, fewer than the {unit.stop} "
-            "it had; do not change inputs while they are prepared."
-        )
+    require_pieces(unit, index.file, index.documents, "document")
     bounds = _numbers(index, "documents", unit.start, unit.stop + 1)
     if np.any(bounds < 0) or np.any(bounds > index.sequences) or np.any(np.diff(bounds) < 0):
-        raise InputError(
-            f"The Megatron index {index.file} is damaged: its document indices must rise from 0 to {index.sequences}."
-        )
+        raise InputError(f"The Megatron index {index.file} is damaged: its document indices must rise from 0 to "
+                         f"{index.sequences}.")  # fmt: skip
     begin, end = int(bounds[0]), int(bounds[-1])
     lengths, pointers = _numbers(index, "lengths", begin, end), _numbers(index, "pointers", begin, end)
     _check_sequences(index, lengths, pointers, begin)
@@ -131,9 +121,7 @@ def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
     }[name]
     numbers = np.fromfile(index.file, dtype, stop - start, offset=offset + np.dtype(dtype).itemsize * start)
     if len(numbers) != stop - start:
-        raise InputError(
-            f"The Megatron index {index.file} became shorter; do not change inputs while they are prepared."
-        )
+        raise InputError(f"The Megatron index {index.file} became shorter; do not change inputs during a preparation.")
     return numbers
 
 

@@ -8,10 +8,8 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zaya_jax.config.checks import counted
 from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading
-from zaya_jax.errors import InputError
+from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading, require_pieces
 
 _BATCH_ROWS = 256  # rows decoded at a time
 _READ_BYTES = 2**20  # read buffer; without it, pyarrow holds a whole compressed column chunk in memory
@@ -35,12 +33,7 @@ def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
     """
     [file] = unit.files
     with closing(_open(file)) as table:
-        groups = table.metadata.num_row_groups
-        if groups < unit.stop:
-            raise InputError(
-                f"The file {file} has {counted(groups, 'row group')}, fewer than the {unit.stop} it had; "
-                "do not change inputs while they are prepared."
-            )
+        require_pieces(unit, file, table.metadata.num_row_groups, "row group")
         columns = check_columns(file, table.schema_arrow, field)
         rows = [table.metadata.row_group(i).num_rows for i in range(unit.stop)]
         first, before, total = FirstLine(1 + sum(rows[: unit.start])), 0, sum(rows[unit.start :])

@@ -27,6 +27,10 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _split_files(folder: Path) -> list[Path]:
+    if _tree(folder / _STATE).get("_indices_data_files"):
+        raise InputError(f"The saved dataset {folder} selects its rows through _indices_data_files, as old versions of "
+                         "datasets did, which is not read. Load it, call flatten_indices(), and save it again."
+                         )  # fmt: skip
     entries = _json(folder / _STATE, "_data_files")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
     files = [folder / name for name in _names(folder / _STATE, names)]
@@ -39,11 +43,11 @@ def _compare_rows(folder: Path, files: list[Path]) -> None:
 
     This is not an error, because `datasets` keeps the old number when rows are selected or filtered.
     """
-    state, info = _tree(folder / _STATE), _tree(folder / _INFO)
-    split = state.get("_split")
-    splits = info.get("splits")
-    entry = splits.get(split) if isinstance(splits, dict) and isinstance(split, str) else None
-    wanted = entry.get("num_examples") if isinstance(entry, dict) else None
+    split = _tree(folder / _STATE).get("_split")
+    try:
+        wanted = _tree(folder / _INFO)["splits"][split]["num_examples"]
+    except (KeyError, TypeError):
+        return
     if not isinstance(wanted, int) or not all(file.is_file() for file in files):
         return
     from zaya_jax.data.readers.arrow import count_rows

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 
 Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field"]
@@ -108,6 +109,13 @@ def cut_evenly(count_pieces: Callable[[str], int], files: Sequence[InputFile], u
 def even_share(total: int, count: int, start: int, stop: int) -> int:
     """Return the integer share of the parts [start, stop) if `total` is divided into `count` parts without loss."""
     return total * stop // count - total * start // count
+
+
+def require_pieces(unit: Unit, file: str, count: int, noun: str, ending: str = "s") -> None:
+    """Raise `InputError` if a file has fewer pieces than the unit: `count` of what `noun` (plural: `ending`) names."""
+    if count < unit.stop:
+        raise InputError(f"The file {file} has {counted(count, noun, ending)}, fewer than the {unit.stop:,} it had; do "
+                         "not change inputs while they are prepared.")  # fmt: skip
 
 
 @contextmanager
