@@ -35,7 +35,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.machine import step as step_module
-from zaya_jax.machine import subprocesses
+from zaya_jax.machine import subprocesses, timing
 from zaya_jax.machine.step import forward_backward, make_rows, random_tokens
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.state import init_state
@@ -110,7 +110,7 @@ class Device:
 
     def __init__(self, monkeypatch, fits, seconds):
         self.fits, self.seconds, self.again, self.moved, self.now, self.left = fits, seconds, None, False, 0.0, True
-        monkeypatch.setattr(peer, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def fastest(self):
         torch, tokens = SimpleNamespace(OutOfMemoryError=MemoryError), np.zeros((8, 4))

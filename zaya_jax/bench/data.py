@@ -2,7 +2,6 @@
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,14 +170,12 @@ def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callab
     return step
 
 
-def our_preparing(lines: Path, tokenizer: Path, scratch: Path) -> Callable[[], float]:
-    """Make a function that prepares JSONL in a new folder below `scratch`, and returns the seconds it took."""
+def our_preparing(lines: Path, tokenizer: Path, scratch: Path) -> Callable[[], None]:
+    """Make a function that prepares JSONL in a new folder below `scratch`."""
 
-    def step() -> float:
+    def step() -> None:
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            start = time.perf_counter()
             prepare([str(lines)], tokenizer, Path(folder) / "out", PrepareSettings(), workers=WORKERS)
-            return time.perf_counter() - start
 
     return step
 

@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.generate.decode import generate_tokens
 from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, run_in_subprocess
+from zaya_jax.machine.timing import timed
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.model.tree import map_variables
 from zaya_jax.model.zaya import Zaya, unrolled
@@ -90,10 +90,7 @@ def compile_seconds(config: ModelConfig, dtype: str, prompts: np.ndarray) -> Cal
     step = our_decode(config, dtype, prompts, NEW)
 
     def seconds() -> float:
-        start = time.perf_counter()
-        step()
-        first = time.perf_counter() - start
-        step()
-        return 2 * first - (time.perf_counter() - start)
+        first, second = timed(step, 2, warm_up=0)
+        return first - second
 
     return seconds

@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
 from zaya_jax.machine.result import describe_run, write_result
 from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
+from zaya_jax.machine.timing import elapsed
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target, current_target
 
@@ -184,22 +184,17 @@ def stepped(function: Callable[..., Any], arguments: tuple[Any, ...], held: int)
 
 def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
     """Make a pass with enough calls to take `PASS` seconds; it returns their number, each counted as `counts`."""
+    number = 1
 
-    def time_calls(number: int) -> float:
-        start = time.perf_counter()
+    def one_pass() -> int:
         for _ in range(number):
             call()
         wait()
-        return time.perf_counter() - start
-
-    time_calls(1)  # compiles
-    number = 1
-    while number < MOST and (seconds := time_calls(number)) < PASS:
-        number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
-
-    def one_pass() -> int:
-        time_calls(number)
         return number * counts
+
+    one_pass()  # compiles
+    while number < MOST and (seconds := elapsed(one_pass)) < PASS:
+        number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
 
     return one_pass
 

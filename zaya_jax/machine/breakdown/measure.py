@@ -21,7 +21,8 @@ from zaya_jax.machine.comparison import no_data_sheet
 from zaya_jax.machine.compilers.predict import PartCost, Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.result import describe_run
-from zaya_jax.machine.step import place_rows, random_tokens, timed
+from zaya_jax.machine.step import place_rows, random_tokens
+from zaya_jax.machine.timing import timed
 from zaya_jax.ops.parts import PARTS
 from zaya_jax.run.folder import CONFIG, PROFILE
 from zaya_jax.train.initialization import initialize

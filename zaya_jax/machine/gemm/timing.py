@@ -2,14 +2,13 @@
 
 import functools
 import statistics
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zaya_jax.machine.gemm.problems import Problem
+from zaya_jax.machine.timing import elapsed
 
 _STANDARD_DEVIATION = 0.01  # of the operands, so that no sum overflows
 
@@ -33,20 +32,18 @@ def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> Seconds:
     arguments = jax.block_until_ready((*arrays, *map(jnp.asarray, problem.integers)))
     call, overwrite = jax.jit(problem.run), jax.jit(lambda x: x + 1)
     warm, cold = [], []
+
+    def one_call() -> None:
+        jax.block_until_ready(call(*arguments))
+
     for _ in range(repeats + 1):
-        jax.block_until_ready(call(*arguments))  # loads the caches
-        warm.append(_seconds(call, arguments))
+        one_call()  # loads the caches
+        warm.append(elapsed(one_call))
         overwrite(flush).block_until_ready()
-        cold.append(_seconds(call, arguments))
+        cold.append(elapsed(one_call))
     return Seconds(statistics.median(warm[1:]), statistics.median(cold[1:]))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
     return _STANDARD_DEVIATION * jax.random.normal(key, shape, dtype)
-
-
-def _seconds(call: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call(*arguments))
-    return time.perf_counter() - start

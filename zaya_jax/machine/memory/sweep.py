@@ -3,7 +3,6 @@
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from zaya_jax.machine.memory import bandwidth
 from zaya_jax.machine.memory.stream import compile_stream, time_stream
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run
+from zaya_jax.machine.timing import timed
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
 
@@ -85,13 +85,14 @@ def _widths(model: ModelConfig, size: int) -> Sizes:
 
 def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, repeats: int) -> dict[str, Any]:
     run, arguments = program(case, kernels)
-    call, seconds = jax.jit(run, donate_argnums=tuple(range(case.held))), []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
+    call = jax.jit(run, donate_argnums=tuple(range(case.held)))
+
+    def one_call() -> None:
+        nonlocal arguments
         out = jax.block_until_ready(call(*arguments))
-        seconds.append(time.perf_counter() - start)
         arguments = (*out[: case.held], *arguments[case.held :])
-    speed = case.bytes / statistics.median(seconds[1:])
+
+    speed = case.bytes / statistics.median(timed(one_call, repeats))
     print(f"{name}: {speed / 1e9:.3g} GB/s of the bytes that it must move, {speed / triad:.0%} of triad", flush=True)
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
 

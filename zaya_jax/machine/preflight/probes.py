@@ -1,7 +1,6 @@
 """Measure how fast each device multiplies and copies, and how fast some of the devices communicate."""
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from zaya_jax.machine.collectives.operations import COLLECTIVES
 from zaya_jax.machine.collectives.programs import Case, Programs
 from zaya_jax.machine.collectives.text import column
+from zaya_jax.machine.timing import timed
 from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import all_gather
 
@@ -105,10 +105,4 @@ def _programs(case: Case) -> Programs:
 
 def _shortest(call: Callable[..., Any], *arrays: jax.Array) -> float:
     """Return the seconds of the shortest call: what else runs on a host only makes calls longer."""
-    return min([_seconds(call, *arrays) for _ in range(_WARM_UP + _PASSES)][_WARM_UP:])
-
-
-def _seconds(call: Callable[..., Any], *arrays: jax.Array) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call(*arrays))
-    return time.perf_counter() - start
+    return min(timed(lambda: jax.block_until_ready(call(*arrays)), _PASSES, _WARM_UP))
