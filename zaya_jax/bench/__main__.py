@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.config import load_config
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.hardware.huge_pages import use_huge_pages
@@ -167,17 +168,15 @@ def _step(parsed: argparse.Namespace) -> dict[str, Any]:
 def _decode(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.decode import bench_decode
 
-    if min(parsed.batch) < 1:
-        raise InputError(f"--batch is {' '.join(map(str, parsed.batch))}, but every value must be at least 1.")
+    require(min(parsed.batch) >= 1, "--batch", min(parsed.batch), "at least 1")
     return bench_decode(parsed.batch, parsed.dtype, parsed.repeats)
 
 
 def _prefill(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.prefill import CCA, bench_prefill
 
-    if not all(1 <= length <= CCA.max_positions for length in parsed.lengths):
-        raise InputError(f"--lengths is {' '.join(map(str, parsed.lengths))}, but every value must be from 1 to "
-                         f"{CCA.max_positions}.")  # fmt: skip
+    for length in parsed.lengths:
+        require(1 <= length <= CCA.max_positions, "--lengths", length, f"between 1 and {CCA.max_positions}")
     return bench_prefill(parsed.lengths, parsed.dtype, parsed.repeats)
 
 
@@ -191,8 +190,7 @@ def _checkpoint(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.checkpoint import bench_checkpoint
 
     for name, values in (("--gib", parsed.gib), ("--processes", parsed.processes)):
-        if any(value <= 0 for value in values):
-            raise InputError(f"{name} is {' '.join(map(str, values))}, but every value must be above 0.")
+        require(min(values) > 0, name, min(values), "above 0")
     return bench_checkpoint(parsed.gib, parsed.processes, parsed.repeats, parsed.png, parsed.folder)
 
 
@@ -221,8 +219,7 @@ def _trainings(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.balance import bench_balance
     from zaya_jax.bench.optimizer import bench_optimizer
 
-    if parsed.steps < 20:
-        raise InputError(f"--steps is {parsed.steps}, but must be at least 20: the warm-up takes 10 steps.")
+    require(parsed.steps >= 20, "--steps", parsed.steps, "at least 20: the warm-up takes 10 steps")
     keep_compilations()  # the seeds of a variant run the same programs
     benches = {"optimizer": bench_optimizer, "balance": bench_balance, "ablations": bench_ablations}
     more = {"tuned": parsed.tuned} if parsed.verb == "optimizer" else {}

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import DATA_SHEET
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, find_hardware
@@ -131,9 +132,7 @@ def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
     Raises:
       InputError: there is no such folder, a file is damaged, or two are of the same verb.
     """
-    if not folder.is_dir():
-        raise InputError(f"{source} is {str(folder)!r}, but must be a folder with results of python -m "
-                         "zaya_jax.machine.")  # fmt: skip
+    require(folder.is_dir(), source, str(folder), "a folder with results of python -m zaya_jax.machine")
     results: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         try:

@@ -106,7 +106,7 @@ def _smoke(parsed: argparse.Namespace) -> dict[str, Any]:
 def _context(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.context import measure_context
 
-    return measure_context(None, parsed.repeats, parsed.png)
+    return measure_context(None, parsed.repeats)
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:

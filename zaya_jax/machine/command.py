@@ -4,6 +4,7 @@ import argparse
 import re
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import ExitCode, InputError
@@ -80,7 +81,12 @@ def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
     def run() -> int:
         check_request(getattr(parsed, "repeats", 1), files)
         result = parsed.run(parsed)
-        write_result(result, getattr(parsed, "output", None))  # a verb drops it where another process writes
+        # A verb drops the names of files that another process writes.
+        write_result(result, getattr(parsed, "output", None))
+        if getattr(parsed, "png", None):
+            from zaya_jax.machine.result_plots import draw
+
+            draw(parsed.verb, Path(parsed.png), result)
         return ExitCode.STOPPED if result.get("failed") else ExitCode.OK
 
     return run_command(run)

@@ -71,7 +71,7 @@ class Memory(NamedTuple):
         return self.arguments + self.outputs + self.temporaries
 
 
-def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[str, Any]:
+def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
     """Measure every case, and print a line for each.
 
     With fewer than two devices, it simulates `SIMULATED` CPU devices. Memory is then what XLA:CPU needs for each, and
@@ -80,7 +80,6 @@ def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[
     Args:
       sizes: sizes to measure; None for `CPU` or `GPU`, depending on the devices.
       repeats: number of timed passes of each case, interleaved over the cases of a length.
-      png: file for a plot of memory against the number of devices, for the longest sequence; None for no plot.
 
     Returns:
       The result, for JSON.
@@ -107,8 +106,6 @@ def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[
         curves = memory_curves({case: memory.compiled for case, (memory, _) in measured.items()})
         result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
         _print(length, measured, result["scaling"][str(length)])
-        if png:  # each length overwrites the plot of the one before
-            draw(Path(png), length, curves)
     return result
 
 
@@ -199,8 +196,11 @@ def _print(length: int, measured: Mapping[Case, tuple[Memory, list[float]]], sca
                   f"(N^{power['last']:.2f} between the two largest N)", flush=True)  # fmt: skip
 
 
-def draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> None:
-    """Plot memory per device over `length` tokens against the number of devices, one line for each of `curves`."""
+def draw(path: Path, result: Mapping[str, Any]) -> None:
+    """Plot memory per device against the number of devices, from the rows of the longest sequence of a result."""
+    length = max(row["length"] for row in result["results"])
+    curves = memory_curves({Case(row["attention"], row["devices"], length): row["bytes_per_device"]
+                            for row in result["results"] if row["length"] == length})  # fmt: skip
     lines = {kind: (list(curve), [size / 2**20 for size in curve.values()]) for kind, curve in curves.items()}
     single_device_bytes = curves[KINDS[0]].get(1)
     if single_device_bytes is not None:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import InputError
+from zaya_jax.config.checks import require
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import write_atomically
 
@@ -25,11 +25,10 @@ def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
     Raises:
       InputError: `repeats` is below 1, or a file is not in an existing folder.
     """
-    if repeats < 1:
-        raise InputError(f"--repeats is {repeats}, but must be at least 1.")
+    require(repeats >= 1, "--repeats", repeats, "at least 1")
     for flag, name in files.items():
-        if name and (Path(name).is_dir() or not Path(name).resolve().parent.is_dir()):
-            raise InputError(f"{flag} is {name!r}, but must be a file in an existing folder.")
+        usable = not name or (Path(name).resolve().parent.is_dir() and not Path(name).is_dir())
+        require(usable, flag, name, "a file in an existing folder")
 
 
 def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.command import add_flags, add_verb
@@ -32,8 +33,7 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    if parsed.steps < 1:
-        raise InputError(f"--steps is {parsed.steps}, but must be at least 1.")
+    require(parsed.steps >= 1, "--steps", parsed.steps, "at least 1")
     generation = {"--batch": parsed.batch, "--prompt": parsed.prompt}
     for flag, value in generation.items():
         if value is not None and (parsed.work == "train" or value < 1):
@@ -43,6 +43,6 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.breakdown.measure import break_down, break_down_generation
 
     if parsed.work == "train":
-        return break_down(parsed.source, parsed.overrides, parsed.steps, parsed.hardware, parsed.png)
+        return break_down(parsed.source, parsed.overrides, parsed.steps, parsed.hardware)
     return break_down_generation(parsed.source, parsed.overrides, parsed.work, parsed.batch or 1, parsed.prompt or 512,
-                                 parsed.steps, parsed.png)  # fmt: skip
+                                 parsed.steps)  # fmt: skip

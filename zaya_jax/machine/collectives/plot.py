@@ -9,13 +9,12 @@ from zaya_jax.run.plot import integer_steps, legend_beside, new_figure, save_fig
 _MARKERS = "osv^D*"  # of operations at a fixed size, whose colour would be that of another line
 
 
-def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a PNG: bus bandwidth, latency, and, with several numbers of devices, their bandwidth at the largest size.
+def draw(path: Path, result: Mapping[str, Any]) -> None:
+    """Plot the result of `sweep.measure_collectives` to a PNG file.
 
-    Args:
-      path: file to write.
-      rows: `results` of `sweep.measure_collectives`.
+    It shows bus bandwidth, latency, and, with several numbers of devices, their bandwidth at the largest size.
     """
+    rows = result["results"]
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
         half = row.get("out_of_place") or row["in_place"]

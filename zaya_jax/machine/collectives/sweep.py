@@ -18,7 +18,6 @@ from zaya_jax.machine.collectives.fit import Fit, fit_times
 from zaya_jax.machine.collectives.messages import Message, model_messages
 from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, label
 from zaya_jax.machine.collectives.peer import peer_bandwidths
-from zaya_jax.machine.collectives.plot import draw
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import Mode, Timing, time_case
 from zaya_jax.machine.network_devices import Traffic
@@ -51,9 +50,7 @@ class Sweep(NamedTuple):
     repeats: int
 
 
-def measure_collectives(
-    sweep: Sweep, config: Config | None = None, rows: Path | None = None, png: Path | None = None
-) -> dict[str, Any]:  # fmt: skip
+def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
     """Measure every case, and print the tables.
 
     Args:
@@ -61,7 +58,6 @@ def measure_collectives(
       config: configuration whose training step says which sizes to measure over which axes, instead of the sizes,
         devices, layout and axes of `sweep`; None for those.
       rows: file to which each row is appended as a line of JSON, with versions and hardware.
-      png: file for a plot of bandwidth and latency.
 
     Returns:
       The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
@@ -94,8 +90,6 @@ def measure_collectives(
     result["traffic"] = traffic.bytes()
     if line := traffic.line("collectives ran on the first host"):
         _print(line)
-    if png and is_primary():
-        draw(png, result["results"])
     if wrong := sorted({row["operation"] for row in result["results"] if row["wrong"]}):
         result["failed"] = f"Wrong results: {', '.join(wrong)}."
     return result

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config, to_yaml
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.gpus import GPUS
@@ -69,8 +70,7 @@ def peak_bytes(memory: Mapping[str, int]) -> int:
 
 def check_gpu(name: str) -> None:
     """Raise `InputError` if there is no compiler for a GPU of this name."""
-    if name not in GPUS:
-        raise InputError(f"--compile-for is {name!r}, but must be one of {', '.join(GPUS)}.")
+    require(name in GPUS, "--compile-for", name, f"one of {', '.join(GPUS)}")
 
 
 def check_devices(gpu: str, devices: int) -> None:

@@ -58,7 +58,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     request = Request(parsed.families, dtype, range(first, last + 1, step),
                       parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)  # fmt: skip
     if parsed.compile_for is None:
-        return measure_gemm(config, request, parsed.png)
+        return measure_gemm(config, request)
     if parsed.png is not None:
         raise InputError("--png plots measured speeds: leave it out with --compile-for.")
     from zaya_jax.machine.gemm.compiled import compile_gemm

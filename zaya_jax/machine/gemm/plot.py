@@ -10,14 +10,12 @@ from zaya_jax.run.plot import new_figure, save_figure
 _PANEL = 3.2  # inches of height
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]], maximum: float) -> None:
-    """Plot to a PNG file.
-
-    Args:
-      path: file to write.
-      rows: results of the sweep.
-      maximum: FLOP/s of the fastest square, 100 %.
-    """
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Plot the result of `sweep.measure_gemm` to a PNG file; nothing if no square was measured."""
+    maximum = result["maximum"]
+    if not maximum:
+        return
+    rows = [row for row in result["results"] if "failed" not in row]
     families = list(dict.fromkeys(row["family"] for row in rows))
     heights = [max(1.0, 0.09 * sum(row["family"] == name for row in rows)) if name in ("model", "experts") else 1.0
                for name in families]  # fmt: skip

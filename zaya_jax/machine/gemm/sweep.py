@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.machine.gemm import problems
 from zaya_jax.machine.gemm.histograms import read_histograms, scale_counts
-from zaya_jax.machine.gemm.plot import draw
 from zaya_jax.machine.gemm.timing import flush_array, time_problem
 from zaya_jax.machine.result import describe_run
 from zaya_jax.model.experts import rows_per_token
@@ -46,7 +44,7 @@ class Request:
     repeats: int
 
 
-def measure_gemm(config: Config, request: Request, png: str | None) -> dict[str, Any]:
+def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
     """Measure the first device of this process.
 
     Returns:
@@ -81,8 +79,6 @@ def measure_gemm(config: Config, request: Request, png: str | None) -> dict[str,
         print(f"{line}{warm / 1e9:>14,.4g}{cold / 1e9:>10,.4g}{share}", flush=True)
     print(f"\nmaximum: {maximum / 1e9:,.4g} GFLOP/s, of the fastest square")
     result["maximum"] = maximum
-    if png:
-        draw(Path(png), [row for row in result["results"] if "failed" not in row], maximum)
     return result
 
 

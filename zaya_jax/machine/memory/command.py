@@ -38,4 +38,4 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--stream is only for CPUs, but JAX uses {jax.default_backend()}. Remove it.")
     from zaya_jax.machine.memory.sweep import measure_memory
 
-    return measure_memory(sorted(set(sizes)), model, parsed.repeats, stream=parsed.stream, png=parsed.png)
+    return measure_memory(sorted(set(sizes)), model, parsed.repeats, stream=parsed.stream)

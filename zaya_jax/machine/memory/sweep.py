@@ -23,9 +23,7 @@ MEMORY_BOUND = ("residual_norm", "residual_norm backward", "momentum")
 _TOGETHER = 4  # rounds in which the operations and the peer are measured, in turn
 
 
-def measure_memory(
-    sizes: Sequence[int], model: ModelConfig, repeats: int, *, stream: bool, png: str | None
-) -> dict[str, Any]:
+def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, stream: bool) -> dict[str, Any]:
     """Measure the first device of this process, and print tables.
 
     Args:
@@ -33,7 +31,6 @@ def measure_memory(
       model: gives the widths of the model's operations.
       repeats: number of timed calls of each operation and size.
       stream: whether to measure the triad in C, too, in the same rounds as ours at the largest size.
-      png: file for a plot of bandwidth against the size.
 
     Returns:
       The result, for JSON: `results` of BabelStream's operations, `operations` of the model's, `stream` of the peer.
@@ -69,8 +66,6 @@ def measure_memory(
     widths = _widths(model, max(sizes))
     kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
     result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]
-    if png:
-        draw(Path(png), result["results"])
     return result
 
 
@@ -97,10 +92,10 @@ def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, re
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Plot bandwidth against the size of an array, from the `results` of `measure_memory`."""
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Plot bandwidth against the size of an array, from the result of `measure_memory`."""
     lines = {}
-    for row in rows:
+    for row in result["results"]:
         xs, ys = lines.setdefault(row["operation"], ([], []))
         xs.append(row["bytes"])
         ys.append(row["bytes_per_second"] / 1e9)

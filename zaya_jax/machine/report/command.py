@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.machine.command import add_verb
 from zaya_jax.machine.result import check_request
@@ -24,9 +25,7 @@ def add(verbs: Any, program: str) -> None:
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     folder = Path(parsed.folder)
-    if not folder.is_dir():
-        raise InputError(f"FOLDER is {parsed.folder!r}, but must be a folder with results of python -m "
-                         "zaya_jax.machine.")  # fmt: skip
+    require(folder.is_dir(), "FOLDER", parsed.folder, "a folder with results of python -m zaya_jax.machine")
     page = folder / "report.html" if parsed.page is None else Path(parsed.page)
     check_request(1, {"--output": str(page)})
     if page.suffix != ".html":

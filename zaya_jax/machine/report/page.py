@@ -1,5 +1,7 @@
 """Render results as a page that loads nothing."""
 
+import base64
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -7,10 +9,10 @@ from typing import NamedTuple
 import jinja2
 
 from zaya_jax.errors import InputError
-from zaya_jax.machine.report.plots import Plot, draw_plots
 from zaya_jax.machine.report.results import Note, Result, describe_hardware, differences, notes
 from zaya_jax.machine.report.smoke import smoke_tables
 from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.machine.result_plots import draw
 from zaya_jax.run.table import Table
 
 _TABLES = TABLES | {"smoke": smoke_tables}
@@ -24,14 +26,14 @@ class Section(NamedTuple):
       facts: command, versions, hardware and so on, by name.
       notes: what failed or was skipped.
       tables: without empty ones.
-      plots: of the result.
+      picture: the plot as a data URI, and what it shows; two empty texts without a plot.
     """
 
     result: Result
     facts: dict[str, str]
     notes: list[Note]
     tables: list[Table]
-    plots: list[Plot]
+    picture: tuple[str, str]
 
 
 def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
@@ -72,4 +74,13 @@ def _section(result: Result) -> Section:
         hardware = content["hardware"]
         facts["hardware"] = ", ".join(filter(None, (hardware.get("device"), processor, hardware["machine"])))
     tables = [table for table in _TABLES[result.verb](content) if table.rows]
-    return Section(result, facts, notes(result), tables, draw_plots(result))
+    return Section(result, facts, notes(result), tables, _picture(result))
+
+
+def _picture(result: Result) -> tuple[str, str]:
+    with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
+        path = Path(folder) / "plot.png"
+        shows = draw(result.verb, path, result.content)
+        if not path.exists():
+            return "", ""
+        return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}", shows

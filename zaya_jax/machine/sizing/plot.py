@@ -6,16 +6,12 @@ from typing import Any
 from zaya_jax.run.plot import legend_beside, new_figure, save_figure
 
 
-def draw(path: Path, result: dict[str, Any], devices: int, hardware: str) -> None:
-    """Plot the result of `report.suggest_shapes` to a PNG file.
-
-    Args:
-      path: PNG file to write.
-      result: of `suggest_shapes`.
-      devices: number of devices.
-      hardware: its name.
-    """
-    figure = new_figure(f"Widths for training and decoding: {result['phase']} on {devices:,} × {hardware}, predicted")
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Plot the result of `sizing --suggest` to a PNG file; nothing from one without."""
+    if "front" not in result:
+        return
+    hardware = f"{result['devices']:,} × {result['hardware']}"
+    figure = new_figure(f"Widths for training and decoding: {result['phase']} on {hardware}, predicted")
     (panel,) = figure.axes
     own, front = result["configuration"], result["front"]
     points = [(row["tokens_per_second"] / 1e3, 1e3 * row["seconds_per_token"]) for row in front]
