@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
-
 from zaya_jax.errors import InputError
 from zaya_jax.machine.report.results import Note, Result, describe_hardware, differences, notes
 from zaya_jax.machine.report.smoke import smoke_tables
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result_plots import draw
+from zaya_jax.run.page import render as render_page
 from zaya_jax.run.table import Table
 
 _TABLES = TABLES | {"smoke": smoke_tables}
+_TEMPLATE = Path(__file__).parent / "machine.html.j2"
 
 
 class Section(NamedTuple):
@@ -54,14 +54,8 @@ def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise InputError(f"{result.file} is a damaged result of machine {result.verb}, or one of another version "
                              f"({error!r}): write it again.") from error  # fmt: skip
-    environment = jinja2.Environment(
-        autoescape=True, loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
     name, warning = differences(hardware)
-    return environment.get_template("page.html.j2").render(
-        name=name, warning=warning, sections=sections, ignored=ignored
-    )
+    return render_page(_TEMPLATE, name=name, warning=warning, sections=sections, ignored=ignored)
 
 
 def _section(result: Result) -> Section:
