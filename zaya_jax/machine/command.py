@@ -3,7 +3,7 @@
 import argparse
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,32 @@ from zaya_jax.errors import ExitCode, InputError
 from zaya_jax.machine.result import check_request, write_result
 from zaya_jax.run.command import run_command
 
+Run = Callable[[argparse.Namespace], dict[str, Any]]
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COLUMNS = 80  # width of descriptions in `--help`
 
 
-def add_verb(verbs: Any, program: str, name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+def add_verb(
+    verbs: Any, program: str, name: str, run: Run, summary: str, details: str, example: str
+) -> argparse.ArgumentParser:
     """Add a verb whose `--help` has a description and an example.
 
     Args:
       verbs: result of `add_subparsers`.
       program: command that runs the verbs.
       name: name of the verb.
+      run: from the parsed arguments, makes the result.
       summary: one phrase that starts with a verb, for the list of verbs and the start of the description.
       details: further sentences of the description.
       example: arguments of the example command, after the verb.
     """
     description = f"{summary[0].upper()}{summary[1:]}. {details}"
-    return verbs.add_parser(
+    verb = verbs.add_parser(
         name, help=summary, description=textwrap.fill(description, _COLUMNS, break_on_hyphens=False),
         epilog=f"example: {program} {name} {example}".rstrip(), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    verb.set_defaults(run=run)
+    return verb
 
 
 def add_config(verb: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from zaya_jax.machine.command import add_flags, add_verb
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "step", "break down the time of a training step, a prefill or a decode step by part",
+        verbs, program, "step", _run, "break down the time of a training step, a prefill or a decode step by part",
         "Reads the trace that a run wrote with profile.start=STEP, or traces steps of a configuration on random "
         "tokens. Measured times stand beside predicted ones, if the device has a data sheet. Collectives "
         "that overlap with computation are reported separately.", "configs/tiny.yaml --png step.png",
@@ -29,7 +29,6 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--hardware", metavar="NAME", help="also print the dry run's estimate for this hardware: "
                       f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives")  # fmt: skip
     add_flags(verb, png="the parts as stacked bars")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _SIZES = ("8", "16M", 2)  # smallest, largest, factor
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "collectives", "check and time collectives over sizes, as nccl-tests and rccl-tests do",
+        verbs, program, "collectives", _run, "check and time collectives over sizes, as nccl-tests and rccl-tests do",
         "Prints their tables, and fits latency and bandwidth. Every result is compared element by element. Start it "
         "like training for a job of several processes.", "--operations all_reduce --max-bytes 128M",
     )  # fmt: skip
@@ -48,7 +48,6 @@ def add(verbs: Any, program: str) -> None:
     add_flag("--jsonl", metavar="FILE", help="append each row, with versions and hardware, to FILE as a line of JSON")
     add_job(verb)
     add_flags(verb, repeats=20, png="bus bandwidth and latency against the size")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:

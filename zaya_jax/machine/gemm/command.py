@@ -15,7 +15,7 @@ _FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "gemm", "measure matrix products: squares, and those of a configuration",
+        verbs, program, "gemm", _run, "measure matrix products: squares, and those of a configuration",
         "Prints the speed of each product with its operands in the caches and without, and its share of the fastest "
         "square's speed.", "configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png",
     )  # fmt: skip
@@ -36,7 +36,6 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--compile-for", metavar="GPU", help="compile the products for mi300x, mi355x, h100 or h200, "
                       "which need not be here, and predict their speeds instead of measuring")  # fmt: skip
     add_flags(verb, repeats=5, png="the speeds")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:

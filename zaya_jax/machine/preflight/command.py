@@ -16,7 +16,7 @@ VERB = "preflight"
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, VERB, "check the devices of a job before it trains, and name slow ones",
+        verbs, program, VERB, _run, "check the devices of a job before it trains, and name slow ones",
         "Checks the kernels that the configuration selects, the speed of each device, and the results and bandwidth of "
         "collectives, in about two minutes. Start it like training for a job of several processes. The exit status is "
         "1 if a check fails.", "configs/zaya1_8b.yaml --output preflight.json",
@@ -28,7 +28,6 @@ def add(verbs: Any, program: str) -> None:
                       "devices, or than the baseline, a device or collective may be (default: 15)")  # fmt: skip
     add_job(verb)
     add_flags(verb)
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:

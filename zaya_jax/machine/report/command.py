@@ -13,14 +13,13 @@ from zaya_jax.machine.result import check_request
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "report", "write the results in a folder as one HTML page",
+        verbs, program, "report", _run, "write the results in a folder as one HTML page",
         "The page has the tables and plots of all results that the other verbs wrote with --output, and needs no "
         "network.", "results --output machine.html",
     )  # fmt: skip
     verb.add_argument("folder", metavar="FOLDER", help="folder with results as JSON")
     # `--output` of other verbs is a JSON file, which `run_verb` writes.
     verb.add_argument("--output", dest="page", metavar="FILE", help="HTML file (default: FOLDER/report.html)")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "sizing", "check the sizes of a configuration against the rules for a GPU",
+        verbs, program, "sizing", _run, "check the sizes of a configuration against the rules for a GPU",
         "Prints PASS, WARN or FAIL for each rule and phase, with the predicted loss of time where a rule gives one; "
         "OPEN if a measurement is missing. No GPU is needed. The exit status is 1 if a rule fails. With --suggest it "
         "prints other widths with about as many parameters instead: those that no others beat in both training "
@@ -40,7 +40,6 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--layers", type=int, nargs=2, metavar=("LOW", "HIGH"), help="range of the number of layers "
                       "(--suggest only; default: half to twice the configuration's)")  # fmt: skip
     add_flags(verb, png="the Pareto front (--suggest only)")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _SMALLEST = 2**20  # bytes
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "storage", "measure reads of data, and saves and restores of checkpoints",
+        verbs, program, "storage", _run, "measure reads of data, and saves and restores of checkpoints",
         "Reads a file in the folder of the data, cold and warm, saves and restores a state in the folder of the run, "
         "and prints the shortest step that the storage can feed. Removes what it writes.",
         "configs/zaya1_8b.yaml --size 8G --threads 1 16 64",
@@ -23,7 +23,6 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--threads", nargs="+", type=int, default=[1, 16], metavar="N",
                       help="numbers of concurrent threads (default: 1 16)")  # fmt: skip
     add_flags(verb, repeats=3)
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
