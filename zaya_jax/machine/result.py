@@ -57,6 +57,14 @@ def write_result(result: dict[str, Any], output: str | None) -> None:
         write_atomically(Path(output), json.dumps(result, indent=2) + "\n")
 
 
+def print_once(*lines: str) -> None:
+    """Print lines in the first process of the job."""
+    from zaya_jax.parallel.multihost import is_primary
+
+    if is_primary():
+        print("\n".join(lines), flush=True)
+
+
 def rounded(seconds: Iterable[float]) -> list[float]:
     """Round seconds to 0.1 ms."""
     return [round(second, 4) for second in seconds]

@@ -9,7 +9,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.command import add_config, add_flags, add_verb, parse_bytes
 
 _DTYPES = ("bfloat16", "float32")
-_FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
+FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
 
 
 def add(verbs: Any, program: str) -> None:
@@ -20,8 +20,8 @@ def add(verbs: Any, program: str) -> None:
         "square's speed.", "configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png",
     )  # fmt: skip
     add_config(verb)
-    verb.add_argument("--families", nargs="+", choices=_FAMILIES, default=_FAMILIES, metavar="FAMILY",
-                      help=f"what to measure; squares always are (default: all): {', '.join(_FAMILIES)}")  # fmt: skip
+    verb.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="FAMILY",
+                      help=f"what to measure; squares always are (default: all): {', '.join(FAMILIES)}")  # fmt: skip
     verb.add_argument("--dtype", choices=_DTYPES, help="of the operands (default: train.compute_dtype)")
     verb.add_argument("--squares", nargs=3, type=int, default=[256, 4096, 256], metavar=("FIRST", "LAST", "STEP"),
                       help="sizes of the square matrices (default: 256 4096 256)")  # fmt: skip

@@ -16,15 +16,13 @@ from zaya_jax.model.experts import rows_per_token
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
 
-FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What to measure.
 
     Attributes:
-      families: of `FAMILIES`; 'square', which gives the maximum, is always measured, and first.
+      families: of `command.FAMILIES`; 'square', which gives the maximum, is always measured, and first.
       dtype: 'bfloat16' or 'float32', of the operands.
       squares: sizes of the square matrices.
       lengths: tokens of a row of attention.
@@ -97,4 +95,4 @@ def make_problems(config: Config, request: Request, kernels: KernelSelection) ->
         "newton_schulz": lambda: problems.newton_schulz(model, config.optimizer.muon, kernels),
         "attention": lambda: problems.attention(model, request.lengths, request.tokens, kernels, dtype),
     }
-    return [problem for family in FAMILIES if family in ("square", *request.families) for problem in made[family]()]
+    return [problem for family, make in made.items() if family in ("square", *request.families) for problem in make()]

@@ -13,8 +13,8 @@ from zaya_jax.machine.collectives.check import check_collectives
 from zaya_jax.machine.collectives.operations import COLLECTIVES, label
 from zaya_jax.machine.preflight import probes
 from zaya_jax.machine.preflight.bisection import ROUNDS, find_slow
-from zaya_jax.machine.result import describe_run
-from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
+from zaya_jax.machine.result import describe_run, print_once
+from zaya_jax.parallel.multihost import all_gather, broadcast
 from zaya_jax.train.kernels import validated_kernels
 
 Status = Literal["PASS", "WARN", "FAIL"]
@@ -66,7 +66,7 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
 
     def report(check: Check) -> None:
         checks.append(_against(recorded, check, tolerance))
-        _print(_line(checks[-1]))
+        print_once(_line(checks[-1]))
 
     report(_kernels(config))
     for name, unit in (("matmul", "FLOP/s"), ("memory", "bytes/s")):
@@ -79,7 +79,7 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
     result["checks"] = [check._asdict() for check in checks]
     if failed := [check.check for check in checks if check.status == "FAIL"]:
         result["failed"] = f"Checks that fail: {', '.join(failed)}."
-    _print(result.get("failed", "All checks pass."))
+    print_once(result.get("failed", "All checks pass."))
     return result
 
 
@@ -158,8 +158,3 @@ def _quantity(value: float, unit: str) -> str:
 def _line(check: Check) -> str:
     value = "" if check.value is None else _quantity(check.value, check.unit)
     return f"{check.status:<5}{check.check:<30}{value:>16}  {check.message}".rstrip()
-
-
-def _print(*lines: str) -> None:
-    if is_primary():
-        print("\n".join(lines), flush=True)
