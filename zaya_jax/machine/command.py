@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import ExitCode, InputError
+from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.hardware.presets import Preset
 from zaya_jax.machine.result import check_request, write_result
 from zaya_jax.run.command import run_command
 
@@ -75,6 +76,25 @@ def parse_bytes(flag: str, text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Join the job of the flags of `add_job`, and return what `work` returns; an error ends all processes of the job.
+
+    Process 0 alone writes files: the others drop their names.
+    """
+    from zaya_jax.parallel.multihost import is_primary, join
+
+    peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
+    try:
+        result = work()
+    except Exception as error:
+        if peers is not None:
+            peers.leave(*last_words(error))
+        raise
+    if not is_primary():
+        parsed.output = parsed.png = None
+    return result
+
+
 def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Run the verb that was parsed, and write its result to `--output`.
 
@@ -87,7 +107,6 @@ def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
     def run() -> int:
         check_request(getattr(parsed, "repeats", 1), files)
         result = parsed.run(parsed)
-        # A verb drops the names of files that another process writes.
         write_result(result, getattr(parsed, "output", None))
         if getattr(parsed, "png", None):
             from zaya_jax.machine.result_plots import draw

@@ -11,7 +11,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.measurements import measured_preset
-from zaya_jax.machine.command import add_flags, add_job, add_verb, parse_bytes
+from zaya_jax.machine.command import add_flags, add_job, add_verb, parse_bytes, run_in_job
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
@@ -67,17 +67,15 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     preset = select_preset(None if config is None else config.preset)
     if config is not None:  # the flags decide how the step's messages are combined
         apply_preset(preset if config.measurements is None else measured_preset(preset, config.measurements))
-    from zaya_jax.parallel.multihost import is_primary, join
 
-    join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
-    from zaya_jax.machine.collectives.sweep import Sweep, measure_collectives
+    def work() -> dict[str, Any]:
+        from zaya_jax.machine.collectives.sweep import Sweep, measure_collectives
 
-    sweep = Sweep(tuple(parsed.operations), tuple(parsed.dtypes), sizes, tuple(parsed.devices), layout,
-                  tuple(parsed.axis), parsed.mode, parsed.repeats)  # fmt: skip
-    result = measure_collectives(sweep, config, Path(parsed.jsonl) if parsed.jsonl else None)
-    if not is_primary():
-        parsed.output = parsed.png = None  # process 0 writes them
-    return result
+        sweep = Sweep(tuple(parsed.operations), tuple(parsed.dtypes), sizes, tuple(parsed.devices), layout,
+                      tuple(parsed.axis), parsed.mode, parsed.repeats)  # fmt: skip
+        return measure_collectives(sweep, config, Path(parsed.jsonl) if parsed.jsonl else None)
+
+    return run_in_job(parsed, preset, work)
 
 
 def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:

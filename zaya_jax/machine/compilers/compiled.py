@@ -1,12 +1,13 @@
 """Compile a phase's train step for a GPU in a subprocess, and parse the compiler's output."""
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS, DUMP, environment
 
 # Parts of a line that says why a compiler failed, the most telling first.
 _TELLING = ("is a stand-in", "RESOURCE_EXHAUSTED", "Check failed", "Error")
+_CONFIG = "config.yaml"  # the configuration, for the worker
 STEP = "step.hlo"  # the scheduled program, from the worker
 FACTS = "facts.json"  # the compiler's figures, from the worker
 
@@ -95,12 +97,8 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
       InputError: the packages of the compiler are missing, or the compiler refuses the step.
     """
     toolchain, start = find_toolchain(gpu), time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        path = folder / "config.yaml"
-        path.write_text(to_yaml(config), encoding="utf-8")
-        subject = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
-        run_worker("worker", (str(path), str(phase), gpu, str(devices)), gpu, folder, subject, config.measurements)
+    failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
+    with run_worker("worker", (str(phase), gpu, str(devices)), gpu, failure, config) as folder:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
         kernels = read_resources("train_step", toolchain, GPUS[gpu].architecture, folder / DUMP, folder / CODE_OBJECTS)
@@ -108,28 +106,38 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
     return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
 
 
+@contextlib.contextmanager
 def run_worker(
-    worker: str, arguments: Sequence[str], gpu: str, folder: Path, failure: str, measurements: str | None = None
-) -> None:
+    worker: str, arguments: Sequence[str], gpu: str, failure: str, config: Config | None = None
+) -> Iterator[Path]:
     """Run a module of this package that compiles for a GPU, in a process with the compiler's environment.
 
     Args:
       worker: name of the module.
-      arguments: its arguments, without the last, which is the folder.
+      arguments: its arguments, without the file of `config`, which is the first, and the folder, which is the last.
       gpu: name in `GPUS`.
-      folder: folder for what the module and the compiler write.
       failure: start of the message if the compiler fails.
-      measurements: the configuration's key, for the flags.
+      config: configuration, whose key `measurements` sets flags; None if the module needs none.
+
+    Yields:
+      The temporary folder of what the module and the compiler wrote.
 
     Raises:
       InputError: the packages of the compiler are missing, or the process fails.
     """
-    command = [sys.executable, "-m", f"zaya_jax.machine.compilers.{worker}", *arguments, str(folder)]
-    process = subprocess.run(  # noqa: S603 (this program, on files of our own)
-        command, capture_output=True, text=True, check=False, env=environment(gpu, folder, measurements)
-    )
-    if process.returncode:
-        raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if config is not None:
+            (folder / _CONFIG).write_text(to_yaml(config), encoding="utf-8")
+            arguments = (str(folder / _CONFIG), *arguments)
+        command = [sys.executable, "-m", f"zaya_jax.machine.compilers.{worker}", *arguments, str(folder)]
+        process = subprocess.run(  # noqa: S603 (this program, on files of our own)
+            command, capture_output=True, text=True, check=False,
+            env=environment(gpu, folder, None if config is None else config.measurements),
+        )  # fmt: skip
+        if process.returncode:
+            raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
+        yield folder
 
 
 def failure_reason(status: int, stderr: str) -> str:

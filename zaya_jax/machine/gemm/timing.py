@@ -1,6 +1,5 @@
 """Time a problem with its operands in the caches, and after the caches were overwritten."""
 
-import functools
 import statistics
 from typing import NamedTuple
 
@@ -8,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.machine.gemm.problems import Problem
+from zaya_jax.machine.kernel_cases import drawn
 from zaya_jax.machine.timing import elapsed
-
-_STANDARD_DEVIATION = 0.01  # of the operands, so that no sum overflows
 
 
 class Seconds(NamedTuple):
@@ -27,9 +25,7 @@ def flush_array(size: int) -> jax.Array:
 
 def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> Seconds:
     """Time calls, warm and cold in turn; the first call of each, which compiles, is left out."""
-    keys = jax.random.split(jax.random.key(0), len(problem.arrays))
-    arrays = [_draw(key, x.shape, x.dtype) for key, x in zip(keys, problem.arrays, strict=True)]
-    arguments = jax.block_until_ready((*arrays, *map(jnp.asarray, problem.integers)))
+    arguments = jax.block_until_ready((*drawn(problem.arrays), *map(jnp.asarray, problem.integers)))
     call, overwrite = jax.jit(problem.run), jax.jit(lambda x: x + 1)
     warm, cold = [], []
 
@@ -42,8 +38,3 @@ def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> Seconds:
         overwrite(flush).block_until_ready()
         cold.append(elapsed(one_call))
     return Seconds(statistics.median(warm[1:]), statistics.median(cold[1:]))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    return _STANDARD_DEVIATION * jax.random.normal(key, shape, dtype)

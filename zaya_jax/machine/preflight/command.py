@@ -4,11 +4,11 @@ import argparse
 from typing import Any
 
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError, last_words
+from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import recorded_result
-from zaya_jax.machine.command import add_config, add_flags, add_job, add_verb
+from zaya_jax.machine.command import add_config, add_flags, add_job, add_verb, run_in_job
 
 VERB = "preflight"
 
@@ -38,18 +38,11 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     preset = select_preset(config.preset)
     apply_preset(preset)
     keep_compilations()
-    from zaya_jax.parallel.multihost import is_primary, join
-
-    peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
-    from zaya_jax.machine.preflight.run import preflight
-
     source = f"--baseline {parsed.baseline}" if parsed.baseline else f"The result of preflight in {config.measurements}"
-    try:
-        result = preflight(config, baseline, source, parsed.tolerance / 100)
-    except Exception as error:
-        if peers is not None:
-            peers.leave(*last_words(error))  # ends all processes of the job
-        raise
-    if not is_primary():
-        parsed.output = None  # process 0 writes it
-    return result
+
+    def work() -> dict[str, Any]:
+        from zaya_jax.machine.preflight.run import preflight
+
+        return preflight(config, baseline, source, parsed.tolerance / 100)
+
+    return run_in_job(parsed, preset, work)
