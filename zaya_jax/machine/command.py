@@ -46,15 +46,6 @@ def add_config(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
 
 
-def add_job(verb: argparse.ArgumentParser) -> None:
-    """Add the flags with which a process joins a job, as those of training."""
-    verb.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
-    verb.add_argument("--processes", type=int, metavar="N",
-                      help="number of processes in the job (default: set by the launcher)")  # fmt: skip
-    verb.add_argument("--process", type=int, metavar="I",
-                      help="index of this process, from 0 (default: set by the launcher)")  # fmt: skip
-
-
 def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
     """Add `--output`, `--repeats` with the default `repeats`, and `--png`, whose help names the plot `png`.
 

@@ -11,7 +11,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.measurements import measured_preset
-from zaya_jax.machine.command import add_flags, add_job, add_verb, parse_bytes, run_in_job
+from zaya_jax.machine.command import add_flags, add_verb, parse_bytes, run_in_job
+from zaya_jax.run.options import add_job
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")

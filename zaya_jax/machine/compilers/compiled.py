@@ -22,7 +22,6 @@ from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS, DUMP, environment
 
 # Parts of a line that says why a compiler failed, the most telling first.
 _TELLING = ("is a stand-in", "RESOURCE_EXHAUSTED", "Check failed", "Error")
-_CONFIG = "config.yaml"  # the configuration, for the worker
 STEP = "step.hlo"  # the scheduled program, from the worker
 FACTS = "facts.json"  # the compiler's figures, from the worker
 
@@ -98,7 +97,7 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
     """
     toolchain, start = find_toolchain(gpu), time.monotonic()
     failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
-    with run_worker("worker", (str(phase), gpu, str(devices)), gpu, failure, config) as folder:
+    with run_worker("step", gpu, (str(phase), str(devices)), failure, config) as folder:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
         kernels = read_resources("train_step", toolchain, GPUS[gpu].architecture, folder / DUMP, folder / CODE_OBJECTS)
@@ -108,29 +107,30 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
 
 @contextlib.contextmanager
 def run_worker(
-    worker: str, arguments: Sequence[str], gpu: str, failure: str, config: Config | None = None
+    what: str, gpu: str, arguments: Sequence[str], failure: str, config: Config | None = None
 ) -> Iterator[Path]:
-    """Run a module of this package that compiles for a GPU, in a process with the compiler's environment.
+    """Run `worker` in a process with the environment of a GPU's compiler.
 
     Args:
-      worker: name of the module.
-      arguments: its arguments, without the file of `config`, which is the first, and the folder, which is the last.
-      gpu: name in `GPUS`.
+      what: what to compile, the first argument of `worker`.
+      gpu: name in `GPUS`, the second one.
+      arguments: the others, without the last ones, which are the file of `config` and the folder.
       failure: start of the message if the compiler fails.
-      config: configuration, whose key `measurements` sets flags; None if the module needs none.
+      config: configuration, whose key `measurements` sets flags; None if the worker needs none.
 
     Yields:
-      The temporary folder of what the module and the compiler wrote.
+      The temporary folder of what the worker and the compiler wrote.
 
     Raises:
       InputError: the packages of the compiler are missing, or the process fails.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        command = [sys.executable, "-m", "zaya_jax.machine.compilers.worker", what, gpu, *arguments]
         if config is not None:
-            (folder / _CONFIG).write_text(to_yaml(config), encoding="utf-8")
-            arguments = (str(folder / _CONFIG), *arguments)
-        command = [sys.executable, "-m", f"zaya_jax.machine.compilers.{worker}", *arguments, str(folder)]
+            command.append(str(folder / "config.yaml"))
+            Path(command[-1]).write_text(to_yaml(config), encoding="utf-8")
+        command.append(str(folder))
         process = subprocess.run(  # noqa: S603 (this program, on files of our own)
             command, capture_output=True, text=True, check=False,
             env=environment(gpu, folder, None if config is None else config.measurements),

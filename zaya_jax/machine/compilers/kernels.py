@@ -94,7 +94,7 @@ def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], Comp
       ValueError: the compiler left no resources of a kernel.
     """
     words = json.dumps(request._asdict())
-    with run_worker("kernel_worker", (gpu, words), gpu, f"The kernels cannot be compiled for {gpu}") as folder:
+    with run_worker("cases", gpu, (words,), f"The kernels cannot be compiled for {gpu}") as folder:
         programs = {
             (dtype, case, side): read_program(name, gpu, folder) for name, dtype, case, side, _ in requested(request)
         }
@@ -111,7 +111,7 @@ def program_files(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:
-    """Read a program that `kernel_worker.compile_program` wrote."""
+    """Read a program that `cross_compile.compile_program` wrote."""
     text, objects = program_files(folder, name)
     entry = entry_place(parse(text.read_text(encoding="utf-8")))
     pallas = {instruction.kernel for place in walk(entry) for instruction in place.instructions}

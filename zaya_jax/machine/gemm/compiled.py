@@ -44,7 +44,7 @@ def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
                           f"{gpu}", "", (f"jax-{'cuda12-plugin' if GPUS[gpu].platform == 'cuda' else 'rocm7-pjrt'}",)
                           ) | {"results": []}  # fmt: skip
     words = json.dumps(dataclasses.asdict(dataclasses.replace(request, squares=list(request.squares))))
-    with run_worker("gemm_worker", (words, gpu), gpu, f"The products cannot be compiled for {gpu}", config) as folder:
+    with run_worker("products", gpu, (words,), f"The products cannot be compiled for {gpu}", config) as folder:
         family = ""
         for index, problem in enumerate(problems):
             if problem.family != family:

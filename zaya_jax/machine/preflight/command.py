@@ -8,7 +8,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import recorded_result
-from zaya_jax.machine.command import add_config, add_flags, add_job, add_verb, run_in_job
+from zaya_jax.machine.command import add_config, add_flags, add_verb, run_in_job
+from zaya_jax.run.options import add_job
 
 VERB = "preflight"
 
