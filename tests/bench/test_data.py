@@ -186,7 +186,6 @@ def test_what_datasets_maps_is_what_the_tokenizer_gives(inputs, tmp_path, monkey
         disable_progress_bars = staticmethod(lambda: None)
         load_dataset = staticmethod(lambda *_, **__: Dataset())
 
-    monkeypatch.setattr(data_peers, "check_datasets", lambda: None)
     monkeypatch.setitem(sys.modules, "datasets", Stub)
     for fast in (False, True):
         datasets_preparing(inputs.lines, inputs.tokenizer, 2, fast, tmp_path)()
@@ -229,7 +228,7 @@ def peers(monkeypatch):
 
     monkeypatch.setattr(subprocesses, "time", Clock)
     monkeypatch.setattr(subprocesses, "run_in_subprocess", lambda make, *arguments: nullcontext(make(*arguments)))
-    monkeypatch.setattr(bench, "check_datasets", lambda: None)
+    monkeypatch.setattr(bench, "require_packages", lambda *_: None)
     monkeypatch.setattr(bench, "our_packing", make("our packing", lambda _: 1.0, start=4.0))
     monkeypatch.setattr(bench, "our_preparing", make("our preparing", lambda _: 1.0))
     monkeypatch.setattr(bench, "grain_packing", make("grain", of_settings, start=4.0))

@@ -75,7 +75,7 @@ def test_both_sides_get_the_same_tokens_and_the_result_has_their_ratio(monkeypat
 
     monkeypatch.setattr(subprocesses, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
     monkeypatch.setattr(subprocesses, "run_in_subprocess", run)
-    monkeypatch.setattr(one_pass, "check_peer", lambda: None)
+    monkeypatch.setattr(one_pass, "require_packages", lambda *_: None)
     path = tmp_path / "step.json"
     assert command.main(["step", "--repeats", "2", "--dtype", "bfloat16", "--output", str(path), *TINY]) == 0
     config, dtype, tokens = made[forward_backward]
@@ -288,7 +288,7 @@ def sides(monkeypatch):
     monkeypatch.setattr(bench, "run_in_subprocess", lambda _, work, *rest: contextlib.nullcontext(lambda: work(*rest)))
     monkeypatch.setattr(bench, "time_ours", ours)
     monkeypatch.setattr(bench, "time_peer", peer)
-    monkeypatch.setattr(bench, "check_peer", lambda: None)
+    monkeypatch.setattr(bench, "require_packages", lambda *_: None)
     return asked
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.bench.corpora import write_drawn, write_lines
-from zaya_jax.bench.data_peers import GrainSettings, check_datasets, datasets_preparing, grain_packing, time_batches
+from zaya_jax.bench.data_peers import GrainSettings, datasets_preparing, grain_packing, time_batches
 from zaya_jax.config import DataConfig, from_dict
 from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.sources import open_sources
 from zaya_jax.data.tokenizer import train_tokenizer
-from zaya_jax.machine.result import describe_run, rounded
+from zaya_jax.machine.result import describe_run, require_packages, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses
 
 WORKERS = 2
@@ -65,7 +65,7 @@ def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
     Raises:
       InputError: a peer is not installed.
     """
-    check_datasets()
+    require_packages("bench", "datasets")
     result = describe_run(
         "packing and preparing data",
         f"packing {sizes.tokens:,} tokens in windows of {sizes.context}, batch {sizes.batch}, {sizes.batches} batches "

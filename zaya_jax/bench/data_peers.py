@@ -1,7 +1,6 @@
 """The other sides of the data benchmark: Grain's packing, and `datasets` with the `tokenizers` library."""
 
 import importlib
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zaya_jax.data.prepare import open_manifest
-from zaya_jax.errors import InputError
 from zaya_jax.machine.timing import elapsed, timed
 
 _READ_AHEAD = 500  # documents that reading threads buffer, Grain's default
@@ -86,12 +84,6 @@ def _parse_absl_flags() -> None:
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-
-
-def check_datasets() -> None:
-    """Raise `InputError` if `datasets` is not installed."""
-    if importlib.util.find_spec("datasets") is None:
-        raise InputError("The comparison needs datasets: pip install -e '.[bench]'.")
 
 
 def datasets_preparing(lines: Path, tokenizer: Path, workers: int, fast: bool, scratch: Path) -> Callable[[], float]:

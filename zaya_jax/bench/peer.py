@@ -1,7 +1,6 @@
 """The other side of the step benchmarks: the ZAYA model of `transformers`, in PyTorch."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,6 @@ from zaya_jax.machine.timing import timed
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
 _TOO_LARGE = ("The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller "
               "model with --config FILE model.num_layers=N.")  # fmt: skip
-
-
-def check_peer() -> None:
-    """Raise `InputError` if PyTorch or `transformers` is not installed; imports neither."""
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-        raise InputError("The comparison needs PyTorch and transformers: pip install -e '.[parity]'.")
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:

@@ -1,5 +1,6 @@
 """The header of every benchmark result: command, versions and hardware; and how results are written."""
 
+import importlib.util
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config.checks import require
+from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import write_atomically
 
@@ -29,6 +31,12 @@ def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
     for flag, name in files.items():
         usable = not name or (Path(name).resolve().parent.is_dir() and not Path(name).is_dir())
         require(usable, flag, name, "a file in an existing folder")
+
+
+def require_packages(extra: str, *names: str) -> None:
+    """Raise `InputError` if a package of an extra is not installed; none is imported."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise InputError(f"The comparison needs {' and '.join(missing)}: pip install -e '.[{extra}]'.")
 
 
 def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) -> dict[str, Any]:

@@ -24,13 +24,9 @@ def draw(path: Path, result: dict[str, Any]) -> None:
             panel.tick_params(labelbottom=True)
             own = [row for row in rows if row["family"] == family]
             if family == "square":
+                sizes = [row["size"] for row in own]
                 for name in ("warm", "cold"):
-                    panel.plot(
-                        [row["size"] for row in own],
-                        [row[f"{name}_flops_per_second"] / 1e9 for row in own],
-                        label=name,
-                        marker=".",
-                    )
+                    panel.plot(sizes, [row[f"{name}_flops_per_second"] / 1e9 for row in own], label=name, marker=".")
                 panel.set(xlabel="rows and columns", ylabel="GFLOP/s", title="square")
                 panel.legend(frameon=False)
             elif family == "attention":

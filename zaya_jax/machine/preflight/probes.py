@@ -33,6 +33,10 @@ class Sizes(NamedTuple):
     array: int
     message: int
 
+    def work(self, name: str) -> float:
+        """Return the FLOPs of 'matmul', or the bytes that 'memory' reads and writes."""
+        return 2.0 * self.matrix**3 if name == "matmul" else 2.0 * self.array
+
 
 CPU = Sizes(512, "float32", 2**24, 2**20)
 GPU = Sizes(8192, "bfloat16", 2**30, 2**27)
@@ -57,23 +61,18 @@ def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:
 
 def _speed(name: str, device: Any, sizes: Sizes) -> float | str:
     try:
-        return _PROBES[name](device, sizes)
+        function, arrays = probe(name, sizes)
+        return sizes.work(name) / _shortest(jax.jit(function), *jax.device_put(arrays, device))
     except jax.errors.JaxRuntimeError as error:  # such as memory that another program holds
         return str(error).splitlines()[0]
 
 
-def _matmul(device: Any, sizes: Sizes) -> float:
-    full = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, sizes.dtype)
-    matrix = jax.device_put(full, device)  # committed, so that the product runs there
-    return 2 * sizes.matrix**3 / _shortest(jax.jit(jnp.matmul), matrix, matrix)
-
-
-def _memory(device: Any, sizes: Sizes) -> float:
-    array = jax.device_put(jnp.zeros(sizes.array // 4, jnp.float32), device)
-    return 2 * sizes.array / _shortest(jax.jit(jnp.negative), array)  # of a plain copy, XLA would return the input
-
-
-_PROBES = {"matmul": _matmul, "memory": _memory}
+def probe(name: str, sizes: Sizes) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
+    """Return the function of 'matmul' or 'memory', and its arrays on the default device."""
+    if name == "matmul":
+        matrix = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, sizes.dtype)
+        return jnp.matmul, (matrix, matrix)
+    return jnp.negative, (jnp.zeros(sizes.array // 4, jnp.float32),)  # of a plain copy, XLA would return the input
 
 
 def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:

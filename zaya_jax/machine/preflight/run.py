@@ -19,7 +19,7 @@ from zaya_jax.train.kernels import validated_kernels
 
 Status = Literal["PASS", "WARN", "FAIL"]
 _MEASURED = ("all_reduce", "all_gather")
-_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
+UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
 
 
 class Check(NamedTuple):
@@ -86,9 +86,8 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
 def _kernels(config: Config) -> Check:
     """Report the kernels that the configuration selects; those with wrong results are replaced, which costs time."""
     selection = validated_kernels(config)
-    if not selection.reasons:
-        return Check("kernels", "PASS", float(len(selection.kernels)), "kernels", "")
-    return Check("kernels", "WARN", float(len(selection.kernels)), "kernels", " ".join(selection.reasons.values()))
+    status = "WARN" if selection.reasons else "PASS"
+    return Check("kernels", status, float(len(selection.kernels)), "kernels", " ".join(selection.reasons.values()))
 
 
 def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str], tolerance: float) -> Check:
@@ -124,7 +123,7 @@ def _collective(
 def _against(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Check:
     """Compare a check with the baseline."""
     before = recorded.get(check.check)
-    if check.unit not in _UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
+    if check.unit not in UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
         return check
     said = f"{check.value / before:.0%} of the baseline, {_quantity(before, check.unit)}."
     return check._replace(status="FAIL", message=f"{said} {check.message}".strip())
@@ -151,7 +150,7 @@ def _device_names(hosts: Sequence[str]) -> dict[int, str]:
 
 
 def _quantity(value: float, unit: str) -> str:
-    scale, shown = _UNITS.get(unit, (1, unit))
+    scale, shown = UNITS.get(unit, (1, unit))
     return f"{value / scale:,.3g} {shown}"
 
 
