@@ -17,7 +17,7 @@ CPU = KernelSelection(Target("cpu", "cpu"))
 
 def test_a_missing_peer_is_told_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(InputError, match=r"needs PyTorch: pip install -e '\.\[parity\]'\."):
+    with pytest.raises(InputError, match=r"needs torch: pip install -e '\.\[parity\]'\."):
         peer_call("attention", SMALL, "float32", "cpu")
 
 

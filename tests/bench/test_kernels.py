@@ -163,7 +163,8 @@ def sides(monkeypatch):
     monkeypatch.setattr(bench, "run_in_subprocess", in_this_process)
     monkeypatch.setattr(bench, "our_side", ours)
     monkeypatch.setattr(bench, "peer_side", peer)
-    monkeypatch.setattr(bench, "roofline", lambda kind, size: side(1e-3))
+    monkeypatch.setattr(subprocesses, "run_in_subprocess", in_this_process)
+    monkeypatch.setattr(bench, "roofline", lambda probe, sizes: side(1e-3))
     return made
 
 
@@ -179,7 +180,7 @@ def test_without_a_gpu_all_cases_are_emulated_at_small_size(sides, tmp_path, cap
     assert norm["missing"] == {"peer": "The peer needs PyTorch."}
     assert norm["aim"]["met"] is None
     assert found["results"]["cca_mix"]["missing"] == {"peer": "PyTorch has no counterpart."}
-    assert found["rooflines"] == pytest.approx({"copy": 2 * 2**20 / 1e-3, "dense": 2 * 128**3 / 1e-3}, rel=1e-3)
+    assert found["rooflines"] == pytest.approx({"copy": 2 * 2**24 / 1e-3, "dense": 2 * 512**3 / 1e-3}, rel=1e-3)
     assert "do not compare these times with a GPU" in capsys.readouterr().out
 
 

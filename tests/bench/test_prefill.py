@@ -33,4 +33,4 @@ def test_a_prompt_is_timed_in_each_layer(monkeypatch, capsys):
 
 def test_a_length_out_of_range_is_refused(capsys):
     assert main(["prefill", "--lengths", "0"]) == 2
-    assert "--lengths is 0, but every value must be from 1 to 131072." in capsys.readouterr().err
+    assert "--lengths is 0, but must be between 1 and 131072." in capsys.readouterr().err

@@ -35,7 +35,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.machine import step as step_module
-from zaya_jax.machine import subprocesses
+from zaya_jax.machine import subprocesses, timing
 from zaya_jax.machine.step import forward_backward, make_rows, random_tokens
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.state import init_state
@@ -75,7 +75,7 @@ def test_both_sides_get_the_same_tokens_and_the_result_has_their_ratio(monkeypat
 
     monkeypatch.setattr(subprocesses, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
     monkeypatch.setattr(subprocesses, "run_in_subprocess", run)
-    monkeypatch.setattr(one_pass, "check_peer", lambda: None)
+    monkeypatch.setattr(one_pass, "require_packages", lambda *_: None)
     path = tmp_path / "step.json"
     assert command.main(["step", "--repeats", "2", "--dtype", "bfloat16", "--output", str(path), *TINY]) == 0
     config, dtype, tokens = made[forward_backward]
@@ -110,7 +110,7 @@ class Device:
 
     def __init__(self, monkeypatch, fits, seconds):
         self.fits, self.seconds, self.again, self.moved, self.now, self.left = fits, seconds, None, False, 0.0, True
-        monkeypatch.setattr(peer, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def fastest(self):
         torch, tokens = SimpleNamespace(OutOfMemoryError=MemoryError), np.zeros((8, 4))
@@ -288,7 +288,7 @@ def sides(monkeypatch):
     monkeypatch.setattr(bench, "run_in_subprocess", lambda _, work, *rest: contextlib.nullcontext(lambda: work(*rest)))
     monkeypatch.setattr(bench, "time_ours", ours)
     monkeypatch.setattr(bench, "time_peer", peer)
-    monkeypatch.setattr(bench, "check_peer", lambda: None)
+    monkeypatch.setattr(bench, "require_packages", lambda *_: None)
     return asked
 
 

@@ -13,8 +13,9 @@ from tests.helpers import random_values, tiny_config
 from zaya_jax.config import load_config
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.gemm import problems, sweep
+from zaya_jax.machine.gemm.command import FAMILIES
 from zaya_jax.machine.gemm.histograms import scale_counts
-from zaya_jax.machine.gemm.sweep import FAMILIES, Request, make_problems
+from zaya_jax.machine.gemm.sweep import Request, make_problems
 from zaya_jax.machine.gemm.timing import Seconds, time_problem
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import select_kernels

@@ -75,9 +75,9 @@ def probed():
         return 2.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probes, "_seconds", seconds)
+        patch.setattr(probes, "_shortest", seconds)
         speeds = {name: probes.device_speeds(name, SMALL) for name in ("matmul", "memory")}
-        patch.setattr(probes, "_seconds", of_group)
+        patch.setattr(probes, "_shortest", of_group)
         together = probes.bandwidth("all_reduce", [jax.devices()[1], jax.devices()[3]], SMALL)
     return ran, speeds, together
 
@@ -110,7 +110,7 @@ def checked(folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probes, "CPU", SMALL)
-        patch.setattr(probes, "_seconds", seconds)
+        patch.setattr(probes, "_shortest", seconds)
         patch.setattr(probes, "bandwidth", bandwidth)
         patch.setattr(run_module, "check_collectives", lambda: found)
         statuses = [run("preflight.json")]

@@ -63,3 +63,14 @@ def test_processes_measure_collectives_together(job):
     assert len(rows) == len(result["results"])
     assert {(row["wrong"], row["wrong_in_place"]) for row in rows} == {("0", "0")}
     assert not any(list(parse_rows(other)) for other in said[1:])  # process 0 speaks
+
+
+def test_a_process_that_fails_ends_the_others_with_its_reason(tmp_path):
+    code = """
+import zaya_jax.main
+from zaya_jax.machine import __main__ as machine
+zaya_jax.main.main = lambda arguments: machine.main(["collectives", *arguments])
+"""
+    ends = finish_job(tmp_path, start_job(tmp_path, [[], ["--fsdp", "3"]], 2, code=code))
+    assert [status for status, _ in ends] == [2, 2]
+    assert all("--fsdp 3 is 3, but must divide 2, the number of devices." in said for _, said in ends)

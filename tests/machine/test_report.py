@@ -120,7 +120,7 @@ def results() -> dict[str, dict]:
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "_measure", lambda *_: {})
-        made["context"] = context.measure_context(context.Sizes((8192,), "float32"), 1, None)
+        made["context"] = context.measure_context(context.Sizes((8192,), "float32"), 1)
     made["context"] |= {key: recorded("context")[key] for key in ("results", "scaling")}
     return made
 

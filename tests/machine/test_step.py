@@ -10,6 +10,7 @@ from zaya_jax.config import BatchConfig, SourceConfig, Table
 from zaya_jax.config.stages import stages
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine import step as module
+from zaya_jax.machine import timing
 from zaya_jax.machine.step import (
     describe_throughput,
     forward_backward,
@@ -18,8 +19,8 @@ from zaya_jax.machine.step import (
     random_tokens,
     throughput,
     time_train_steps,
-    timed,
 )
+from zaya_jax.machine.timing import timed
 from zaya_jax.train.step import make_local_loss
 
 SMALL = change(CONFIG, {"train.batch": BatchConfig(tokens=2 * CONFIG.data.context)})
@@ -46,7 +47,7 @@ def test_memory_is_what_the_device_counts_or_the_program_takes():
 
 def test_the_step_to_warm_up_is_not_counted(monkeypatch):
     clock = iter([0.0, 100.0, 200.0, 201.0, 300.0, 302.0])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     calls = []
     assert timed(lambda: calls.append(1), 2) == [1.0, 2.0]
     assert len(calls) == 3

@@ -87,7 +87,7 @@ def test_the_shortest_step_follows_from_pages_and_speed(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ("configs/tiny.yaml --size 4K", "--size is 4K, but must be at least 1M."),
+    ("configs/tiny.yaml --size 4K", "--size is '4K', but must be at least 1M."),
     ("configs/tiny.yaml --threads 0", "--threads is 0, but must be between 1 and 256."),
     ("no.yaml", "no.yaml"),
 ])  # fmt: skip

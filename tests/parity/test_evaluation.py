@@ -1,12 +1,10 @@
-"""lm-eval's tasks: our model answers as lm-eval's own model `hf` does, and the command on tasks and on bad input.
+"""lm-eval's tasks: our model answers as lm-eval's own model `hf` does.
 
 The tasks are local: their YAML and data are written here, and nothing reads the network.
 """
 
 import json
-import random
 import re
-import shutil
 
 import jax
 import numpy as np
@@ -19,6 +17,7 @@ pytestmark = [
     pytest.mark.parity,
     # Of datasets, lm-eval and torch, with no meaning here.
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("offline"),
 ]
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -28,71 +27,21 @@ from pathlib import Path  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from tests.evaluate_helpers import write_tasks  # noqa: E402
-from tests.helpers import random_model, tiny_config  # noqa: E402
+from tests.parity.evaluation_helpers import TEMPLATE, write_model  # noqa: E402
 from tests.train_helpers import WORDS  # noqa: E402
 from zaya_jax.data.chat import DEFAULT_TEMPLATE  # noqa: E402
-from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer, train_tokenizer  # noqa: E402
+from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer  # noqa: E402
 from zaya_jax.errors import InputError  # noqa: E402
 from zaya_jax.evaluate import harness, scoring  # noqa: E402
 from zaya_jax.evaluate.__main__ import main  # noqa: E402
 from zaya_jax.evaluate.lm_eval_model import ZayaLM  # noqa: E402
 from zaya_jax.evaluate.scoring import Request  # noqa: E402
-from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig, load_suite, named_tasks  # noqa: E402
+from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig, named_tasks  # noqa: E402
 from zaya_jax.generate import decode  # noqa: E402
 from zaya_jax.generate.sampling import Sampling  # noqa: E402
-from zaya_jax.hf.exporter import save_pretrained  # noqa: E402
 
 NAMES = "letters", "endings", "texts", "written"
 SUITE = named_tasks(",".join(NAMES))
-# As of published models: it ends a turn, and strips the content.
-TEMPLATE = """{% for m in messages %}<|{{ m.role }}|> {{ m.content | trim }}<|end|>
-{% endfor %}{% if add_generation_prompt %}<|assistant|> {% endif %}"""
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def offline(tmp_path_factory):
-    """Data sets are read from their files, and cached here."""
-    import datasets
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-        patch.setenv("HF_ALLOW_CODE_EVAL", "0")
-        patch.setattr(harness.load_tasks, "__kwdefaults__", {**harness.load_tasks.__kwdefaults__, "own_only": True})
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The tasks."""
-    return write_tasks(tmp_path_factory.mktemp("tasks"), longest=60)
-
-
-@pytest.fixture(scope="module")
-def export(tmp_path_factory):
-    """A random model and a tokenizer that adds no token."""
-    return write_model(tmp_path_factory.mktemp("export"), bos=False)
-
-
-def write_model(path: Path, bos: bool) -> Path:
-    save_pretrained(random_model(tiny_config(vocab_size=300, max_positions=128)), path)
-    draw = random.Random(0)
-    train_tokenizer([" ".join(draw.choices(WORDS, k=30)) + "0123456789" for _ in range(50)], 300).save(
-        path / "tokenizer.json"
-    )
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos, "eos_token": EOT_TEXT,
-                "bos_token": EOT_TEXT, "pad_token": EOT_TEXT, "clean_up_tokenization_spaces": False}  # fmt: skip
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}))
-    if bos:
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{EOT_TEXT} $A", special_tokens=[(EOT_TEXT, 0)]
-        )
-        backend.save(str(path / "tokenizer.json"))
-    return path
 
 
 def ours(path: Path, **options) -> ZayaLM:
@@ -382,111 +331,3 @@ def test_messages_that_cannot_be_rendered_are_an_error(export, template, message
     model.opened = model.opened._replace(template=template)
     with pytest.raises(InputError, match=said):
         model.apply_chat_template([message], add_generation_prompt=False)
-
-
-# --- the command -----------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_and_writes_scores_next_to_a_peers(folder, export, tmp_path, capsys):
-    (tmp_path / "suite.yaml").write_text("tasks: [{name: letters, fewshot: 2}, {name: written}]\n"
-                                         "chat_template: true\nnot_covered: [Other]")  # fmt: skip
-    output = tmp_path / "scores.json"
-    arguments = [str(export), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder), "--limit", "20",
-                 "--output", str(output)]  # fmt: skip
-    assert main([*arguments, "--peer", f"hf:{export}"]) == 0
-    printed = capsys.readouterr().out
-    assert "not covered by lm-eval: Other" in printed
-    (line,) = [line.split() for line in printed.splitlines() if line.startswith("letters") and " acc " in line]
-    assert line[1:3] == ["3.0", "2"]
-    record = json.loads(output.read_text())
-    letters = record["tasks"]["letters"]
-    assert letters == record["peers"][f"hf:{export}"]["letters"]
-    assert (letters["version"], letters["fewshot"], letters["items"], len(letters["prompts"])) == (3.0, 2, 20, 64)
-    assert record["not_covered"] == ["Other"]
-    assert record["versions"]["lm_eval"] == "0.4.13"
-    assert record["settings"]["limit"] == 20
-    assert len(record["fingerprint"]) == 32
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--tasks", "leters"], "'leters' is unknown to the installed lm-eval. Did you mean letters"),
-        (["--tasks", "unsafe"], "unsafe executes code"),
-        (["--tasks", "many"], "unsafe executes code"),
-        (["--tasks", "absent"], "The task absent cannot be loaded"),
-        (["--tasks", "letters,all"], "The task letters is in all and in letters"),
-        (["--tasks", "letters", "--peer", "Qwen/Qwen3-4B"], "--peer is 'Qwen/Qwen3-4B'"),
-        (["--tasks", "letters", "--task-folder", "nowhere"], "--task-folder is 'nowhere'"),
-        (["--config", "SAMPLED"], "tasks.letters must not set"),
-        (["--config", "GREEDY"], "tasks.written.samples is 3"),
-    ],
-)
-def test_a_bad_task_is_one_sentence_before_anything_is_compiled(
-    folder, export, tmp_path, arguments, said, capsys, monkeypatch
-):
-    write_tasks(tmp_path)
-    head = (tmp_path / "letters.yaml").read_text()
-    (tmp_path / "unsafe.yaml").write_text("unsafe_code: true\n" + head.replace("task: letters", "task: unsafe"))
-    (tmp_path / "absent.yaml").write_text(head.replace("task: letters", "task: absent").replace(".jsonl", ".gone"))
-    (tmp_path / "many.yaml").write_text("group: many\ntask: [letters, unsafe]\n")
-    (tmp_path / "all.yaml").write_text("group: all\ntask: [letters, endings]\n")
-    (tmp_path / "SAMPLED").write_text("tasks: [{name: letters, temperature: 1}]")
-    (tmp_path / "GREEDY").write_text("tasks: [{name: written, samples: 3}]")
-    monkeypatch.setattr("zaya_jax.evaluate.command.open_text_model", lambda *_: pytest.fail("It went on."))
-    paths = [str(tmp_path / text) if text.isupper() else text for text in arguments]
-    tasks = [] if "--task-folder" in paths else ["--task-folder", str(tmp_path)]
-    assert main([str(export), *paths, *tasks]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
-    assert said in line
-
-
-def test_a_missing_package_names_the_command_that_installs_it(export, capsys, monkeypatch):
-    find = harness.importlib.util.find_spec
-    for package, extra in (("lm_eval", "[evaluation]"), ("accelerate", "[evaluation,parity]")):
-        monkeypatch.setattr(harness.importlib.util, "find_spec",
-                            lambda name, gone=package: None if name == gone else find(name))  # fmt: skip
-        assert main([str(export), "--tasks", "letters", "--peer", "hf:x"]) == 2
-        assert f"pip install 'zaya-jax{extra}'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("suite", "generation", "template", "said"),
-    [
-        ("{name: written}", "num_return_sequences: 2", TEMPLATE, "The task written sets num_return_sequences"),
-        ("{name: written}", "repetition_penalty: 0.0, do_sample: true", TEMPLATE,
-         "The task written's repetition_penalty is 0.0"),
-        ("{name: written, max_new_tokens: 128}", "do_sample: false", TEMPLATE,
-         "The task written asks for 128 new tokens, but must ask for at least 1 and fewer than the model's 128"),
-        ("{name: letters}", "", "{{ raise_exception('no users') }}", "cannot render the conversation: .*no users"),
-    ],
-)  # fmt: skip
-def test_a_task_that_cannot_be_answered_is_one_sentence_before_scoring(
-    export, tmp_path, suite, generation, template, said, capsys, monkeypatch
-):
-    folder, model = write_tasks(tmp_path / "tasks", items=3), tmp_path / "model"
-    path = folder / "written.yaml"
-    path.write_text(path.read_text().replace("do_sample: false", generation))
-    shutil.copytree(export, model)
-    (model / "chat_template.jinja").write_text(template)
-    (tmp_path / "suite.yaml").write_text(f"tasks: [{suite}]\nchat_template: true")
-    (tmp_path / "text").write_text("the model")
-    for name in ("harness.score_tasks", "command.text_losses"):
-        monkeypatch.setattr(f"zaya_jax.evaluate.{name}", lambda *_, **__: pytest.fail("It went on."))
-    assert main([str(model), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder), "--text",
-                 str(tmp_path / "text")]) == 2  # fmt: skip
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
-    assert re.search(said, line)
-
-
-def test_the_installed_lm_eval_has_all_tasks_of_the_shipped_suites():
-    from lm_eval.tasks import TaskManager
-
-    index = TaskManager().task_index
-    suites = {path.stem: load_suite(path) for path in (ROOT / "configs" / "evals").glob("*.yaml")}
-    for suite in suites.values():
-        for task in suite.tasks:
-            harness._check_task(task.name, index, runs_code=True)
-    for name in ("humaneval", "humaneval_instruct", "mbpp_instruct"):
-        with pytest.raises(InputError, match="--run-generated-code"):
-            harness._check_task(name, index, runs_code=False)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -14,7 +13,6 @@ from zaya_jax.data.pipeline import heldout_text
 from zaya_jax.generate.decode import Continuation
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.tree import parameters
-from zaya_jax.train import plot
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.report import continuation, report
 
@@ -107,13 +105,14 @@ def test_a_run_becomes_a_picture_that_stays_where_a_new_one_fails(tmp_path, monk
 
 
 @pytest.fixture
-def panels(monkeypatch):
+def panels(monkeypatch, tmp_path):
     """Plots rows without drawing them; gives the panels of the loss and of the entropy."""
     figures = []
-    monkeypatch.setattr(plot, "save_figure", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    (tmp_path / "run").mkdir()
 
     def draw(*arguments):
-        plot_run(arguments[0], Path("run/loss.png"), *arguments[1:])
+        plot_run(arguments[0], tmp_path / "run" / "loss.png", *arguments[1:])
         return figures[-1].axes
 
     return draw

@@ -1,7 +1,7 @@
 """Watch the links of network cards: InfiniBand and RoCE ports, Ethernet interfaces, and AMD's NIC telemetry.
 
-Formats: Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net of the Linux kernel, `nicctl show
-port --json`, and the metric NIC_PORT_STATUS_LINK_DOWN_COUNT of AMD's device-metrics-exporter.
+Formats: those of `hardware.sysfs`, `nicctl show port --json`, and the metric NIC_PORT_STATUS_LINK_DOWN_COUNT of AMD's
+device-metrics-exporter.
 """
 
 import contextlib
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.hardware.sysfs import MOST_LINKS, Sysfs
 from zaya_jax.run.files import read_start
 
-_MOST_LINKS = 512
-_LONGEST_ATTRIBUTE = 256  # bytes
 _LONGEST_TELEMETRY = 1 << 20  # bytes; of a longer file, the last ones are read
 _ERRORS_EVERY = 60.0  # seconds at least between two reports of a link's errors
 _ERROR_COUNTERS = ("symbol_error", "local_link_integrity_errors", "port_rcv_errors", "excessive_buffer_overrun_errors")
@@ -63,7 +62,7 @@ class NetworkWatch:
           telemetry: file with the output of `nicctl show port --json`, one JSON object a line or one only, or with the
             metrics of AMD's exporter in the text format of Prometheus. The file is read at each poll.
         """
-        self._root, self._down_seconds, self._telemetry = os.path.realpath(root), down_seconds, telemetry
+        self._sysfs, self._down_seconds, self._telemetry = Sysfs(root), down_seconds, telemetry
         self._links: dict[str, _Link] = {}
 
     def poll(self, now: float) -> list[Observation]:
@@ -81,7 +80,7 @@ class NetworkWatch:
             last = self._links[name].reading
             readings[name] = Reading(False, last.downs, last.errors)
         for name, reading in sorted(readings.items()):
-            if name not in self._links and len(self._links) >= _MOST_LINKS:
+            if name not in self._links and len(self._links) >= MOST_LINKS:
                 continue
             link = self._links.setdefault(name, _Link(reading))
             link.is_watched = link.is_watched or reading.up is True
@@ -118,40 +117,19 @@ class NetworkWatch:
             link.errors_at, link.new_errors = now, 0
 
     def _read(self) -> Iterator[tuple[str, Reading]]:
-        for device in self._entries("class/infiniband"):
-            for port in self._entries(f"class/infiniband/{device}/ports"):
-                folder = f"class/infiniband/{device}/ports/{port}"
-                errors = sum(self._count(f"{folder}/counters/{name}") or 0 for name in _ERROR_COUNTERS)
-                up = _is_active(self._text(f"{folder}/state"), self._text(f"{folder}/phys_state"))
-                yield f"{device}/{port}", Reading(up, self._count(f"{folder}/counters/link_downed"), errors)
-        for interface in self._entries("class/net"):
-            folder = f"class/net/{interface}"
-            if os.path.exists(os.path.join(self._root, folder, "device")):  # virtual interfaces have none
-                changes, downs = self._count(f"{folder}/carrier_changes"), self._count(f"{folder}/carrier_down_count")
-                if downs is None and changes is not None:  # a change per time up and per time down, first up
-                    downs = changes // 2
-                up = {"up": True, "down": False, "lowerlayerdown": False, "notpresent": False}
-                yield interface, Reading(up.get(self._text(f"{folder}/operstate")), downs)
+        text, count = self._sysfs.text, self._sysfs.count
+        for name, folder in self._sysfs.ports():
+            errors = sum(count(f"{folder}/counters/{counter}") or 0 for counter in _ERROR_COUNTERS)
+            up = _is_active(text(f"{folder}/state"), text(f"{folder}/phys_state"))
+            yield name, Reading(up, count(f"{folder}/counters/link_downed"), errors)
+        for name, folder in self._sysfs.interfaces(physical=True):
+            changes, downs = count(f"{folder}/carrier_changes"), count(f"{folder}/carrier_down_count")
+            if downs is None and changes is not None:  # a change per time up and per time down, first up
+                downs = changes // 2
+            up = {"up": True, "down": False, "lowerlayerdown": False, "notpresent": False}
+            yield name, Reading(up.get(text(f"{folder}/operstate")), downs)
         if self._telemetry is not None:
             yield from read_telemetry(self._telemetry).items()
-
-    def _entries(self, folder: str) -> list[str]:
-        try:
-            return sorted(os.listdir(os.path.join(self._root, folder)))[:_MOST_LINKS]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def _text(self, file: str) -> str:
-        """Return the start of an attribute; empty if it cannot be read, leads outside `root`, or is no regular file."""
-        with contextlib.suppress(OSError, ValueError):
-            path = os.path.realpath(os.path.join(self._root, file))
-            if os.path.commonpath([path, self._root]) == self._root:
-                return read_start(path, _LONGEST_ATTRIBUTE).decode("ascii", "replace").strip()
-        return ""
-
-    def _count(self, file: str) -> int | None:
-        text = self._text(file)
-        return int(text) if text.isascii() and text.isdigit() else None
 
 
 def read_telemetry(path: Path) -> dict[str, Reading]:
@@ -170,7 +148,7 @@ def read_telemetry(path: Path) -> dict[str, Reading]:
         with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
             readings |= dict(_nicctl_ports(json.loads(candidate)))
             break
-    return dict(list(readings.items())[:_MOST_LINKS])
+    return dict(list(readings.items())[:MOST_LINKS])
 
 
 def _nicctl_ports(document: Any) -> Iterator[tuple[str, Reading]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.config import load_config
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.hardware.huge_pages import use_huge_pages
@@ -43,7 +44,7 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     step = add_verb(
-        verbs, _PROGRAM, "step", "time a training step against transformers in PyTorch",
+        verbs, _PROGRAM, "step", _step, "time a training step against transformers in PyTorch",
         "Prints tokens/s of both on the same random tokens and the same device.", "--dtype float32 --repeats 3",
     )  # fmt: skip
     add_flags(step, repeats=7)
@@ -56,10 +57,9 @@ def _parser() -> Parser:
                       "configs/bench_8b.yaml on a GPU with 141 GB (default: a model of 52.75M parameters)")  # fmt: skip
     step.add_argument("overrides", nargs="*", metavar="section.key=value",
                       help="configuration value to override, such as model.num_layers=4")  # fmt: skip
-    step.set_defaults(run=_step)
 
     decode = add_verb(
-        verbs, _PROGRAM, "decode", "time greedy decoding against generate of transformers in PyTorch",
+        verbs, _PROGRAM, "decode", _decode, "time greedy decoding against generate of transformers in PyTorch",
         "Generates 128 tokens after prompts of 512 with a model of 52.75M parameters; prints new tokens/s of both, the "
         "time to the first token, and our compilation.", "--batch 1 8 --output decode.json",
     )  # fmt: skip
@@ -67,28 +67,26 @@ def _parser() -> Parser:
     decode.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N",
                         help="numbers of prompts (default: 1 8)")  # fmt: skip
     decode.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    decode.set_defaults(run=_decode)
 
     prefill = add_verb(
-        verbs, _PROGRAM, "prefill", "time the attention of a prompt: CCA against grouped-query and full attention",
+        verbs, _PROGRAM, "prefill", _prefill,
+        "time the attention of a prompt: CCA against grouped-query and full attention",
         "Applies one attention layer of ZAYA1-8B, and others of the same width.", "--lengths 4096",
     )  # fmt: skip
     add_flags(prefill, repeats=5)
     prefill.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], metavar="TOKENS",
                          help="tokens of a prompt (default: 4096 16384)")  # fmt: skip
     prefill.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    prefill.set_defaults(run=_prefill)
 
     data = add_verb(
-        verbs, _PROGRAM, "data", "time packing against Grain, and data preparation against datasets",
+        verbs, _PROGRAM, "data", _data, "time packing against Grain, and data preparation against datasets",
         "Uses generated documents and the Python standard library as input, with Grain's fastest settings.",
         "--repeats 3 --output data.json",
     )  # fmt: skip
     add_flags(data, repeats=5)
-    data.set_defaults(run=_data)
 
     checkpoint = add_verb(
-        verbs, _PROGRAM, "checkpoint", "time saving and restoring against Orbax and gather-and-pickle",
+        verbs, _PROGRAM, "checkpoint", _checkpoint, "time saving and restoring against Orbax and gather-and-pickle",
         "Measures how long a save blocks training, when the checkpoint is durable, and how long it takes to restore, "
         "with several processes on one disk.", "--gib 2 --processes 1 4 --png saving.png",
     )  # fmt: skip
@@ -99,7 +97,6 @@ def _parser() -> Parser:
                             help="numbers of processes to save from (default: 1 2 4)")  # fmt: skip
     checkpoint.add_argument("--folder", metavar="FOLDER",
                             help="folder on the disk to measure (default: the system temporary folder)")  # fmt: skip
-    checkpoint.set_defaults(run=_checkpoint)
 
     for name, summary, details, example in (
         ("supervision", "time training under a supervisor against training without one",
@@ -109,22 +106,20 @@ def _parser() -> Parser:
          "Starts a run with empty caches, ends it after its first step, and starts it again.",
          "--config configs/tiny.yaml --output startup.json"),
     ):  # fmt: skip
-        verb = add_verb(verbs, _PROGRAM, name, summary, details, example)
+        verb = add_verb(verbs, _PROGRAM, name, _command, summary, details, example)
         add_flags(verb, repeats=3)
         verb.add_argument("--config", metavar="FILE", default="configs/tiny.yaml",
                           help="configuration to train (default: configs/tiny.yaml)")  # fmt: skip
         verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration value to override")
-        verb.set_defaults(run=_supervision if name == "supervision" else _startup)
 
     kernels = add_verb(
-        verbs, _PROGRAM, "kernels", "time each Pallas kernel against XLA, PyTorch and the device's peak",
+        verbs, _PROGRAM, "kernels", _kernels, "time each Pallas kernel against XLA, PyTorch and the device's peak",
         "Without a GPU, the kernels are emulated at a small size, and the times do not predict those of a GPU.",
         "--only attention --output attention.json",
     )  # fmt: skip
     add_flags(kernels, repeats=5)
     kernels.add_argument("--only", metavar="CASE", nargs="+", default=[],
                          help="cases to time, such as attention (default: all)")  # fmt: skip
-    kernels.set_defaults(run=_kernels)
 
     small = "Trains models of 1.65M parameters with three seeds, one training per core."
     for name, summary, details, steps, steps_help, curves in (
@@ -138,14 +133,13 @@ def _parser() -> Parser:
          f"{small} The learning rates of each variant are tuned on the first seed.", 200,
          "number of training steps of the whole model", "differences from the whole model"),
     ):  # fmt: skip
-        verb = add_verb(verbs, _PROGRAM, name, summary, details, f"--steps 100 --png {name}.png")
+        verb = add_verb(verbs, _PROGRAM, name, _trainings, summary, details, f"--steps 100 --png {name}.png")
         verb.add_argument("--steps", type=int, default=steps, metavar="N",
                           help=f"{steps_help}, at least 20 (default: {steps})")  # fmt: skip
         if name == "optimizer":
             verb.add_argument("--tuned", metavar="FILE", help="use the best learning rates of an earlier --output "
                               "instead of tuning them, such as benchmarks/optimizer_cpu.json")  # fmt: skip
         add_flags(verb, png=curves)
-        verb.set_defaults(run=_trainings)
     return parser
 
 
@@ -167,17 +161,15 @@ def _step(parsed: argparse.Namespace) -> dict[str, Any]:
 def _decode(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.decode import bench_decode
 
-    if min(parsed.batch) < 1:
-        raise InputError(f"--batch is {' '.join(map(str, parsed.batch))}, but every value must be at least 1.")
+    require(min(parsed.batch) >= 1, "--batch", min(parsed.batch), "at least 1")
     return bench_decode(parsed.batch, parsed.dtype, parsed.repeats)
 
 
 def _prefill(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.prefill import CCA, bench_prefill
 
-    if not all(1 <= length <= CCA.max_positions for length in parsed.lengths):
-        raise InputError(f"--lengths is {' '.join(map(str, parsed.lengths))}, but every value must be from 1 to "
-                         f"{CCA.max_positions}.")  # fmt: skip
+    for length in parsed.lengths:
+        require(1 <= length <= CCA.max_positions, "--lengths", length, f"between 1 and {CCA.max_positions}")
     return bench_prefill(parsed.lengths, parsed.dtype, parsed.repeats)
 
 
@@ -191,23 +183,17 @@ def _checkpoint(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.checkpoint import bench_checkpoint
 
     for name, values in (("--gib", parsed.gib), ("--processes", parsed.processes)):
-        if any(value <= 0 for value in values):
-            raise InputError(f"{name} is {' '.join(map(str, values))}, but every value must be above 0.")
+        require(min(values) > 0, name, min(values), "above 0")
     return bench_checkpoint(parsed.gib, parsed.processes, parsed.repeats, parsed.png, parsed.folder)
 
 
-def _supervision(parsed: argparse.Namespace) -> dict[str, Any]:
+def _command(parsed: argparse.Namespace) -> dict[str, Any]:
+    from zaya_jax.bench.startup import bench_startup
     from zaya_jax.bench.supervision import bench_supervision
 
-    load_config(parsed.config, parsed.overrides)
-    return bench_supervision(parsed.config, parsed.overrides, parsed.repeats)
-
-
-def _startup(parsed: argparse.Namespace) -> dict[str, Any]:
-    from zaya_jax.bench.startup import bench_startup
-
-    load_config(parsed.config, parsed.overrides)
-    return bench_startup(parsed.config, parsed.overrides, parsed.repeats)
+    load_config(parsed.config, parsed.overrides)  # so that a mistake is named before anything runs
+    bench = bench_supervision if parsed.verb == "supervision" else bench_startup
+    return bench(parsed.config, parsed.overrides, parsed.repeats)
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -221,8 +207,7 @@ def _trainings(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.balance import bench_balance
     from zaya_jax.bench.optimizer import bench_optimizer
 
-    if parsed.steps < 20:
-        raise InputError(f"--steps is {parsed.steps}, but must be at least 20: the warm-up takes 10 steps.")
+    require(parsed.steps >= 20, "--steps", parsed.steps, "at least 20: the warm-up takes 10 steps")
     keep_compilations()  # the seeds of a variant run the same programs
     benches = {"optimizer": bench_optimizer, "balance": bench_balance, "ablations": bench_ablations}
     more = {"tuned": parsed.tuned} if parsed.verb == "optimizer" else {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.bench.saving import Job, measure
-from zaya_jax.errors import InputError
+from zaya_jax.config.checks import require
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
@@ -45,8 +45,7 @@ def bench_checkpoint(
     Raises:
       InputError: `folder` is not a folder.
     """
-    if folder is not None and not Path(folder).is_dir():
-        raise InputError(f"--folder is {folder!r}, but must be an existing folder.")
+    require(folder is None or Path(folder).is_dir(), "--folder", folder, "an existing folder")
     result = describe_run(
         "seconds that a save blocks the step loop, until the checkpoint is durable, and to restore it",
         f"states of {', '.join(f'{size:g}' for size in sizes)} GiB, 16 large arrays and 1,000 of 1 KiB",

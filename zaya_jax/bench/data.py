@@ -2,21 +2,20 @@
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.bench.corpora import write_drawn, write_lines
-from zaya_jax.bench.data_peers import GrainSettings, check_datasets, datasets_preparing, grain_packing, time_batches
+from zaya_jax.bench.data_peers import GrainSettings, datasets_preparing, grain_packing, time_batches
 from zaya_jax.config import DataConfig, from_dict
 from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.sources import open_sources
 from zaya_jax.data.tokenizer import train_tokenizer
-from zaya_jax.machine.result import describe_run, rounded
+from zaya_jax.machine.result import describe_run, require_packages, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses
 
 WORKERS = 2
@@ -66,7 +65,7 @@ def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
     Raises:
       InputError: a peer is not installed.
     """
-    check_datasets()
+    require_packages("bench", "datasets")
     result = describe_run(
         "packing and preparing data",
         f"packing {sizes.tokens:,} tokens in windows of {sizes.context}, batch {sizes.batch}, {sizes.batches} batches "
@@ -171,14 +170,12 @@ def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callab
     return step
 
 
-def our_preparing(lines: Path, tokenizer: Path, scratch: Path) -> Callable[[], float]:
-    """Make a function that prepares JSONL in a new folder below `scratch`, and returns the seconds it took."""
+def our_preparing(lines: Path, tokenizer: Path, scratch: Path) -> Callable[[], None]:
+    """Make a function that prepares JSONL in a new folder below `scratch`."""
 
-    def step() -> float:
+    def step() -> None:
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            start = time.perf_counter()
             prepare([str(lines)], tokenizer, Path(folder) / "out", PrepareSettings(), workers=WORKERS)
-            return time.perf_counter() - start
 
     return step
 

@@ -1,10 +1,8 @@
 """The other sides of the data benchmark: Grain's packing, and `datasets` with the `tokenizers` library."""
 
 import importlib
-import importlib.util
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zaya_jax.data.prepare import open_manifest
-from zaya_jax.errors import InputError
+from zaya_jax.machine.timing import elapsed, timed
 
 _READ_AHEAD = 500  # documents that reading threads buffer, Grain's default
 
@@ -77,12 +75,7 @@ class Decode(NamedTuple):
 
 def time_batches(iterator: Any, skipped: int, batches: int) -> float:
     """Return the seconds that `batches` batches take, after `skipped` others."""
-    for _ in range(skipped):
-        next(iterator)
-    start = time.perf_counter()
-    for _ in range(batches):
-        next(iterator)
-    return time.perf_counter() - start
+    return sum(timed(lambda: next(iterator), batches, skipped))
 
 
 def _parse_absl_flags() -> None:
@@ -91,12 +84,6 @@ def _parse_absl_flags() -> None:
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-
-
-def check_datasets() -> None:
-    """Raise `InputError` if `datasets` is not installed."""
-    if importlib.util.find_spec("datasets") is None:
-        raise InputError("The comparison needs datasets: pip install -e '.[bench]'.")
 
 
 def datasets_preparing(lines: Path, tokenizer: Path, workers: int, fast: bool, scratch: Path) -> Callable[[], float]:
@@ -122,8 +109,7 @@ def datasets_preparing(lines: Path, tokenizer: Path, workers: int, fast: bool, s
     def step() -> float:
         with tempfile.TemporaryDirectory(dir=scratch) as cache:
             dataset = datasets.load_dataset("json", data_files=str(lines), split="train", cache_dir=cache)
-            start = time.perf_counter()
-            dataset.map(tokenize, batched=True, num_proc=workers, remove_columns=dataset.column_names)
-            return time.perf_counter() - start
+            return elapsed(lambda: dataset.map(tokenize, batched=True, num_proc=workers,
+                                               remove_columns=dataset.column_names))  # fmt: skip
 
     return step

@@ -2,19 +2,19 @@
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from zaya_jax.bench.peer import check_peer, peer_decode
+from zaya_jax.bench.peer import peer_decode
 from zaya_jax.bench.step import default_config
 from zaya_jax.config import ModelConfig
 from zaya_jax.generate.decode import generate_tokens
-from zaya_jax.machine.result import describe_run, rounded
+from zaya_jax.machine.result import describe_run, require_packages, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, run_in_subprocess
+from zaya_jax.machine.timing import timed
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.model.tree import map_variables
 from zaya_jax.model.zaya import Zaya, unrolled
@@ -38,7 +38,7 @@ def bench_decode(batches: Sequence[int], dtype: str, repeats: int) -> dict[str, 
     Raises:
       InputError: PyTorch or `transformers` is not installed.
     """
-    check_peer()
+    require_packages("parity", "torch", "transformers")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     config, threads = default_config().model, len(os.sched_getaffinity(0))
     device = "cpu" if current_target().platform == "cpu" else "cuda"
@@ -90,10 +90,7 @@ def compile_seconds(config: ModelConfig, dtype: str, prompts: np.ndarray) -> Cal
     step = our_decode(config, dtype, prompts, NEW)
 
     def seconds() -> float:
-        start = time.perf_counter()
-        step()
-        first = time.perf_counter() - start
-        step()
-        return 2 * first - (time.perf_counter() - start)
+        first, second = timed(step, 2, warm_up=0)
+        return first - second
 
     return seconds

@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.errors import InputError
 from zaya_jax.machine.kernel_cases import STEPS, Sizes
+from zaya_jax.machine.result import require_packages
 
 Call = Callable[[], Any]
 
@@ -25,10 +25,8 @@ def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, C
     Raises:
       InputError: PyTorch is not installed.
     """
-    try:  # an optional dependency, imported by name
-        torch: Any = importlib.import_module("torch")
-    except ImportError as error:
-        raise InputError("The comparison needs PyTorch: pip install -e '.[parity]'.") from error
+    require_packages("parity", "torch")
+    torch: Any = importlib.import_module("torch")  # an optional dependency, imported by name
     torch.manual_seed(0)
     make, backward = PEERS[name], name.endswith(" backward")
     with torch.device(device):

@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,10 @@ import jax.numpy as jnp
 from zaya_jax.bench.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
 from zaya_jax.machine.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
+from zaya_jax.machine.preflight import probes
 from zaya_jax.machine.result import describe_run, write_result
-from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
+from zaya_jax.machine.subprocesses import Passes, interleave, interleave_subprocesses, run_in_subprocess
+from zaya_jax.machine.timing import elapsed
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target, current_target
 
@@ -27,8 +28,7 @@ PASS = 0.1  # seconds that a pass takes at least, with at most `MOST` calls
 MOST = 1000
 TOGETHER = 8  # calls in one program, so that launching does not dominate short kernels
 SHORT = 2**28  # bytes of arrays below which a call counts as short
-COPIED = 2**30  # bytes of the copy that measures bandwidth
-SIDE = 8192  # side of the square matmul that measures FLOP/s
+_ROOFLINES = {"copy": "memory", "dense": "matmul"}  # names of the probes that measure them
 
 
 def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict[str, Any]:
@@ -88,19 +88,14 @@ def _selection(sizes: Sizes, dtype: str, emulated: bool) -> KernelSelection:
 
 def rooflines(emulated: bool, repeats: int) -> dict[str, float]:
     """Measure 'copy', bytes/s read and written, and 'dense', FLOP/s of bf16 matmuls, both with XLA; medians."""
-    copied, side = (2**20, 128) if emulated else (COPIED, SIDE)
-    with run_in_subprocess(roofline, "copy", copied) as copy, run_in_subprocess(roofline, "dense", side) as dense:
-        passes = interleave({"copy": copy, "dense": dense}, repeats)
-    work = {"copy": 2.0 * copied, "dense": 2.0 * side**3}
-    return {name: work[name] / statistics.median(per_call(timed)) for name, timed in passes.items()}
+    sizes = (probes.CPU if emulated else probes.GPU)._replace(dtype="bfloat16")
+    passes = interleave_subprocesses({probe: (roofline, probe, sizes) for probe in _ROOFLINES.values()}, repeats)
+    return {name: sizes.work(probe) / statistics.median(per_call(passes[probe])) for name, probe in _ROOFLINES.items()}
 
 
-def roofline(kind: str, size: int) -> Callable[[], int]:
-    """Make a pass of copies of `size` bytes, or of matmuls of square bf16 matrices with `size` rows."""
-    if kind == "copy":
-        return queued(lambda x: x + 1, (jnp.zeros(size // 4, jnp.float32),), 1)
-    square = jnp.zeros((size, size), jnp.bfloat16)
-    return queued(lambda x, y: x @ y, (square, square), 1)
+def roofline(probe: str, sizes: probes.Sizes) -> Callable[[], int]:
+    """Make a pass of a probe of preflight."""
+    return queued(*probes.probe(probe, sizes), 1)
 
 
 def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int) -> tuple[dict, dict[str, str]]:
@@ -184,22 +179,17 @@ def stepped(function: Callable[..., Any], arguments: tuple[Any, ...], held: int)
 
 def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
     """Make a pass with enough calls to take `PASS` seconds; it returns their number, each counted as `counts`."""
+    number = 1
 
-    def time_calls(number: int) -> float:
-        start = time.perf_counter()
+    def one_pass() -> int:
         for _ in range(number):
             call()
         wait()
-        return time.perf_counter() - start
-
-    time_calls(1)  # compiles
-    number = 1
-    while number < MOST and (seconds := time_calls(number)) < PASS:
-        number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
-
-    def one_pass() -> int:
-        time_calls(number)
         return number * counts
+
+    one_pass()  # compiles
+    while number < MOST and (seconds := elapsed(one_pass)) < PASS:
+        number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
 
     return one_pass
 

@@ -1,8 +1,6 @@
 """The other side of the step benchmarks: the ZAYA model of `transformers`, in PyTorch."""
 
 import importlib
-import importlib.util
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +9,11 @@ import numpy as np
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
+from zaya_jax.machine.timing import timed
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
 _TOO_LARGE = ("The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller "
               "model with --config FILE model.num_layers=N.")  # fmt: skip
-
-
-def check_peer() -> None:
-    """Raise `InputError` if PyTorch or `transformers` is not installed; imports neither."""
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-        raise InputError("The comparison needs PyTorch and transformers: pip install -e '.[parity]'.")
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:
@@ -75,18 +68,19 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
     _set_checkpointing(model, checkpointing)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds, losses = [], []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
+    losses = []
+
+    def one_step() -> None:
         loss = sum(one_pass(part, len(tokens)) for part in tokens.split(rows))
         update()
         wait()
-        seconds.append(time.perf_counter() - start)
         losses.append(round(float(loss), 4))
+
+    seconds = timed(one_step, repeats)
     return {
         "micro_batch": rows,
         "checkpointing": checkpointing,
-        "seconds": {"step": [round(second, 4) for second in seconds[1:]]},
+        "seconds": {"step": [round(second, 4) for second in seconds]},
         "losses": losses,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }
@@ -134,15 +128,11 @@ def _fastest(
 
 def _speed(torch: Any, rows: Any, one_pass: Callable[[Any, int], Any], wait: Callable[[], None]) -> float | None:
     """Return sequences/s of a pass, after one warm-up pass; None if it does not fit."""
-    start = 0.0
     try:
-        for _ in range(2):
-            start = time.perf_counter()
-            one_pass(rows, len(rows))
-            wait()
+        (seconds,) = timed(lambda: (one_pass(rows, len(rows)), wait()), 1)
     except torch.OutOfMemoryError:
         return None
-    return len(rows) / (time.perf_counter() - start)
+    return len(rows) / seconds
 
 
 def _set_checkpointing(model: Any, checkpointing: bool) -> None:

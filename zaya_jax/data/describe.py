@@ -18,7 +18,7 @@ from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.data.trimming import Outcome
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.plot import legend_beside, new_figure, save_figure
+from zaya_jax.run.plot import legend_beside, panels
 from zaya_jax.run.table import format_table
 
 _BINS = 60  # of the histogram
@@ -152,16 +152,14 @@ def _plot_lengths(plan: RunPlan, path: Path) -> None:
                for phase in plan.phases for name, share in phase.shares.items()}  # fmt: skip
     longest = max((int(tokens.max(initial=1)) for tokens in lengths.values()), default=1)
     edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
-    figure = new_figure("Lengths of the documents of each phase and source")
-    (panel,) = figure.axes
-    for label, tokens in lengths.items():
-        panel.hist(tokens, bins=edges.tolist(), histtype="step", label=label)
-    for context in sorted({phase.context for phase in plan.phases}):
-        panel.axvline(context, color="grey", linestyle=":", linewidth=1, label=f"context of {context:,}")
-    panel.set(xscale="log", xlabel="length (tokens)", ylabel="documents")
-    legend_beside(panel)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_figure(figure, path)
+        with panels(path, "Lengths of the documents of each phase and source") as (panel,):
+            for label, tokens in lengths.items():
+                panel.hist(tokens, bins=edges.tolist(), histtype="step", label=label)
+            for context in sorted({phase.context for phase in plan.phases}):
+                panel.axvline(context, color="grey", linestyle=":", linewidth=1, label=f"context of {context:,}")
+            panel.set(xscale="log", xlabel="length (tokens)", ylabel="documents")
+            legend_beside(panel)
     except (OSError, ValueError) as error:
         raise InputError(f"The plot {path} cannot be written: {error}.") from error

@@ -36,13 +36,13 @@ def detect_gpu_plugin(root: Path = _ROOT) -> str | None:
 
 def cpu_name(root: Path = _ROOT) -> str:
     """Return the processor's name as the system reports it."""
-    names = re.findall(r"^model name\s*: (.+)$", _read(root / "proc" / "cpuinfo"), re.MULTILINE)
+    names = re.findall(r"^model name\s*: (.+)$", read_file(root / "proc" / "cpuinfo"), re.MULTILINE)
     return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def cpu_digest(root: Path = _ROOT) -> str:
     """Return a digest of the processor's name and instruction sets, on which compiled programs depend."""
-    lines = re.findall(r"^(?:model name|flags|Features)\s*:.*$", _read(root / "proc" / "cpuinfo"), re.MULTILINE)
+    lines = re.findall(r"^(?:model name|flags|Features)\s*:.*$", read_file(root / "proc" / "cpuinfo"), re.MULTILINE)
     return hashlib.sha256("\n".join([platform.machine(), *sorted(set(lines))]).encode()).hexdigest()[:12]
 
 
@@ -51,7 +51,7 @@ def _amd_targets(root: Path) -> Iterator[str]:
     if not (root / "dev" / "kfd").exists():  # a container sees the host's topology even if it has no GPU
         return
     for file in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
-        if version := re.search(r"^gfx_target_version (\d+)(\d\d)(\d\d)$", _read(file), re.MULTILINE):
+        if version := re.search(r"^gfx_target_version (\d+)(\d\d)(\d\d)$", read_file(file), re.MULTILINE):
             major, minor, stepping = map(int, version.groups())
             yield f"gfx{major}{minor:x}{stepping:x}"
 
@@ -59,11 +59,12 @@ def _amd_targets(root: Path) -> Iterator[str]:
 def _nvidia_models(root: Path) -> Iterator[str]:
     """Yield the words of each model's name."""
     for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
-        yield from re.findall(r"\w+", "".join(re.findall(r"^Model:(.*)$", _read(file), re.MULTILINE)))
+        yield from re.findall(r"\w+", "".join(re.findall(r"^Model:(.*)$", read_file(file), re.MULTILINE)))
 
 
-def _read(path: Path) -> str:
+def read_file(path: Path) -> str:
+    """Return the text of a file; empty if there is none, or this process has no access to what it describes."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # this process has no access to the GPU
+    except OSError:
         return ""

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from zaya_jax.hardware.detection import read_file
+
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 _ROOT = Path("/")
 
@@ -23,9 +25,6 @@ def use_huge_pages(
       environment: environment variables.
       replace: replaces this process by a program with arguments and an environment.
     """
-    try:
-        setting = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
-    except OSError:
-        return
+    setting = read_file(root / "sys/kernel/mm/transparent_hugepage/enabled")
     if "[madvise]" in setting and _TUNABLES not in environment:
         replace(sys.executable, sys.orig_argv, {**environment, _TUNABLES: _HUGE})

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import DATA_SHEET
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, find_hardware
@@ -109,10 +110,7 @@ def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str
     """
     if file is None:
         return None if folder is None else read_results(Path(folder), "measurements").get(verb)
-    try:
-        result = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--baseline {file} cannot be read as JSON: {error}.") from error
+    result = _read(Path(file), f"--baseline {file}")
     if not isinstance(result, dict) or _VERBS.get(result.get("benchmark", "")) != verb:
         raise InputError(f"--baseline {file} is no result of python -m zaya_jax.machine {verb} --output.")
     return result
@@ -131,20 +129,22 @@ def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
     Raises:
       InputError: there is no such folder, a file is damaged, or two are of the same verb.
     """
-    if not folder.is_dir():
-        raise InputError(f"{source} is {str(folder)!r}, but must be a folder with results of python -m "
-                         "zaya_jax.machine.")  # fmt: skip
+    require(folder.is_dir(), source, str(folder), "a folder with results of python -m zaya_jax.machine")
     results: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{source}: {path} cannot be read as JSON: {error}.") from error
+        result = _read(path, f"{source}: {path}")
         if isinstance(result, dict) and (verb := _VERBS.get(result.get("benchmark", ""))):
             if verb in results:
                 raise InputError(f"{source}: {path} is a second result of machine {verb} in {folder}; keep one.")
             results[verb] = result
     return results
+
+
+def _read(path: Path, named: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{named} cannot be read as JSON: {error}.") from error
 
 
 def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:

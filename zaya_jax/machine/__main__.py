@@ -8,19 +8,20 @@ from typing import Any
 
 from zaya_jax.config.checks import counted
 from zaya_jax.hardware.huge_pages import use_huge_pages
-from zaya_jax.machine.breakdown import command as step_command
-from zaya_jax.machine.collectives import command as collectives_command
+from zaya_jax.machine.breakdown import command as step
+from zaya_jax.machine.collectives import command as collectives
 from zaya_jax.machine.command import add_flags, add_verb, run_verb
-from zaya_jax.machine.gemm import command as gemm_command
-from zaya_jax.machine.memory import command as memory_command
-from zaya_jax.machine.preflight import command as preflight_command
-from zaya_jax.machine.report import command as report_command
-from zaya_jax.machine.sizing import command as sizing_command
-from zaya_jax.machine.storage import command as storage_command
+from zaya_jax.machine.gemm import command as gemm
+from zaya_jax.machine.memory import command as memory
+from zaya_jax.machine.preflight import command as preflight
+from zaya_jax.machine.report import command as report
+from zaya_jax.machine.sizing import command as sizing
+from zaya_jax.machine.storage import command as storage
 from zaya_jax.run.command import prepare_streams
 from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.machine"
+_COMMANDS = (collectives, memory, storage, gemm, step, sizing, preflight, report)
 _EXAMPLES = """examples:
   python -m zaya_jax.machine describe
   python -m zaya_jax.machine smoke --output smoke.json
@@ -40,40 +41,33 @@ def _parser() -> Parser:
     )  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    describe = add_verb(verbs, _PROGRAM, "describe",
-                        "print devices, memory, drivers, network, environment and preset as JSON",
-                        "The exit status is 1 if the machine has a GPU that JAX does not use.", "")  # fmt: skip
-    describe.set_defaults(run=_describe)
+    add_verb(
+        verbs, _PROGRAM, "describe", _describe,
+        "print devices, memory, drivers, network, environment and preset as JSON",
+        "The exit status is 1 if the machine has a GPU that JAX does not use.", "",
+    )  # fmt: skip
 
     smoke = add_verb(
-        verbs, _PROGRAM, "smoke", "test and time kernels, collectives and training, and write a report",
+        verbs, _PROGRAM, "smoke", _smoke, "test and time kernels, collectives and training, and write a report",
         "The report sets predicted times and memory beside measured ones. Takes minutes on GPUs. Without a GPU, every "
         "part runs on the CPU at a small size. Each part runs in its own process, and the exit status is 1 if one "
         "fails.", "--output smoke.json",
     )  # fmt: skip
     smoke.add_argument("--output", metavar="FILE",
                        help="write the report to FILE as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
-    smoke.set_defaults(run=_smoke)
 
     context = add_verb(
-        verbs, _PROGRAM, "context", "measure memory and time of context-parallel attention",
+        verbs, _PROGRAM, "context", _context, "measure memory and time of context-parallel attention",
         "Compares ring and all-gather attention, forward and backward, on 1 to 8 devices. With a single device, "
         "CPU devices are simulated: memory is still meaningful, times are not.", "--repeats 3 --png memory.png",
     )  # fmt: skip
     add_flags(context, repeats=5, png="memory per device against the number of devices")
-    context.set_defaults(run=_context)
 
-    collectives_command.add(verbs, _PROGRAM)
-    memory_command.add(verbs, _PROGRAM)
-    storage_command.add(verbs, _PROGRAM)
-    gemm_command.add(verbs, _PROGRAM)
-    step_command.add(verbs, _PROGRAM)
-    sizing_command.add(verbs, _PROGRAM)
-    preflight_command.add(verbs, _PROGRAM)
-    report_command.add(verbs, _PROGRAM)
+    for command in _COMMANDS:
+        command.add(verbs, _PROGRAM)
 
     kernels = add_verb(
-        verbs, _PROGRAM, "kernels", "compile each Pallas kernel for GPUs that need not be here",
+        verbs, _PROGRAM, "kernels", _kernels, "compile each Pallas kernel for GPUs that need not be here",
         "Reports registers, shared memory, spills and scratch memory of each kernel, and launches and bytes of each "
         "operation with kernels and with references, from XLA's compilers. Needs the extra compile-cuda or "
         "compile-rocm, and no GPU. Takes minutes for each GPU.", "--compile-for mi300x h200 --output kernels.json",
@@ -81,7 +75,6 @@ def _parser() -> Parser:
     kernels.add_argument("--compile-for", nargs="+", default=[], metavar="GPU",
                          help="mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)")  # fmt: skip
     add_flags(kernels)
-    kernels.set_defaults(run=_kernels)
     return parser
 
 
@@ -106,7 +99,7 @@ def _smoke(parsed: argparse.Namespace) -> dict[str, Any]:
 def _context(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.context import measure_context
 
-    return measure_context(None, parsed.repeats, parsed.png)
+    return measure_context(None, parsed.repeats)
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:

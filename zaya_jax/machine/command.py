@@ -3,48 +3,47 @@
 import argparse
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import ExitCode, InputError
+from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.hardware.presets import Preset
 from zaya_jax.machine.result import check_request, write_result
 from zaya_jax.run.command import run_command
 
+Run = Callable[[argparse.Namespace], dict[str, Any]]
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COLUMNS = 80  # width of descriptions in `--help`
 
 
-def add_verb(verbs: Any, program: str, name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+def add_verb(
+    verbs: Any, program: str, name: str, run: Run, summary: str, details: str, example: str
+) -> argparse.ArgumentParser:
     """Add a verb whose `--help` has a description and an example.
 
     Args:
       verbs: result of `add_subparsers`.
       program: command that runs the verbs.
       name: name of the verb.
+      run: from the parsed arguments, makes the result.
       summary: one phrase that starts with a verb, for the list of verbs and the start of the description.
       details: further sentences of the description.
       example: arguments of the example command, after the verb.
     """
     description = f"{summary[0].upper()}{summary[1:]}. {details}"
-    return verbs.add_parser(
+    verb = verbs.add_parser(
         name, help=summary, description=textwrap.fill(description, _COLUMNS, break_on_hyphens=False),
         epilog=f"example: {program} {name} {example}".rstrip(), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    verb.set_defaults(run=run)
+    return verb
 
 
 def add_config(verb: argparse.ArgumentParser) -> None:
     """Add a configuration file and its overrides."""
     verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
     verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
-
-
-def add_job(verb: argparse.ArgumentParser) -> None:
-    """Add the flags with which a process joins a job, as those of training."""
-    verb.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
-    verb.add_argument("--processes", type=int, metavar="N",
-                      help="number of processes in the job (default: set by the launcher)")  # fmt: skip
-    verb.add_argument("--process", type=int, metavar="I",
-                      help="index of this process, from 0 (default: set by the launcher)")  # fmt: skip
 
 
 def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
@@ -68,6 +67,25 @@ def parse_bytes(flag: str, text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Join the job of the flags of `add_job`, and return what `work` returns; an error ends all processes of the job.
+
+    Process 0 alone writes files: the others drop their names.
+    """
+    from zaya_jax.parallel.multihost import is_primary, join
+
+    peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
+    try:
+        result = work()
+    except Exception as error:
+        if peers is not None:
+            peers.leave(*last_words(error))
+        raise
+    if not is_primary():
+        parsed.output = parsed.png = None
+    return result
+
+
 def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Run the verb that was parsed, and write its result to `--output`.
 
@@ -80,7 +98,11 @@ def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
     def run() -> int:
         check_request(getattr(parsed, "repeats", 1), files)
         result = parsed.run(parsed)
-        write_result(result, getattr(parsed, "output", None))  # a verb drops it where another process writes
+        write_result(result, getattr(parsed, "output", None))
+        if getattr(parsed, "png", None):
+            from zaya_jax.machine.result_plots import draw
+
+            draw(parsed.verb, Path(parsed.png), result)
         return ExitCode.STOPPED if result.get("failed") else ExitCode.OK
 
     return run_command(run)

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
+from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, restored_environment
@@ -57,21 +58,11 @@ class Case(NamedTuple):
     length: int
 
 
-class Memory(NamedTuple):
-    """Memory of a program on each device, in bytes."""
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    peak: int | None  # as the device reports it; None if it does not
-
-    @property
-    def compiled(self) -> int:
-        """The compiler's estimate."""
-        return self.arguments + self.outputs + self.temporaries
+# Bytes of a program on each device, as `program_memory`, with the `peak` that the device reports, None if it does not.
+Memory = dict[str, Any]
 
 
-def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[str, Any]:
+def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
     """Measure every case, and print a line for each.
 
     With fewer than two devices, it simulates `SIMULATED` CPU devices. Memory is then what XLA:CPU needs for each, and
@@ -80,7 +71,6 @@ def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[
     Args:
       sizes: sizes to measure; None for `CPU` or `GPU`, depending on the devices.
       repeats: number of timed passes of each case, interleaved over the cases of a length.
-      png: file for a plot of memory against the number of devices, for the longest sequence; None for no plot.
 
     Returns:
       The result, for JSON.
@@ -101,14 +91,12 @@ def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[
     for length in sizes.lengths:
         measured = _measure(sizes, length, [n for n in sizes.degrees if n <= devices], repeats, simulated)
         result["results"] += [
-            case._asdict() | {"bytes_per_device": memory.compiled, **memory._asdict(), "seconds": rounded(seconds)}
+            case._asdict() | {"bytes_per_device": peak_bytes(memory), **memory, "seconds": rounded(seconds)}
             for case, (memory, seconds) in measured.items()
         ]
-        curves = memory_curves({case: memory.compiled for case, (memory, _) in measured.items()})
+        curves = memory_curves({case: peak_bytes(memory) for case, (memory, _) in measured.items()})
         result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
         _print(length, measured, result["scaling"][str(length)])
-        if png:  # each length overwrites the plot of the one before
-            draw(Path(png), length, curves)
     return result
 
 
@@ -144,13 +132,11 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
     drawn = [rng.normal(size=(1, case.length, n, sizes.channels)).astype(jnp.dtype(sizes.dtype)) for n in heads]
     arrays = jax.device_put((*drawn, np.ones((1, case.length), np.int32)), NamedSharding(mesh, split))
     compiled = jax.jit(region).lower(*arrays).compile()
-    needs: Any = compiled.memory_analysis()
 
     def step() -> Memory:
         jax.block_until_ready(compiled(*arrays))
         counted = jax.local_devices()[0].memory_stats() or {}
-        return Memory(needs.argument_size_in_bytes, needs.output_size_in_bytes, needs.temp_size_in_bytes,
-                      counted.get("peak_bytes_in_use"))  # fmt: skip
+        return program_memory(compiled) | {"peak": counted.get("peak_bytes_in_use")}
 
     return step
 
@@ -189,9 +175,9 @@ def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
 
 def _print(length: int, measured: Mapping[Case, tuple[Memory, list[float]]], scaling: Mapping[str, Any]) -> None:
     for case, (memory, seconds) in measured.items():
-        peak = "" if memory.peak is None else f" (peak {memory.peak / 2**20:,.1f})"
+        peak = "" if memory["peak"] is None else f" (peak {memory['peak'] / 2**20:,.1f})"
         where = "one device" if case.devices == 1 else f"{case.devices} devices, {case.attention}"
-        print(f"{length:,} tokens, {where}: {memory.compiled / 2**20:,.1f} MiB per device{peak}, "
+        print(f"{length:,} tokens, {where}: {peak_bytes(memory) / 2**20:,.1f} MiB per device{peak}, "
               f"{statistics.median(seconds):.3f} s")  # fmt: skip
     for kind, power in scaling.items():
         if power:
@@ -199,8 +185,11 @@ def _print(length: int, measured: Mapping[Case, tuple[Memory, list[float]]], sca
                   f"(N^{power['last']:.2f} between the two largest N)", flush=True)  # fmt: skip
 
 
-def draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> None:
-    """Plot memory per device over `length` tokens against the number of devices, one line for each of `curves`."""
+def draw(path: Path, result: Mapping[str, Any]) -> None:
+    """Plot memory per device against the number of devices, from the rows of the longest sequence of a result."""
+    length = max(row["length"] for row in result["results"])
+    curves = memory_curves({Case(row["attention"], row["devices"], length): row["bytes_per_device"]
+                            for row in result["results"] if row["length"] == length})  # fmt: skip
     lines = {kind: (list(curve), [size / 2**20 for size in curve.values()]) for kind, curve in curves.items()}
     single_device_bytes = curves[KINDS[0]].get(1)
     if single_device_bytes is not None:

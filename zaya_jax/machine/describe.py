@@ -10,7 +10,7 @@ import jaxlib.version
 import psutil
 
 from zaya_jax.checkpoint.environment import versions
-from zaya_jax.hardware.detection import detect_gpu_plugin, select_preset
+from zaya_jax.hardware.detection import detect_gpu_plugin, read_file, select_preset
 from zaya_jax.machine.network_devices import describe_network
 from zaya_jax.ops.target import current_target
 
@@ -49,10 +49,5 @@ def describe_machine() -> dict[str, Any]:
 def _drivers() -> dict[str, str]:
     """Return the versions of the GPU drivers' kernel modules, by name."""
     files = {"amdgpu": Path("/sys/module/amdgpu/version"), "nvidia": Path("/proc/driver/nvidia/version")}
-    drivers = {}
-    for name, path in files.items():
-        try:
-            drivers[name] = path.read_text(encoding="utf-8").splitlines()[0]
-        except (OSError, IndexError):
-            continue
-    return drivers
+    texts = {name: read_file(path).splitlines() for name, path in files.items()}
+    return {name: lines[0] for name, lines in texts.items() if lines}

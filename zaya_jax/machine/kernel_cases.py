@@ -140,7 +140,7 @@ def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], t
       forward pass and the gradients of the outputs.
     """
     run, count = functools.partial(case.run, kernels), len(case.floats)
-    arrays = (*_drawn(case.floats), *(jnp.asarray(array) for array in case.integers))
+    arrays = (*drawn(case.floats), *(jnp.asarray(array) for array in case.integers))
     if not case.backward:
         return run, arrays
 
@@ -148,7 +148,7 @@ def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], t
         return jax.vjp(lambda *floats: run(*floats, *arrays[count:]), *arrays[:count])
 
     out, pull = jax.jit(kept)(*arrays)
-    return _pulled, (pull, _drawn(out))
+    return _pulled, (pull, drawn(out))
 
 
 def passes(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -172,12 +172,16 @@ def _pulled(pull: Callable[..., Any], cotangents: Any) -> Any:
     return pull(cotangents)
 
 
-def _drawn(shapes: Any) -> Any:
+def drawn(shapes: Any) -> Any:
     """Draw normal arrays on the default device, with a standard deviation of 0.01, so that no sum overflows."""
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    make = jax.jit(lambda key, shape, dtype: 0.01 * jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
-    return tree.unflatten([make(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)])
+    return tree.unflatten([_draw(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return 0.01 * jax.random.normal(key, shape, dtype)
 
 
 def _array(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.hardware.detection import read_file
+from zaya_jax.hardware.sysfs import Sysfs
+
 # AMD's plugin for its AI NICs, and the names that RCCL and NCCL load by default.
 _PLUGINS = ("librccl-anp.so", "librccl-net.so", "libnccl-net.so")
 _FOLDERS = ("/opt/rocm*/lib", "/usr/local/lib", "/usr/lib", "/usr/lib/*-linux-gnu", "/usr/lib64")
@@ -23,18 +26,14 @@ def describe_network(root: Path = Path("/"), environment: Mapping[str, str] = os
       port with link layer, state and rate; `plugins`, each with the files found, and whether this process has loaded
       it, which RCCL and NCCL do at the first collective between nodes.
     """
-    net, rdma = root / "sys/class/net", root / "sys/class/infiniband"
+    sysfs = Sysfs(root / "sys")
     interfaces = {
-        folder.name: {"state": _text(folder / "operstate"), "speed": _speed(folder)}
-        for folder in sorted(net.glob("*")) if (folder / "device").exists()
-    }  # fmt: skip
-    ports = {
-        f"{port.parent.parent.name}/{port.name}": {
-            "link_layer": _text(port / "link_layer"), "state": _text(port / "state"), "rate": _text(port / "rate"),
-        }
-        for port in sorted(rdma.glob("*/ports/*"))
-    }  # fmt: skip
-    mapped = _text(root / "proc/self/maps") or ""
+        name: {"state": sysfs.text(f"{folder}/operstate") or None, "speed": sysfs.count(f"{folder}/speed")}
+        for name, folder in sysfs.interfaces(physical=True)
+    }
+    ports = {name: {key: sysfs.text(f"{folder}/{key}") or None for key in ("link_layer", "state", "rate")}
+             for name, folder in sysfs.ports()}  # fmt: skip
+    mapped = read_file(root / "proc/self/maps")
     folders = [folder for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
     plugins = {}
     for name in _PLUGINS:
@@ -53,11 +52,12 @@ class Traffic:
 
     def __init__(self, root: Path = Path("/")) -> None:
         """Start to count; `root` is that of the file system with `sys`."""
-        self._root, self._before = root, _counters(root)
+        self._sysfs = Sysfs(root / "sys")
+        self._before = _counters(self._sysfs)
 
     def bytes(self) -> dict[str, int]:
         """Return the bytes so far, by interface, or DEVICE/PORT of RDMA; without those that carried nothing."""
-        moved = {name: count - self._before.get(name, 0) for name, count in _counters(self._root).items()}
+        moved = {name: count - self._before.get(name, 0) for name, count in _counters(self._sysfs).items()}
         return {name: count for name, count in sorted(moved.items(), key=lambda item: -item[1]) if count > 0}
 
     def line(self, what: str) -> str:
@@ -66,32 +66,10 @@ class Traffic:
         return f"The network carried, while {what}: {carried}." if carried else ""
 
 
-def _counters(root: Path) -> dict[str, int]:
+def _counters(sysfs: Sysfs) -> dict[str, int]:
     """Read bytes sent and received; RDMA ports count words of four bytes, and do not appear at their interface."""
-    counts = dict[str, int]()
-    for folder in root.glob("sys/class/net/*/statistics"):
-        counts[folder.parent.name] = sum(_count(folder / name) for name in ("tx_bytes", "rx_bytes"))
-    for folder in root.glob("sys/class/infiniband/*/ports/*/counters"):
-        port = folder.parent
-        counts[f"{port.parent.parent.name}/{port.name}"] = 4 * sum(
-            _count(folder / name) for name in ("port_xmit_data", "port_rcv_data")
-        )
-    return counts
-
-
-def _count(file: Path) -> int:
-    text = _text(file) or ""
-    return int(text) if text.isdecimal() else 0
-
-
-def _speed(folder: Path) -> int | None:
-    text = _text(folder / "speed") or ""
-    return int(text) if text.isdecimal() else None  # −1 without a link
-
-
-def _text(file: Path) -> str | None:
-    """Return the text of a file; None if it cannot be read, as the speed of an interface that is down."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
+    files = {name: (1, f"{folder}/statistics", ("tx_bytes", "rx_bytes"))
+             for name, folder in sysfs.interfaces(physical=False)}  # fmt: skip
+    files |= {name: (4, f"{folder}/counters", ("port_xmit_data", "port_rcv_data")) for name, folder in sysfs.ports()}
+    return {name: item * sum(sysfs.count(f"{folder}/{counter}") or 0 for counter in counters)
+            for name, (item, folder, counters) in files.items()}  # fmt: skip

@@ -1,5 +1,6 @@
 """The header of every benchmark result: command, versions and hardware; and how results are written."""
 
+import importlib.util
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import write_atomically
@@ -25,11 +27,16 @@ def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
     Raises:
       InputError: `repeats` is below 1, or a file is not in an existing folder.
     """
-    if repeats < 1:
-        raise InputError(f"--repeats is {repeats}, but must be at least 1.")
+    require(repeats >= 1, "--repeats", repeats, "at least 1")
     for flag, name in files.items():
-        if name and (Path(name).is_dir() or not Path(name).resolve().parent.is_dir()):
-            raise InputError(f"{flag} is {name!r}, but must be a file in an existing folder.")
+        usable = not name or (Path(name).resolve().parent.is_dir() and not Path(name).is_dir())
+        require(usable, flag, name, "a file in an existing folder")
+
+
+def require_packages(extra: str, *names: str) -> None:
+    """Raise `InputError` if a package of an extra is not installed; none is imported."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise InputError(f"The comparison needs {' and '.join(missing)}: pip install -e '.[{extra}]'.")
 
 
 def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) -> dict[str, Any]:
@@ -56,6 +63,14 @@ def write_result(result: dict[str, Any], output: str | None) -> None:
     """Write `result` as JSON to the file `output`, if it is not None."""
     if output:
         write_atomically(Path(output), json.dumps(result, indent=2) + "\n")
+
+
+def print_once(*lines: str) -> None:
+    """Print lines in the first process of the job."""
+    from zaya_jax.parallel.multihost import is_primary
+
+    if is_primary():
+        print("\n".join(lines), flush=True)
 
 
 def rounded(seconds: Iterable[float]) -> list[float]:

@@ -248,7 +248,7 @@ def check_losses(losses: list[float], difference: float, allowed: float) -> str 
 def _context(sizes: context.Sizes | None, repeats: int) -> dict[str, Any]:
     if sizes is None:
         return {"skipped": "Context parallelism needs at least two GPUs, and there is only one."}
-    return context.measure_context(sizes, repeats, None)
+    return context.measure_context(sizes, repeats)
 
 
 def _operations(dtypes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:

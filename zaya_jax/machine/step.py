@@ -1,6 +1,5 @@
 """Time passes and steps of the model on random tokens: the parts that benchmarks and the smoke test share."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from zaya_jax.config import Config
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.hardware.data_sheets import peak_flops
 from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
+from zaya_jax.machine.timing import timed
 from zaya_jax.train.initialization import initialize
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.program import PhaseProgram, Programs
@@ -48,16 +48,6 @@ def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Calla
         return float(sums["loss"] / sums["tokens"])
 
     return step
-
-
-def timed(work: Callable[[], None], repeats: int) -> list[float]:
-    """Return the seconds of each of `repeats` calls, after one warm-up call."""
-    seconds = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
 
 
 def place_rows(program: PhaseProgram, stage: BatchStage, tokens_bs: np.ndarray) -> dict[str, jax.Array]:

@@ -190,7 +190,7 @@ def _from_program(
 ) -> dict[str, Any]:  # fmt: skip
     """Describe the compiled program, and predict its time if the device has a data sheet."""
     memory = program_memory(compiled)
-    peak = {"peak": peak_bytes(program_memory(compiled))}
+    peak = {"peak": peak_bytes(memory)}
     contents: dict[str, Any] = {"compiled": {"seconds": seconds, "host_bytes": host_bytes, "memory": memory | peak}}
     if hardware is None:
         return contents | {"predicted": None, "not_predicted": no_data_sheet(kind)}

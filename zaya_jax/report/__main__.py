@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.command import prepare_streams, run_command
 from zaya_jax.run.files import expanded, write_atomically
@@ -75,8 +76,7 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
 def _check_output(path: Path, mark: str) -> None:
     if path.suffix != ".html":
         raise InputError(f"--output is '{path}', but must end in .html.")
-    if not path.parent.is_dir():
-        raise InputError(f"--output is '{path}', but must be a file in an existing folder.")
+    require(path.parent.is_dir(), "--output", str(path), "a file in an existing folder")
     if not path.exists():
         return
     if not path.is_file():

@@ -7,14 +7,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
 from plotly.offline import get_plotlyjs
 
 from zaya_jax.report.plot import Plot
-from zaya_jax.report.sections import Text, make_sections
+from zaya_jax.report.sections import make_sections
 from zaya_jax.report.subject import Subject, Warn, make_or
 from zaya_jax.report.tables import overview
-from zaya_jax.run.table import Table
+from zaya_jax.run.page import render as render_page
 
 MARK = "<!doctype html><!-- run report of zaya_jax -->"  # how a page starts, so that only pages are replaced
 _FOLDER = Path(__file__).parent
@@ -36,15 +35,9 @@ def render(subjects: Sequence[Subject], config: str | None = None) -> str:
     data = {"figures": [plot.figure for plot in plots], "axes": axes}
     figures = json.dumps(data, allow_nan=False, separators=(",", ":"), default=list)
     scripts = [get_plotlyjs(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
-    environment = jinja2.Environment(
-        autoescape=True, loader=jinja2.FileSystemLoader(_FOLDER), trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    for name, kind in (("plot", Plot), ("table", Table), ("text", Text)):
-        environment.tests[name] = lambda block, kind=kind: isinstance(block, kind)
-    return environment.get_template("page.html.j2").render(
-        mark=MARK, subjects=subjects, warnings=list(map(_warnings, subjects)), overview=overview(subjects),
-        sections=sections, scripts=scripts,
+    return render_page(
+        _FOLDER / "report.html.j2", mark=MARK, subjects=subjects, warnings=list(map(_warnings, subjects)),
+        overview=overview(subjects), sections=sections, scripts=scripts,
         hashes=[_hash(script) for script in scripts], made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         figures=figures.replace("<", "\\u003c"),
     )  # fmt: skip

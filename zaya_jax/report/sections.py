@@ -1,5 +1,6 @@
 """The sections of the page, in order."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,25 +34,19 @@ def make_sections(subjects: Sequence[Subject], config: str | None = None) -> lis
     compared = [settings.from_file(subjects, config)] if config is not None else []  # an invalid file ends the command
     by_title: dict[str, list[Callable[[], Any]]] = {
         "Loss": [
-            lambda: comparison.loss(subjects),
+            *_all(subjects, comparison.loss),
             *_each(subjects, single.loss_by_source, single.bits_per_byte),
         ],
         "Data": _each(subjects, tables.data),
-        "Learning rate and batch": [lambda: comparison.learning_rate(subjects), lambda: comparison.batch(subjects)],
-        "Speed": [
-            lambda: comparison.tokens_per_second(subjects),
-            lambda: comparison.utilization(subjects),
-            lambda: comparison.data_wait(subjects),
-        ],
+        "Learning rate and batch": _all(subjects, comparison.learning_rate, comparison.batch),
+        "Speed": _all(subjects, comparison.tokens_per_second, comparison.utilization, comparison.data_wait),
         "Routing": [
-            lambda: comparison.entropy(subjects),
-            lambda: comparison.largest_load(subjects),
+            *_all(subjects, comparison.entropy, comparison.largest_load),
             *_each(subjects, single.expert_load, single.entropy_by_layer),
-            lambda: comparison.skip_rate(subjects),
-            lambda: comparison.bias_range(subjects),
+            *_all(subjects, comparison.skip_rate, comparison.bias_range),
         ],
         "Gradients and updates": [
-            lambda: comparison.grad_norm(subjects),
+            *_all(subjects, comparison.grad_norm),
             *_each(subjects, lambda subject: single.norms(subject, "grad_norm_by_role"),
                    lambda subject: single.norms(subject, "update_norm_by_role")),
         ],
@@ -65,6 +60,11 @@ def make_sections(subjects: Sequence[Subject], config: str | None = None) -> lis
     }  # fmt: skip
     made = [Section(title, list(_blocks(title, makers))) for title, makers in by_title.items()]
     return [section for section in made if section.blocks]
+
+
+def _all(subjects: Sequence[Subject], *makers: Callable[[Sequence[Subject]], Any]) -> list[Callable[[], Any]]:
+    """Return functions that make a block about all runs."""
+    return [functools.partial(maker, subjects) for maker in makers]
 
 
 def _each(subjects: Sequence[Subject], *makers: Callable[[Subject], Any]) -> list[Callable[[], Any]]:

@@ -60,10 +60,16 @@ def training_parser() -> Parser:
     add("--suggest", action="store_true", help="search layouts, remat and micro-batches for the fastest step that fits "
         "(dry run only)")  # fmt: skip
     add("--json", action="store_true", help="print the result as JSON (dry run only)")
-    add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
-    add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
-    add("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")
+    add_job(parser)
     add("--peer-timeout", type=float, metavar="SECONDS", help="stop when another process has been silent for this long "
         "(default: set by the preset)")  # fmt: skip
     add("overrides", nargs="*", metavar="section.key=value", help="configuration value to override, such as seed=1")
     return parser
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Add the flags with which a process joins a job."""
+    add = parser.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
+    add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
+    add("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")

@@ -1,8 +1,9 @@
 """Shared style and atomic saving of all plots."""
 
+import contextlib
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,20 @@ from zaya_jax.run.files import write_atomically
 FAINT = 0.25  # opacity of raw values behind smoothed ones
 
 
-def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5), *,
-               shared: bool = True) -> Any:  # fmt: skip
-    """Create a matplotlib figure with vertically stacked panels.
+@contextlib.contextmanager
+def panels(path: Path, title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5), *,
+           shared: bool = True) -> Iterator[list[Any]]:  # fmt: skip
+    """Write a matplotlib figure with vertically stacked panels as PNG, atomically, at the end of the block.
 
     Args:
+      path: PNG file to write.
       title: title of the figure.
       heights: relative heights of the panels.
       size: width and height in inches.
       shared: whether the panels share the x axis.
 
-    Returns:
-      The figure; `figure.axes` are the panels.
+    Yields:
+      The panels.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -35,11 +38,7 @@ def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float,
     for panel in figure.subplots(len(heights), 1, sharex=shared, height_ratios=heights, squeeze=False)[:, 0]:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure as PNG, atomically."""
+    yield figure.axes
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     write_atomically(path, picture.getvalue())

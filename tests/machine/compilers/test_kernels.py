@@ -17,8 +17,8 @@ from tests.ops import test_momentum as momentum
 from tests.ops import test_residual_norm_kernel as residual_norm
 from tests.train_helpers import ROOT
 from zaya_jax.config import MuonConfig, OptimizerConfig
+from zaya_jax.machine.compilers.cross_compile import compile_program
 from zaya_jax.machine.compilers.gpus import GPUS
-from zaya_jax.machine.compilers.kernel_worker import compile_program
 from zaya_jax.machine.compilers.kernels import Request, compile_cases, moved_bytes, read_program
 from zaya_jax.machine.compilers.predict import is_launch
 from zaya_jax.machine.kernel_cases import EIGHT_B, cases

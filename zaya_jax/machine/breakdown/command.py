@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.command import add_flags, add_verb
@@ -11,7 +12,7 @@ from zaya_jax.machine.command import add_flags, add_verb
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "step", "break down the time of a training step, a prefill or a decode step by part",
+        verbs, program, "step", _run, "break down the time of a training step, a prefill or a decode step by part",
         "Reads the trace that a run wrote with profile.start=STEP, or traces steps of a configuration on random "
         "tokens. Measured times stand beside predicted ones, if the device has a data sheet. Collectives "
         "that overlap with computation are reported separately.", "configs/tiny.yaml --png step.png",
@@ -28,12 +29,10 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--hardware", metavar="NAME", help="also print the dry run's estimate for this hardware: "
                       f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives")  # fmt: skip
     add_flags(verb, png="the parts as stacked bars")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    if parsed.steps < 1:
-        raise InputError(f"--steps is {parsed.steps}, but must be at least 1.")
+    require(parsed.steps >= 1, "--steps", parsed.steps, "at least 1")
     generation = {"--batch": parsed.batch, "--prompt": parsed.prompt}
     for flag, value in generation.items():
         if value is not None and (parsed.work == "train" or value < 1):
@@ -43,6 +42,6 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.breakdown.measure import break_down, break_down_generation
 
     if parsed.work == "train":
-        return break_down(parsed.source, parsed.overrides, parsed.steps, parsed.hardware, parsed.png)
+        return break_down(parsed.source, parsed.overrides, parsed.steps, parsed.hardware)
     return break_down_generation(parsed.source, parsed.overrides, parsed.work, parsed.batch or 1, parsed.prompt or 512,
-                                 parsed.steps, parsed.png)  # fmt: skip
+                                 parsed.steps)  # fmt: skip

@@ -11,7 +11,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.generate.decode import BLOCK, compile_generation
 from zaya_jax.machine.breakdown.trace import Trace, read_trace
-from zaya_jax.machine.step import timed
+from zaya_jax.machine.timing import timed
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.run.folder import PROFILE

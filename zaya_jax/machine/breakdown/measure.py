@@ -14,14 +14,15 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.breakdown.generation import Work, trace_generation
-from zaya_jax.machine.breakdown.plot import EXPOSED, UNATTRIBUTED, draw
+from zaya_jax.machine.breakdown.plot import EXPOSED, UNATTRIBUTED
 from zaya_jax.machine.breakdown.timeline import attribute
 from zaya_jax.machine.breakdown.trace import Trace, read_trace
 from zaya_jax.machine.comparison import no_data_sheet
 from zaya_jax.machine.compilers.predict import PartCost, Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.result import describe_run
-from zaya_jax.machine.step import place_rows, random_tokens, timed
+from zaya_jax.machine.step import place_rows, random_tokens
+from zaya_jax.machine.timing import timed
 from zaya_jax.ops.parts import PARTS
 from zaya_jax.run.folder import CONFIG, PROFILE
 from zaya_jax.train.initialization import initialize
@@ -30,7 +31,7 @@ from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import make_programs
 
 
-def break_down(source: str, overrides: list[str], steps: int, hardware: str | None, png: str | None) -> dict[str, Any]:
+def break_down(source: str, overrides: list[str], steps: int, hardware: str | None) -> dict[str, Any]:
     """Print and return where the time of a training step goes.
 
     Args:
@@ -38,7 +39,6 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
       overrides: of the configuration, as section.key=value; none for a run.
       steps: number of steps to trace of a configuration.
       hardware: name or folder, as `--hardware` of the dry run, whose estimate to compare with; or None.
-      png: file for a plot, or None.
 
     Raises:
       InputError: there is no trace in the run folder, the configuration cannot be trained here, or `hardware` is given
@@ -69,11 +69,11 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
     if hardware is not None:
         sheet, programs = get_hardware(hardware, trace.devices), simulated_programs(config, trace.devices)
         estimated = estimate_phase(programs, stage.phase, sheet).step_seconds
-    return _report("training step", f"{trace.steps} steps of {source}", trace, shares, untraced, estimated, png)
+    return _report("training step", f"{trace.steps} steps of {source}", trace, shares, untraced, estimated)
 
 
 def break_down_generation(
-    source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, png: str | None
+    source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int
 ) -> dict[str, Any]:  # fmt: skip
     """Print and return where the time of a prompt, or of a decode step, goes, with random parameters.
 
@@ -84,7 +84,6 @@ def break_down_generation(
       batch: number of prompts that are processed together.
       prompt: tokens of each; rounded up to whole chunks.
       repeats: number of prompts, or blocks of decode steps, to trace.
-      png: file for a plot, or None.
 
     Raises:
       InputError: prompt and new tokens exceed `model.max_positions`.
@@ -98,12 +97,11 @@ def break_down_generation(
     what = {"prefill": "prefill", "decode": "decode step"}[work]
     size = f"{batch} × {generation.length:,} tokens of {source}, {config.train.compute_dtype}"
     shares = phase_shares(config.model, generation.length, {"expert": 1})
-    return _report(what, size, generation.trace, shares, generation.untraced, None, png, generation.calls)
+    return _report(what, size, generation.trace, shares, generation.untraced, None, generation.calls)
 
 
 def _report(
-    what: str, size: str, trace: Trace, shares: Shares, untraced: float | None, estimated: float | None,
-    png: str | None, calls: int = 1,
+    what: str, size: str, trace: Trace, shares: Shares, untraced: float | None, estimated: float | None, calls: int = 1
 ) -> dict[str, Any]:  # fmt: skip
     result = describe_run(f"{what} by part", size, "", ())
     result["hardware"]["device"] = trace.device
@@ -111,8 +109,6 @@ def _report(
     if estimated is not None:
         result["estimated_seconds"] = estimated
     print("\n".join(lines(result)))
-    if png is not None:
-        draw(Path(png), result)
     return result
 
 

@@ -9,14 +9,14 @@ import jax
 
 from zaya_jax.errors import InputError
 from zaya_jax.machine.breakdown.timeline import Interval
+from zaya_jax.machine.compilers.collectives import KINDS
 from zaya_jax.machine.compilers.hlo import Place, entry_place, parse, walk
 from zaya_jax.machine.compilers.predict import instruction_part
 from zaya_jax.ops.parts import OTHER
 from zaya_jax.train.profiler import PROGRAM, WINDOW
 
 _CONTAINERS = ("while", "call", "conditional")  # whose time is that of the operations inside
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all",
-                "collective-broadcast")  # fmt: skip
+_COLLECTIVES = (*KINDS, "collective-broadcast")
 
 
 class Trace(NamedTuple):

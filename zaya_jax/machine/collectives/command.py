@@ -5,22 +5,24 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import ParallelConfig, load_config
+from zaya_jax.config.checks import require
+from zaya_jax.config.parallel import AXES
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.measurements import measured_preset
-from zaya_jax.machine.command import add_flags, add_job, add_verb, parse_bytes
+from zaya_jax.machine.command import add_flags, add_verb, parse_bytes, run_in_job
+from zaya_jax.run.options import add_job
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 _SIZES = ("8", "16M", 2)  # smallest, largest, factor
-_AXES = ("data", "fsdp", "expert", "context")
 
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "collectives", "check and time collectives over sizes, as nccl-tests and rccl-tests do",
+        verbs, program, "collectives", _run, "check and time collectives over sizes, as nccl-tests and rccl-tests do",
         "Prints their tables, and fits latency and bandwidth. Every result is compared element by element. Start it "
         "like training for a job of several processes.", "--operations all_reduce --max-bytes 128M",
     )  # fmt: skip
@@ -34,11 +36,11 @@ def add(verbs: Any, program: str) -> None:
     add_flag("--factor", type=int, default=_SIZES[2], metavar="N", help="factor between sizes (default: 2)")
     add_flag("--devices", nargs="+", type=int, default=(), metavar="N", help="numbers of devices to compare, each the "
              "first N (default: all devices of the job)")  # fmt: skip
-    for axis in _AXES:
+    for axis in AXES:
         default, meaning = (None, "the rest") if axis == "data" else (1, "1")
         add_flag(f"--{axis}", type=int, default=default, metavar="N",
                  help=f"devices of the mesh axis {axis} (default: {meaning})")  # fmt: skip
-    add_flag("--axis", nargs="+", choices=_AXES, default=(), metavar="AXIS", help="mesh axes to run over: groups of "
+    add_flag("--axis", nargs="+", choices=AXES, default=(), metavar="AXIS", help="mesh axes to run over: groups of "
              "devices run side by side (default: all axes, in one group)")  # fmt: skip
     add_flag("--config", nargs="+", default=(), metavar=("CONFIG", "section.key=value"), help="measure the messages "
              "that a training step of this configuration sends in its layout, instead of sizes")  # fmt: skip
@@ -47,46 +49,41 @@ def add(verbs: Any, program: str) -> None:
     add_flag("--jsonl", metavar="FILE", help="append each row, with versions and hardware, to FILE as a line of JSON")
     add_job(verb)
     add_flags(verb, repeats=20, png="bus bandwidth and latency against the size")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     sizes = _sizes(parsed.min_bytes, parsed.max_bytes, parsed.factor)
-    if parsed.devices and (parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in _AXES)):
+    if parsed.devices and (parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in AXES)):
         raise InputError("--devices does not go with --axis and the sizes of mesh axes: remove one.")
     if few := [count for count in parsed.devices if count < 2]:
         raise InputError(f"--devices is {few[0]}, but must be at least 2.")
     config = None
     if parsed.config:
-        if parsed.devices or parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in _AXES):
+        if parsed.devices or parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in AXES):
             raise InputError("--config has its own layout: leave --devices, --axis and the sizes of mesh axes out.")
         if (parsed.min_bytes, parsed.max_bytes, parsed.factor) != _SIZES:
             raise InputError("--config has its own sizes: leave --min-bytes, --max-bytes and --factor out.")
         config = load_config(parsed.config[0], parsed.config[1:])
-    layout = ParallelConfig(**{axis: getattr(parsed, axis) for axis in _AXES})
+    layout = ParallelConfig(**{axis: getattr(parsed, axis) for axis in AXES})
     preset = select_preset(None if config is None else config.preset)
     if config is not None:  # the flags decide how the step's messages are combined
         apply_preset(preset if config.measurements is None else measured_preset(preset, config.measurements))
-    from zaya_jax.parallel.multihost import is_primary, join
 
-    join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
-    from zaya_jax.machine.collectives.sweep import Sweep, measure_collectives
+    def work() -> dict[str, Any]:
+        from zaya_jax.machine.collectives.sweep import Sweep, measure_collectives
 
-    sweep = Sweep(tuple(parsed.operations), tuple(parsed.dtypes), sizes, tuple(parsed.devices), layout,
-                  tuple(parsed.axis), parsed.mode, parsed.repeats)  # fmt: skip
-    png, rows = (Path(name) if name else None for name in (parsed.png, parsed.jsonl))
-    result = measure_collectives(sweep, config, rows, png)
-    if not is_primary():
-        parsed.output = None  # process 0 writes it
-    return result
+        sweep = Sweep(tuple(parsed.operations), tuple(parsed.dtypes), sizes, tuple(parsed.devices), layout,
+                      tuple(parsed.axis), parsed.mode, parsed.repeats)  # fmt: skip
+        return measure_collectives(sweep, config, Path(parsed.jsonl) if parsed.jsonl else None)
+
+    return run_in_job(parsed, preset, work)
 
 
 def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:
     first, last = parse_bytes("--min-bytes", least), parse_bytes("--max-bytes", most)
     if last < first:
         raise InputError(f"--max-bytes is {most}, but must be at least --min-bytes, {least}.")
-    if factor < 2:
-        raise InputError(f"--factor is {factor}, but must be at least 2.")
+    require(factor >= 2, "--factor", factor, "at least 2")
     sizes = [first]
     while sizes[-1] * factor <= last:
         sizes.append(sizes[-1] * factor)

@@ -57,18 +57,13 @@ def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     size, time = np.asarray(sizes, float), np.asarray(seconds, float)
     if len(set(sizes)) < 3:
         return None
-    design = np.stack([np.ones_like(size), size], 1)
-    weights, solution = 1 / time, np.zeros(2)
+    weights, line, covariance = 1 / time, np.zeros(2), np.zeros((2, 2))
     for _ in range(_ROUNDS):
-        solution = np.linalg.lstsq(design * weights[:, None], time * weights, rcond=None)[0]
-        weights = 1 / np.maximum(design @ solution, 0.1 * time)
-    scaled = design * weights[:, None]
-    freedom = len(size) - 2
-    variance = float((((time - design @ solution) * weights) ** 2).sum()) / freedom
-    deviation = np.sqrt(np.diag(np.linalg.inv(scaled.T @ scaled)) * variance)
-    low, high = solution + np.outer((-1, 1), deviation * stdtrit(freedom, (1 + CONFIDENCE) / 2))
-    if solution[1] <= 0:
+        line, covariance = np.polyfit(size, time, 1, w=weights, cov=True)
+        weights = 1 / np.maximum(np.polyval(line, size), 0.1 * time)
+    margins = np.sqrt(np.diag(covariance)) * stdtrit(len(size) - 2, (1 + CONFIDENCE) / 2)
+    (slope, start), low, high = line.tolist(), (line - margins).tolist(), (line + margins).tolist()
+    if slope <= 0:
         return None
-    fastest = 1 / low[1] if low[1] > 0 else float("inf")
-    return Fit(Estimate(*map(float, (solution[0], low[0], high[0]))),
-               Estimate(float(1 / solution[1]), float(1 / high[1]), float(fastest)))  # fmt: skip
+    fastest = 1 / low[0] if low[0] > 0 else float("inf")
+    return Fit(Estimate(start, low[1], high[1]), Estimate(1 / slope, 1 / high[0], fastest))

@@ -4,18 +4,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.run.plot import integer_steps, legend_beside, new_figure, save_figure
+from zaya_jax.run.plot import integer_steps, legend_beside, panels
 
 _MARKERS = "osv^D*"  # of operations at a fixed size, whose colour would be that of another line
 
 
-def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a PNG: bus bandwidth, latency, and, with several numbers of devices, their bandwidth at the largest size.
+def draw(path: Path, result: Mapping[str, Any]) -> None:
+    """Plot the result of `sweep.measure_collectives` to a PNG file.
 
-    Args:
-      path: file to write.
-      rows: `results` of `sweep.measure_collectives`.
+    It shows bus bandwidth, latency, and, with several numbers of devices, their bandwidth at the largest size.
     """
+    rows = result["results"]
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
         half = row.get("out_of_place") or row["in_place"]
@@ -25,24 +24,24 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         lines.setdefault(name, []).append((row["bytes"], half["busbw"] / 1e9, half["p50"] * 1e6))
     fixed = scaling(rows)
     heights = (1.0, 1.0, 1.0) if fixed else (1.0, 1.0)
-    figure = new_figure("Collectives: bus bandwidth and latency", heights, (9.0, 3.3 * len(heights)), shared=False)
-    bandwidth, latency = figure.axes[:2]
-    for name, points in lines.items():
-        sizes, busbw, micros = zip(*points, strict=True)
-        bandwidth.plot(sizes, busbw, marker=".", label=name)
-        latency.plot(sizes, micros, marker=".", label=name)
-    bandwidth.set(xlabel="size (bytes)", ylabel="bus bandwidth (GB/s)", xscale="log", ylim=(0, None))
-    latency.set(xlabel="size (bytes)", ylabel="median time (µs)", xscale="log", yscale="log")
-    legend_beside(bandwidth)
-    for index, ((operation, dtype, size), points) in enumerate(fixed.items()):
-        devices, busbw = zip(*sorted(points.items()), strict=True)
-        label = f"{operation}, {dtype}, {size:,} bytes"
-        figure.axes[2].plot(devices, busbw, marker=_MARKERS[index % len(_MARKERS)], color="black", label=label)
-    if fixed:
-        figure.axes[2].set(xlabel="devices", ylabel="bus bandwidth (GB/s)", ylim=(0, None))
-        integer_steps(figure.axes[2])
-        legend_beside(figure.axes[2])
-    save_figure(figure, path)
+    size = (9.0, 3.3 * len(heights))
+    with panels(path, "Collectives: bus bandwidth and latency", heights, size, shared=False) as stacked:
+        bandwidth, latency, *others = stacked
+        for name, points in lines.items():
+            sizes, busbw, micros = zip(*points, strict=True)
+            bandwidth.plot(sizes, busbw, marker=".", label=name)
+            latency.plot(sizes, micros, marker=".", label=name)
+        bandwidth.set(xlabel="size (bytes)", ylabel="bus bandwidth (GB/s)", xscale="log", ylim=(0, None))
+        latency.set(xlabel="size (bytes)", ylabel="median time (µs)", xscale="log", yscale="log")
+        legend_beside(bandwidth)
+        for index, ((operation, dtype, size), points) in enumerate(fixed.items()):
+            devices, busbw = zip(*sorted(points.items()), strict=True)
+            label = f"{operation}, {dtype}, {size:,} bytes"
+            others[0].plot(devices, busbw, marker=_MARKERS[index % len(_MARKERS)], color="black", label=label)
+        for panel in others:
+            panel.set(xlabel="devices", ylabel="bus bandwidth (GB/s)", ylim=(0, None))
+            integer_steps(panel)
+            legend_beside(panel)
 
 
 def scaling(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[int, float]]:

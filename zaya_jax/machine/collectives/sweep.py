@@ -18,11 +18,10 @@ from zaya_jax.machine.collectives.fit import Fit, fit_times
 from zaya_jax.machine.collectives.messages import Message, model_messages
 from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, label
 from zaya_jax.machine.collectives.peer import peer_bandwidths
-from zaya_jax.machine.collectives.plot import draw
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import Mode, Timing, time_case
 from zaya_jax.machine.network_devices import Traffic
-from zaya_jax.machine.result import describe_run
+from zaya_jax.machine.result import describe_run, print_once
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import is_primary
 
@@ -51,9 +50,7 @@ class Sweep(NamedTuple):
     repeats: int
 
 
-def measure_collectives(
-    sweep: Sweep, config: Config | None = None, rows: Path | None = None, png: Path | None = None
-) -> dict[str, Any]:  # fmt: skip
+def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
     """Measure every case, and print the tables.
 
     Args:
@@ -61,7 +58,6 @@ def measure_collectives(
       config: configuration whose training step says which sizes to measure over which axes, instead of the sizes,
         devices, layout and axes of `sweep`; None for those.
       rows: file to which each row is appended as a line of JSON, with versions and hardware.
-      png: file for a plot of bandwidth and latency.
 
     Returns:
       The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
@@ -93,9 +89,7 @@ def measure_collectives(
         result["messages"] = _messages(messages, result["results"])
     result["traffic"] = traffic.bytes()
     if line := traffic.line("collectives ran on the first host"):
-        _print(line)
-    if png and is_primary():
-        draw(png, result["results"])
+        print_once(line)
     if wrong := sorted({row["operation"] for row in result["results"] if row["wrong"]}):
         result["failed"] = f"Wrong results: {', '.join(wrong)}."
     return result
@@ -134,7 +128,7 @@ def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) ->
         half = row.get("out_of_place") or row["in_place"]
         seconds.setdefault((row["operation"], row["axes"], row["bytes"]), half["p50"])
     rows = []
-    _print(f"{'message':<16}{'axes':<22}{'bytes':>14}{'a step':>8}{'µs each':>12}{'ms a step':>12}")
+    print_once(f"{'message':<16}{'axes':<22}{'bytes':>14}{'a step':>8}{'µs each':>12}{'ms a step':>12}")
     for message in messages:
         collective = COLLECTIVES[message.operation]
         name = label(collective)
@@ -144,10 +138,10 @@ def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) ->
         # Sizes are rounded to whole elements in each chunk.
         each = seconds[min(near, key=lambda key: abs(key[2] - message.bytes))]
         rows.append(message._asdict() | {"seconds": each})
-        _print(f"{name:<16}{' '.join(message.axes):<22}{message.bytes:>14,}{message.times:>8,}{1e6 * each:>12,.1f}"
+        print_once(f"{name:<16}{' '.join(message.axes):<22}{message.bytes:>14,}{message.times:>8,}{1e6 * each:>12,.1f}"
                f"{1e3 * message.times * each:>12,.2f}")  # fmt: skip
     total = sum(row["times"] * row["seconds"] for row in rows)
-    _print(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
+    print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
     return rows
 
 
@@ -157,14 +151,14 @@ def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) ->
         return
     peers = peer_bandwidths(group.operation, measured, repeats)
     if isinstance(peers, str):
-        _print(peers, "")
+        print_once(peers, "")
     if not isinstance(peers, dict):
         return
     for row in measured:
         if peer := peers.get(row["bytes"]):
             row["peer_busbw"] = peer
             ours = row["out_of_place"]["busbw"]
-            _print(f"{row['bytes']:>12,} bytes: {ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests "
+            print_once(f"{row['bytes']:>12,} bytes: {ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests "
                    f"({ours / peer:.2f}×)")  # fmt: skip
 
 
@@ -206,19 +200,19 @@ def _measure(
     probe, item = Case(collective, group.mesh, group.axes, 1, group.dtype), jnp.dtype(group.dtype).itemsize
     elements = dict.fromkeys(collective.elements(size, item, probe.ranks) for size in group.sizes)
     cases = [probe._replace(elements=count) for count in elements]
-    _print(*text.header(label(collective), cases, mode, repeats))
+    print_once(*text.header(label(collective), cases, mode, repeats))
     measured, columns = [], []
     for case in cases:
         timings = time_case(case, mode, repeats)
         halves = {name: text.column(case, statistics.fmean(timing.seconds), timing.wrong)
                   for name, timing in timings.items()}  # fmt: skip
         columns += halves.values()
-        _print(text.row(case, halves.get("out_of_place"), halves["in_place"]))
+        print_once(text.row(case, halves.get("out_of_place"), halves["in_place"]))
         measured.append(_row(case, mode, timings))
         if rows and is_primary():
             with rows.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(head | measured[-1]) + "\n")
-    _print(*text.footer(label(collective), columns), "")
+    print_once(*text.footer(label(collective), columns), "")
     return measured
 
 
@@ -249,7 +243,7 @@ def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
         beta = fit.beta._replace(high=fit.beta.high if math.isfinite(fit.beta.high) else None)
         entry |= {"alpha_seconds": fit.alpha._asdict(), "beta_bytes_per_second": beta._asdict(),
                   "half_bytes": fit.half_size, "knee_bytes": fit.knee}  # fmt: skip
-    _print(_sentence(entry, fit), "")
+    print_once(_sentence(entry, fit), "")
     return entry
 
 
@@ -261,8 +255,3 @@ def _sentence(entry: dict[str, Any], fit: Fit | None) -> str:
     return (f"{what}: latency {1e6 * alpha.value:,.3g} µs ({1e6 * alpha.low:,.3g} to {1e6 * alpha.high:,.3g}), "
             f"algorithm bandwidth {beta.value / 1e9:,.3g} GB/s ({beta.low / 1e9:,.3g} to {beta.high / 1e9:,.3g}); "
             f"half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}")  # fmt: skip
-
-
-def _print(*lines: str) -> None:
-    if is_primary():
-        print("\n".join(lines), flush=True)

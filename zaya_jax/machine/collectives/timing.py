@@ -1,6 +1,5 @@
 """Time one case: seconds of each call, the largest over processes."""
 
-import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -8,6 +7,7 @@ import jax
 import numpy as np
 
 from zaya_jax.machine.collectives.programs import IN_GRAPH, Case, Programs
+from zaya_jax.machine.timing import timed
 from zaya_jax.parallel.multihost import all_gather
 
 Mode = Literal["dispatch", "graph"]
@@ -57,16 +57,15 @@ def wrong_elements(programs: Programs) -> tuple[int, int]:
 
 def _time(call: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int, *, feed: bool) -> list[float]:
     """Time calls on `x`, or, with `feed`, on the result of the call before."""
-    seconds = []
-    for index in range(WARM_UP + repeats):
-        if index == WARM_UP:
-            all_gather("collectives", None, _PATIENCE)  # all processes start the timed calls together
-        start = time.perf_counter()
+
+    def one_call() -> None:
+        nonlocal x
         out = call(x).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-        if feed:
-            x = out
-    return np.max(all_gather("collectives", seconds[WARM_UP:], _PATIENCE), axis=0).tolist()
+        x = out if feed else x
+
+    timed(one_call, WARM_UP, 0)
+    all_gather("collectives", None, _PATIENCE)  # all processes start the timed calls together
+    return np.max(all_gather("collectives", timed(one_call, repeats, 0), _PATIENCE), axis=0).tolist()
 
 
 def _total(wrong: jax.Array) -> int:

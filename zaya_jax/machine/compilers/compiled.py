@@ -1,16 +1,18 @@
 """Compile a phase's train step for a GPU in a subprocess, and parse the compiler's output."""
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config, to_yaml
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.gpus import GPUS
@@ -69,8 +71,7 @@ def peak_bytes(memory: Mapping[str, int]) -> int:
 
 def check_gpu(name: str) -> None:
     """Raise `InputError` if there is no compiler for a GPU of this name."""
-    if name not in GPUS:
-        raise InputError(f"--compile-for is {name!r}, but must be one of {', '.join(GPUS)}.")
+    require(name in GPUS, "--compile-for", name, f"one of {', '.join(GPUS)}")
 
 
 def check_devices(gpu: str, devices: int) -> None:
@@ -95,12 +96,8 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
       InputError: the packages of the compiler are missing, or the compiler refuses the step.
     """
     toolchain, start = find_toolchain(gpu), time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        path = folder / "config.yaml"
-        path.write_text(to_yaml(config), encoding="utf-8")
-        subject = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
-        run_worker("worker", (str(path), str(phase), gpu, str(devices)), gpu, folder, subject, config.measurements)
+    failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
+    with run_worker("step", gpu, (str(phase), str(devices)), failure, config) as folder:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
         kernels = read_resources("train_step", toolchain, GPUS[gpu].architecture, folder / DUMP, folder / CODE_OBJECTS)
@@ -108,28 +105,39 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
     return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
 
 
+@contextlib.contextmanager
 def run_worker(
-    worker: str, arguments: Sequence[str], gpu: str, folder: Path, failure: str, measurements: str | None = None
-) -> None:
-    """Run a module of this package that compiles for a GPU, in a process with the compiler's environment.
+    what: str, gpu: str, arguments: Sequence[str], failure: str, config: Config | None = None
+) -> Iterator[Path]:
+    """Run `worker` in a process with the environment of a GPU's compiler.
 
     Args:
-      worker: name of the module.
-      arguments: its arguments, without the last, which is the folder.
-      gpu: name in `GPUS`.
-      folder: folder for what the module and the compiler write.
+      what: what to compile, the first argument of `worker`.
+      gpu: name in `GPUS`, the second one.
+      arguments: the others, without the last ones, which are the file of `config` and the folder.
       failure: start of the message if the compiler fails.
-      measurements: the configuration's key, for the flags.
+      config: configuration, whose key `measurements` sets flags; None if the worker needs none.
+
+    Yields:
+      The temporary folder of what the worker and the compiler wrote.
 
     Raises:
       InputError: the packages of the compiler are missing, or the process fails.
     """
-    command = [sys.executable, "-m", f"zaya_jax.machine.compilers.{worker}", *arguments, str(folder)]
-    process = subprocess.run(  # noqa: S603 (this program, on files of our own)
-        command, capture_output=True, text=True, check=False, env=environment(gpu, folder, measurements)
-    )
-    if process.returncode:
-        raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        command = [sys.executable, "-m", "zaya_jax.machine.compilers.worker", what, gpu, *arguments]
+        if config is not None:
+            command.append(str(folder / "config.yaml"))
+            Path(command[-1]).write_text(to_yaml(config), encoding="utf-8")
+        command.append(str(folder))
+        process = subprocess.run(  # noqa: S603 (this program, on files of our own)
+            command, capture_output=True, text=True, check=False,
+            env=environment(gpu, folder, None if config is None else config.measurements),
+        )  # fmt: skip
+        if process.returncode:
+            raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
+        yield folder
 
 
 def failure_reason(status: int, stderr: str) -> str:

@@ -1,7 +1,6 @@
 """Compile the kernel cases for GPUs, and report what each kernel needs and what each case launches and moves."""
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,10 +93,8 @@ def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], Comp
       InputError: the packages of the compiler are missing, or the compiler refuses a program.
       ValueError: the compiler left no resources of a kernel.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        text = json.dumps(request._asdict())
-        run_worker("kernel_worker", (gpu, text), gpu, folder, f"The kernels cannot be compiled for {gpu}")
+    words = json.dumps(request._asdict())
+    with run_worker("cases", gpu, (words,), f"The kernels cannot be compiled for {gpu}") as folder:
         programs = {
             (dtype, case, side): read_program(name, gpu, folder) for name, dtype, case, side, _ in requested(request)
         }
@@ -114,7 +111,7 @@ def program_files(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:
-    """Read a program that `kernel_worker.compile_program` wrote."""
+    """Read a program that `cross_compile.compile_program` wrote."""
     text, objects = program_files(folder, name)
     entry = entry_place(parse(text.read_text(encoding="utf-8")))
     pallas = {instruction.kernel for place in walk(entry) for instruction in place.instructions}

@@ -1,70 +1,65 @@
-"""Compile a phase's step for a GPU: `python -m zaya_jax.machine.compilers.worker CONFIG PHASE GPU DEVICES FOLDER`."""
+"""The process that compiles: `python -m zaya_jax.machine.compilers.worker step|cases|products GPU … FOLDER`."""
 
 import json
 import os
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import jax
 
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.convert import end_with_parent
-from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.compiled import FACTS, STEP, program_memory
-from zaya_jax.machine.compilers.gpus import GPUS, target_config
-from zaya_jax.machine.compilers.stand_ins import load_stand_ins
-from zaya_jax.machine.compilers.toolchain import find_toolchain, silence_plugins
+from zaya_jax.machine.compilers.cross_compile import compile_program, compile_traced, gpu_devices, load_compiler
+from zaya_jax.machine.compilers.gpus import GPUS
+from zaya_jax.machine.compilers.kernels import Request, requested
+from zaya_jax.machine.gemm.compiled import program_name
+from zaya_jax.machine.gemm.sweep import Request as GemmRequest
+from zaya_jax.machine.gemm.sweep import make_problems
+from zaya_jax.machine.kernel_cases import EIGHT_B, passes
+from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.train.program import Programs
 
 
-def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
-    """Write the scheduled program and the compiler's figures of a step into `folder`."""
-    end_with_parent(os.getppid())
-    load_compiler(name)
-    import jax
-
-    from zaya_jax.ops.registry import select_kernels
-    from zaya_jax.train.program import Programs
-
-    config = load_config(path)
+def compile_step(gpu: str, phase: str, devices: str, path: str, folder: str) -> None:
+    """Write the scheduled program and the compiler's figures of the largest step of a phase into `folder`."""
+    config, index = load_config(path), int(phase)
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    mesh_devices = gpu_devices(name, devices)
-    kernels = select_kernels(GPUS[name].target, config.model, config.train.compute_dtype)
-    program = Programs(config, kernels, mesh_devices)[phase]
-    compiled = compile_traced(lambda: program.trace(largest_stage(config, phase)), name, program.placement.mesh)
+    kernels = select_kernels(GPUS[gpu].target, config.model, config.train.compute_dtype)
+    program = Programs(config, kernels, gpu_devices(gpu, int(devices)))[index]
+    compiled = compile_traced(lambda: program.trace(largest_stage(config, index)), gpu, program.placement.mesh)
     (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")
     facts = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     (Path(folder) / FACTS).write_text(json.dumps(program_memory(compiled) | facts), encoding="utf-8")
 
 
-def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
-    """Compile what `trace` returns for a GPU of `GPUS`, on a `mesh` of `gpu_devices`."""
-    import jax
-
-    # From jax 0.12 on, the lowering of Triton kernels asks this mesh for the device.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return trace().lower(lowering_platforms=(GPUS[name].platform,)).compile()
-
-
-def load_compiler(name: str) -> None:
-    """Make the compiler for a GPU of `GPUS` usable in this process, which must have its `toolchain.environment`."""
-    toolchain = find_toolchain(name)
-    silence_plugins()
-    if toolchain.platform == "rocm":
-        load_stand_ins(toolchain.plugin)
+def compile_cases(gpu: str, request: str, folder: str) -> None:
+    """Compile the kernel cases of a `kernels.Request`, given as JSON, and write them into `folder`."""
+    target = GPUS[gpu].target
+    for name, dtype, _, side, case in requested(Request(**json.loads(request))):
+        kernels = select_kernels(target, EIGHT_B.model, dtype) if side == "kernels" else KernelSelection(target)
+        function, arguments = passes(case, kernels)
+        donated = () if case.backward else tuple(range(case.held))
+        compile_program(name, function, arguments, gpu, Path(folder), donated)
 
 
-def gpu_devices(name: str, devices: int) -> Any:
-    """Return devices that can be compiled for, but not run on."""
-    from jax.experimental import topologies
+def compile_products(gpu: str, request: str, path: str, folder: str) -> None:
+    """Compile the products of a `gemm.sweep.Request`, given as JSON, and write them into `folder`."""
+    config, wanted = load_config(path), GemmRequest(**json.loads(request))
+    kernels = select_kernels(GPUS[gpu].target, config.model, wanted.dtype)
+    for index, problem in enumerate(make_problems(config, wanted, kernels)):
+        compile_program(program_name(index), problem.run, (*problem.arrays, *problem.integers), gpu, Path(folder))
 
-    node = min(devices, HARDWARE[name].node_size)
-    shape = f"{devices // node}x1x{node}"  # NVLink domains or nodes × hosts of each × devices of each host
-    platform = GPUS[name].platform
-    return topologies.get_topology_desc(platform=platform, target_config=target_config(name), topology=shape).devices
+
+def main(what: str, gpu: str, *arguments: str) -> None:
+    """Compile; this process ends with the one that started it."""
+    end_with_parent(os.getppid())
+    load_compiler(gpu)
+    {"step": compile_step, "cases": compile_cases, "products": compile_products}[what](gpu, *arguments)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    main(*sys.argv[1:])

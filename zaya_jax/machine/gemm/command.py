@@ -9,19 +9,19 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.command import add_config, add_flags, add_verb, parse_bytes
 
 _DTYPES = ("bfloat16", "float32")
-_FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
+FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
 
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "gemm", "measure matrix products: squares, and those of a configuration",
+        verbs, program, "gemm", _run, "measure matrix products: squares, and those of a configuration",
         "Prints the speed of each product with its operands in the caches and without, and its share of the fastest "
         "square's speed.", "configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png",
     )  # fmt: skip
     add_config(verb)
-    verb.add_argument("--families", nargs="+", choices=_FAMILIES, default=_FAMILIES, metavar="FAMILY",
-                      help=f"what to measure; squares always are (default: all): {', '.join(_FAMILIES)}")  # fmt: skip
+    verb.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="FAMILY",
+                      help=f"what to measure; squares always are (default: all): {', '.join(FAMILIES)}")  # fmt: skip
     verb.add_argument("--dtype", choices=_DTYPES, help="of the operands (default: train.compute_dtype)")
     verb.add_argument("--squares", nargs=3, type=int, default=[256, 4096, 256], metavar=("FIRST", "LAST", "STEP"),
                       help="sizes of the square matrices (default: 256 4096 256)")  # fmt: skip
@@ -36,7 +36,6 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--compile-for", metavar="GPU", help="compile the products for mi300x, mi355x, h100 or h200, "
                       "which need not be here, and predict their speeds instead of measuring")  # fmt: skip
     add_flags(verb, repeats=5, png="the speeds")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     request = Request(parsed.families, dtype, range(first, last + 1, step),
                       parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)  # fmt: skip
     if parsed.compile_for is None:
-        return measure_gemm(config, request, parsed.png)
+        return measure_gemm(config, request)
     if parsed.png is not None:
         raise InputError("--png plots measured speeds: leave it out with --compile-for.")
     from zaya_jax.machine.gemm.compiled import compile_gemm

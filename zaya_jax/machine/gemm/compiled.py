@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from zaya_jax.config import Config, to_yaml
+from zaya_jax.config import Config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.compiled import check_gpu, run_worker
 from zaya_jax.machine.compilers.gpus import GPUS
@@ -45,12 +43,8 @@ def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
     result = describe_run("compiled matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens, "
                           f"{gpu}", "", (f"jax-{'cuda12-plugin' if GPUS[gpu].platform == 'cuda' else 'rocm7-pjrt'}",)
                           ) | {"results": []}  # fmt: skip
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        path = folder / "config.yaml"
-        path.write_text(to_yaml(config), encoding="utf-8")
-        words = json.dumps(dataclasses.asdict(dataclasses.replace(request, squares=list(request.squares))))
-        run_worker("gemm_worker", (str(path), words, gpu), gpu, folder, f"The products cannot be compiled for {gpu}")
+    words = json.dumps(dataclasses.asdict(dataclasses.replace(request, squares=list(request.squares))))
+    with run_worker("products", gpu, (words,), f"The products cannot be compiled for {gpu}", config) as folder:
         family = ""
         for index, problem in enumerate(problems):
             if problem.family != family:

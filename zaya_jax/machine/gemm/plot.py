@@ -5,48 +5,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.run.plot import new_figure, save_figure
+from zaya_jax.run.plot import panels
 
 _PANEL = 3.2  # inches of height
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]], maximum: float) -> None:
-    """Plot to a PNG file.
-
-    Args:
-      path: file to write.
-      rows: results of the sweep.
-      maximum: FLOP/s of the fastest square, 100 %.
-    """
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Plot the result of `sweep.measure_gemm` to a PNG file; nothing if no square was measured."""
+    maximum = result["maximum"]
+    if not maximum:
+        return
+    rows = [row for row in result["results"] if "failed" not in row]
     families = list(dict.fromkeys(row["family"] for row in rows))
     heights = [max(1.0, 0.09 * sum(row["family"] == name for row in rows)) if name in ("model", "experts") else 1.0
                for name in families]  # fmt: skip
-    figure = new_figure("Matrix products", heights, (8.5, _PANEL * sum(heights)), shared=False)
-    for panel, family in zip(figure.axes, families, strict=True):
-        panel.tick_params(labelbottom=True)
-        own = [row for row in rows if row["family"] == family]
-        if family == "square":
-            for name in ("warm", "cold"):
-                panel.plot(
-                    [row["size"] for row in own],
-                    [row[f"{name}_flops_per_second"] / 1e9 for row in own],
-                    label=name,
-                    marker=".",
-                )
-            panel.set(xlabel="rows and columns", ylabel="GFLOP/s", title="square")
-            panel.legend(frameon=False)
-        elif family == "attention":
-            _heat_map(figure, panel, own, maximum)
-        else:
-            names = [row["name"] for row in own][::-1]
-            shares = [row["warm_flops_per_second"] / maximum for row in own][::-1]
-            panel.barh(names, shares)
-            panel.set(xlabel="share of the maximum", title=family.replace("_", "–"), xlim=(0, max(1.05, *shares)))
-            panel.tick_params(labelsize="small")
-    save_figure(figure, path)
+    with panels(path, "Matrix products", heights, (8.5, _PANEL * sum(heights)), shared=False) as stacked:
+        for panel, family in zip(stacked, families, strict=True):
+            panel.tick_params(labelbottom=True)
+            own = [row for row in rows if row["family"] == family]
+            if family == "square":
+                sizes = [row["size"] for row in own]
+                for name in ("warm", "cold"):
+                    panel.plot(sizes, [row[f"{name}_flops_per_second"] / 1e9 for row in own], label=name, marker=".")
+                panel.set(xlabel="rows and columns", ylabel="GFLOP/s", title="square")
+                panel.legend(frameon=False)
+            elif family == "attention":
+                _heat_map(panel, own, maximum)
+            else:
+                names = [row["name"] for row in own][::-1]
+                shares = [row["warm_flops_per_second"] / maximum for row in own][::-1]
+                panel.barh(names, shares)
+                panel.set(xlabel="share of the maximum", title=family.replace("_", "–"), xlim=(0, max(1.05, *shares)))
+                panel.tick_params(labelsize="small")
 
 
-def _heat_map(figure: Any, panel: Any, rows: Sequence[dict[str, Any]], maximum: float) -> None:
+def _heat_map(panel: Any, rows: Sequence[dict[str, Any]], maximum: float) -> None:
     across, down = "length", "query heads per key head"
     xs, ys = (sorted({row[name] for row in rows}) for name in (across, down))
     share = {(row[across], row[down]): row["warm_flops_per_second"] / maximum for row in rows}
@@ -61,4 +54,4 @@ def _heat_map(figure: Any, panel: Any, rows: Sequence[dict[str, Any]], maximum: 
     panel.set(xticks=range(len(xs)), xticklabels=xs, yticks=range(len(ys)), yticklabels=ys, xlabel="tokens of a row",
               ylabel=down, title="attention: share of the maximum")  # fmt: skip
     panel.grid(visible=False)
-    figure.colorbar(image, ax=panel)
+    panel.figure.colorbar(image, ax=panel)

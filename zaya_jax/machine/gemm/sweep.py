@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,14 +10,11 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.machine.gemm import problems
 from zaya_jax.machine.gemm.histograms import read_histograms, scale_counts
-from zaya_jax.machine.gemm.plot import draw
 from zaya_jax.machine.gemm.timing import flush_array, time_problem
 from zaya_jax.machine.result import describe_run
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
-
-FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +22,7 @@ class Request:
     """What to measure.
 
     Attributes:
-      families: of `FAMILIES`; 'square', which gives the maximum, is always measured, and first.
+      families: of `command.FAMILIES`; 'square', which gives the maximum, is always measured, and first.
       dtype: 'bfloat16' or 'float32', of the operands.
       squares: sizes of the square matrices.
       lengths: tokens of a row of attention.
@@ -46,7 +42,7 @@ class Request:
     repeats: int
 
 
-def measure_gemm(config: Config, request: Request, png: str | None) -> dict[str, Any]:
+def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
     """Measure the first device of this process.
 
     Returns:
@@ -81,8 +77,6 @@ def measure_gemm(config: Config, request: Request, png: str | None) -> dict[str,
         print(f"{line}{warm / 1e9:>14,.4g}{cold / 1e9:>10,.4g}{share}", flush=True)
     print(f"\nmaximum: {maximum / 1e9:,.4g} GFLOP/s, of the fastest square")
     result["maximum"] = maximum
-    if png:
-        draw(Path(png), [row for row in result["results"] if "failed" not in row], maximum)
     return result
 
 
@@ -101,4 +95,4 @@ def make_problems(config: Config, request: Request, kernels: KernelSelection) ->
         "newton_schulz": lambda: problems.newton_schulz(model, config.optimizer.muon, kernels),
         "attention": lambda: problems.attention(model, request.lengths, request.tokens, kernels, dtype),
     }
-    return [problem for family in FAMILIES if family in ("square", *request.families) for problem in made[family]()]
+    return [problem for family, make in made.items() if family in ("square", *request.families) for problem in make()]

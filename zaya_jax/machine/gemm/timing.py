@@ -1,17 +1,14 @@
 """Time a problem with its operands in the caches, and after the caches were overwritten."""
 
-import functools
 import statistics
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zaya_jax.machine.gemm.problems import Problem
-
-_STANDARD_DEVIATION = 0.01  # of the operands, so that no sum overflows
+from zaya_jax.machine.kernel_cases import drawn
+from zaya_jax.machine.timing import elapsed
 
 
 class Seconds(NamedTuple):
@@ -28,25 +25,16 @@ def flush_array(size: int) -> jax.Array:
 
 def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> Seconds:
     """Time calls, warm and cold in turn; the first call of each, which compiles, is left out."""
-    keys = jax.random.split(jax.random.key(0), len(problem.arrays))
-    arrays = [_draw(key, x.shape, x.dtype) for key, x in zip(keys, problem.arrays, strict=True)]
-    arguments = jax.block_until_ready((*arrays, *map(jnp.asarray, problem.integers)))
+    arguments = jax.block_until_ready((*drawn(problem.arrays), *map(jnp.asarray, problem.integers)))
     call, overwrite = jax.jit(problem.run), jax.jit(lambda x: x + 1)
     warm, cold = [], []
+
+    def one_call() -> None:
+        jax.block_until_ready(call(*arguments))
+
     for _ in range(repeats + 1):
-        jax.block_until_ready(call(*arguments))  # loads the caches
-        warm.append(_seconds(call, arguments))
+        one_call()  # loads the caches
+        warm.append(elapsed(one_call))
         overwrite(flush).block_until_ready()
-        cold.append(_seconds(call, arguments))
+        cold.append(elapsed(one_call))
     return Seconds(statistics.median(warm[1:]), statistics.median(cold[1:]))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    return _STANDARD_DEVIATION * jax.random.normal(key, shape, dtype)
-
-
-def _seconds(call: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call(*arguments))
-    return time.perf_counter() - start

@@ -4,13 +4,14 @@ As there, an operation's rate is that of its shortest call, and the first call i
 would return a plain copy's input as its output.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from zaya_jax.machine.timing import timed
 
 SCALAR = 3.0
 ITEM = 4  # bytes of fp32
@@ -57,15 +58,16 @@ def time_kernel(name: str, size: int, repeats: int) -> list[float]:
     out = jnp.zeros(() if reduces else count, jnp.float32)
     # The result takes the memory of the one before, so that no call allocates.
     call = jax.jit(lambda _out, a, b: kernel.run(a, b), donate_argnums=0, keep_unused=True).lower(out, a, b).compile()
-    seconds = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
+
+    def one_call() -> None:
+        nonlocal out
         out = call(out, a, b).block_until_ready()
-        seconds.append(time.perf_counter() - start)
+
+    seconds = timed(one_call, repeats)
     got = np.array(jnp.stack([out.min(), out.max()])) / (count if reduces else 1)
     if not np.allclose(got, kernel.result, rtol=1e-3 if reduces else 0):  # a sum of many fp32 products is rounded
         raise RuntimeError(f"{name} returned {got[0]:g} to {got[1]:g} instead of {kernel.result:g}.")
-    return seconds[1:]
+    return seconds
 
 
 def rate(name: str, size: int, seconds: list[float]) -> float:

@@ -13,7 +13,8 @@ _SMALLEST = 4096  # bytes of an array
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "memory", "measure memory bandwidth, and the share of it that the model's operations reach",
+        verbs, program, "memory", _run,
+        "measure memory bandwidth, and the share of it that the model's operations reach",
         "Runs BabelStream's copy, mul, add, triad and dot on the first device, then the model's memory-bound "
         "operations.", "--sizes 1M 16M 256M --stream",
     )  # fmt: skip
@@ -24,7 +25,6 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--stream", action="store_true", help="also measure the triad in C with OpenMP, compiled by cc "
                       "(CPU only)")  # fmt: skip
     add_flags(verb, repeats=20, png="bandwidth against the size of an array")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -38,4 +38,4 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--stream is only for CPUs, but JAX uses {jax.default_backend()}. Remove it.")
     from zaya_jax.machine.memory.sweep import measure_memory
 
-    return measure_memory(sorted(set(sizes)), model, parsed.repeats, stream=parsed.stream, png=parsed.png)
+    return measure_memory(sorted(set(sizes)), model, parsed.repeats, stream=parsed.stream)

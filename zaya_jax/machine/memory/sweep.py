@@ -3,7 +3,6 @@
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from zaya_jax.machine.memory import bandwidth
 from zaya_jax.machine.memory.stream import compile_stream, time_stream
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run
+from zaya_jax.machine.timing import timed
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
 
@@ -23,9 +23,7 @@ MEMORY_BOUND = ("residual_norm", "residual_norm backward", "momentum")
 _TOGETHER = 4  # rounds in which the operations and the peer are measured, in turn
 
 
-def measure_memory(
-    sizes: Sequence[int], model: ModelConfig, repeats: int, *, stream: bool, png: str | None
-) -> dict[str, Any]:
+def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, stream: bool) -> dict[str, Any]:
     """Measure the first device of this process, and print tables.
 
     Args:
@@ -33,7 +31,6 @@ def measure_memory(
       model: gives the widths of the model's operations.
       repeats: number of timed calls of each operation and size.
       stream: whether to measure the triad in C, too, in the same rounds as ours at the largest size.
-      png: file for a plot of bandwidth against the size.
 
     Returns:
       The result, for JSON: `results` of BabelStream's operations, `operations` of the model's, `stream` of the peer.
@@ -69,8 +66,6 @@ def measure_memory(
     widths = _widths(model, max(sizes))
     kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
     result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]
-    if png:
-        draw(Path(png), result["results"])
     return result
 
 
@@ -85,21 +80,22 @@ def _widths(model: ModelConfig, size: int) -> Sizes:
 
 def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, repeats: int) -> dict[str, Any]:
     run, arguments = program(case, kernels)
-    call, seconds = jax.jit(run, donate_argnums=tuple(range(case.held))), []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
+    call = jax.jit(run, donate_argnums=tuple(range(case.held)))
+
+    def one_call() -> None:
+        nonlocal arguments
         out = jax.block_until_ready(call(*arguments))
-        seconds.append(time.perf_counter() - start)
         arguments = (*out[: case.held], *arguments[case.held :])
-    speed = case.bytes / statistics.median(seconds[1:])
+
+    speed = case.bytes / statistics.median(timed(one_call, repeats))
     print(f"{name}: {speed / 1e9:.3g} GB/s of the bytes that it must move, {speed / triad:.0%} of triad", flush=True)
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Plot bandwidth against the size of an array, from the `results` of `measure_memory`."""
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Plot bandwidth against the size of an array, from the result of `measure_memory`."""
     lines = {}
-    for row in rows:
+    for row in result["results"]:
         xs, ys = lines.setdefault(row["operation"], ([], []))
         xs.append(row["bytes"])
         ys.append(row["bytes_per_second"] / 1e9)

@@ -4,11 +4,12 @@ import argparse
 from typing import Any
 
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError, last_words
+from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import recorded_result
-from zaya_jax.machine.command import add_config, add_flags, add_job, add_verb
+from zaya_jax.machine.command import add_config, add_flags, add_verb, run_in_job
+from zaya_jax.run.options import add_job
 
 VERB = "preflight"
 
@@ -16,7 +17,7 @@ VERB = "preflight"
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, VERB, "check the devices of a job before it trains, and name slow ones",
+        verbs, program, VERB, _run, "check the devices of a job before it trains, and name slow ones",
         "Checks the kernels that the configuration selects, the speed of each device, and the results and bandwidth of "
         "collectives, in about two minutes. Start it like training for a job of several processes. The exit status is "
         "1 if a check fails.", "configs/zaya1_8b.yaml --output preflight.json",
@@ -28,7 +29,6 @@ def add(verbs: Any, program: str) -> None:
                       "devices, or than the baseline, a device or collective may be (default: 15)")  # fmt: skip
     add_job(verb)
     add_flags(verb)
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -39,18 +39,11 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     preset = select_preset(config.preset)
     apply_preset(preset)
     keep_compilations()
-    from zaya_jax.parallel.multihost import is_primary, join
-
-    peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
-    from zaya_jax.machine.preflight.run import preflight
-
     source = f"--baseline {parsed.baseline}" if parsed.baseline else f"The result of preflight in {config.measurements}"
-    try:
-        result = preflight(config, baseline, source, parsed.tolerance / 100)
-    except Exception as error:
-        if peers is not None:
-            peers.leave(*last_words(error))  # ends all processes of the job
-        raise
-    if not is_primary():
-        parsed.output = None  # process 0 writes it
-    return result
+
+    def work() -> dict[str, Any]:
+        from zaya_jax.machine.preflight.run import preflight
+
+        return preflight(config, baseline, source, parsed.tolerance / 100)
+
+    return run_in_job(parsed, preset, work)

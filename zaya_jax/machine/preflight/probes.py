@@ -1,7 +1,6 @@
 """Measure how fast each device multiplies and copies, and how fast some of the devices communicate."""
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from zaya_jax.machine.collectives.operations import COLLECTIVES
 from zaya_jax.machine.collectives.programs import Case, Programs
 from zaya_jax.machine.collectives.text import column
+from zaya_jax.machine.timing import timed
 from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import all_gather
 
@@ -32,6 +32,10 @@ class Sizes(NamedTuple):
     dtype: str
     array: int
     message: int
+
+    def work(self, name: str) -> float:
+        """Return the FLOPs of 'matmul', or the bytes that 'memory' reads and writes."""
+        return 2.0 * self.matrix**3 if name == "matmul" else 2.0 * self.array
 
 
 CPU = Sizes(512, "float32", 2**24, 2**20)
@@ -57,23 +61,18 @@ def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:
 
 def _speed(name: str, device: Any, sizes: Sizes) -> float | str:
     try:
-        return _PROBES[name](device, sizes)
+        function, arrays = probe(name, sizes)
+        return sizes.work(name) / _shortest(jax.jit(function), *jax.device_put(arrays, device))
     except jax.errors.JaxRuntimeError as error:  # such as memory that another program holds
         return str(error).splitlines()[0]
 
 
-def _matmul(device: Any, sizes: Sizes) -> float:
-    full = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, sizes.dtype)
-    matrix = jax.device_put(full, device)  # committed, so that the product runs there
-    return 2 * sizes.matrix**3 / _shortest(jax.jit(jnp.matmul), matrix, matrix)
-
-
-def _memory(device: Any, sizes: Sizes) -> float:
-    array = jax.device_put(jnp.zeros(sizes.array // 4, jnp.float32), device)
-    return 2 * sizes.array / _shortest(jax.jit(jnp.negative), array)  # of a plain copy, XLA would return the input
-
-
-_PROBES = {"matmul": _matmul, "memory": _memory}
+def probe(name: str, sizes: Sizes) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
+    """Return the function of 'matmul' or 'memory', and its arrays on the default device."""
+    if name == "matmul":
+        matrix = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, sizes.dtype)
+        return jnp.matmul, (matrix, matrix)
+    return jnp.negative, (jnp.zeros(sizes.array // 4, jnp.float32),)  # of a plain copy, XLA would return the input
 
 
 def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:
@@ -105,10 +104,4 @@ def _programs(case: Case) -> Programs:
 
 def _shortest(call: Callable[..., Any], *arrays: jax.Array) -> float:
     """Return the seconds of the shortest call: what else runs on a host only makes calls longer."""
-    return min([_seconds(call, *arrays) for _ in range(_WARM_UP + _PASSES)][_WARM_UP:])
-
-
-def _seconds(call: Callable[..., Any], *arrays: jax.Array) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call(*arrays))
-    return time.perf_counter() - start
+    return min(timed(lambda: jax.block_until_ready(call(*arrays)), _PASSES, _WARM_UP))

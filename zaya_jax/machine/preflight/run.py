@@ -13,13 +13,13 @@ from zaya_jax.machine.collectives.check import check_collectives
 from zaya_jax.machine.collectives.operations import COLLECTIVES, label
 from zaya_jax.machine.preflight import probes
 from zaya_jax.machine.preflight.bisection import ROUNDS, find_slow
-from zaya_jax.machine.result import describe_run
-from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
+from zaya_jax.machine.result import describe_run, print_once
+from zaya_jax.parallel.multihost import all_gather, broadcast
 from zaya_jax.train.kernels import validated_kernels
 
 Status = Literal["PASS", "WARN", "FAIL"]
 _MEASURED = ("all_reduce", "all_gather")
-_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
+UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
 
 
 class Check(NamedTuple):
@@ -66,7 +66,7 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
 
     def report(check: Check) -> None:
         checks.append(_against(recorded, check, tolerance))
-        _print(_line(checks[-1]))
+        print_once(_line(checks[-1]))
 
     report(_kernels(config))
     for name, unit in (("matmul", "FLOP/s"), ("memory", "bytes/s")):
@@ -79,16 +79,15 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
     result["checks"] = [check._asdict() for check in checks]
     if failed := [check.check for check in checks if check.status == "FAIL"]:
         result["failed"] = f"Checks that fail: {', '.join(failed)}."
-    _print(result.get("failed", "All checks pass."))
+    print_once(result.get("failed", "All checks pass."))
     return result
 
 
 def _kernels(config: Config) -> Check:
     """Report the kernels that the configuration selects; those with wrong results are replaced, which costs time."""
     selection = validated_kernels(config)
-    if not selection.reasons:
-        return Check("kernels", "PASS", float(len(selection.kernels)), "kernels", "")
-    return Check("kernels", "WARN", float(len(selection.kernels)), "kernels", " ".join(selection.reasons.values()))
+    status = "WARN" if selection.reasons else "PASS"
+    return Check("kernels", status, float(len(selection.kernels)), "kernels", " ".join(selection.reasons.values()))
 
 
 def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str], tolerance: float) -> Check:
@@ -124,7 +123,7 @@ def _collective(
 def _against(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Check:
     """Compare a check with the baseline."""
     before = recorded.get(check.check)
-    if check.unit not in _UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
+    if check.unit not in UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
         return check
     said = f"{check.value / before:.0%} of the baseline, {_quantity(before, check.unit)}."
     return check._replace(status="FAIL", message=f"{said} {check.message}".strip())
@@ -151,15 +150,10 @@ def _device_names(hosts: Sequence[str]) -> dict[int, str]:
 
 
 def _quantity(value: float, unit: str) -> str:
-    scale, shown = _UNITS.get(unit, (1, unit))
+    scale, shown = UNITS.get(unit, (1, unit))
     return f"{value / scale:,.3g} {shown}"
 
 
 def _line(check: Check) -> str:
     value = "" if check.value is None else _quantity(check.value, check.unit)
     return f"{check.status:<5}{check.check:<30}{value:>16}  {check.message}".rstrip()
-
-
-def _print(*lines: str) -> None:
-    if is_primary():
-        print("\n".join(lines), flush=True)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.machine.command import add_verb
 from zaya_jax.machine.result import check_request
@@ -12,21 +13,18 @@ from zaya_jax.machine.result import check_request
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "report", "write the results in a folder as one HTML page",
+        verbs, program, "report", _run, "write the results in a folder as one HTML page",
         "The page has the tables and plots of all results that the other verbs wrote with --output, and needs no "
         "network.", "results --output machine.html",
     )  # fmt: skip
     verb.add_argument("folder", metavar="FOLDER", help="folder with results as JSON")
     # `--output` of other verbs is a JSON file, which `run_verb` writes.
     verb.add_argument("--output", dest="page", metavar="FILE", help="HTML file (default: FOLDER/report.html)")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     folder = Path(parsed.folder)
-    if not folder.is_dir():
-        raise InputError(f"FOLDER is {parsed.folder!r}, but must be a folder with results of python -m "
-                         "zaya_jax.machine.")  # fmt: skip
+    require(folder.is_dir(), "FOLDER", parsed.folder, "a folder with results of python -m zaya_jax.machine")
     page = folder / "report.html" if parsed.page is None else Path(parsed.page)
     check_request(1, {"--output": str(page)})
     if page.suffix != ".html":

@@ -1,19 +1,21 @@
 """Render results as a page that loads nothing."""
 
+import base64
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
-
 from zaya_jax.errors import InputError
-from zaya_jax.machine.report.plots import Plot, draw_plots
 from zaya_jax.machine.report.results import Note, Result, describe_hardware, differences, notes
 from zaya_jax.machine.report.smoke import smoke_tables
 from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.machine.result_plots import draw
+from zaya_jax.run.page import render as render_page
 from zaya_jax.run.table import Table
 
 _TABLES = TABLES | {"smoke": smoke_tables}
+_TEMPLATE = Path(__file__).parent / "machine.html.j2"
 
 
 class Section(NamedTuple):
@@ -24,14 +26,14 @@ class Section(NamedTuple):
       facts: command, versions, hardware and so on, by name.
       notes: what failed or was skipped.
       tables: without empty ones.
-      plots: of the result.
+      picture: the plot as a data URI, and what it shows; two empty texts without a plot.
     """
 
     result: Result
     facts: dict[str, str]
     notes: list[Note]
     tables: list[Table]
-    plots: list[Plot]
+    picture: tuple[str, str]
 
 
 def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
@@ -52,14 +54,8 @@ def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise InputError(f"{result.file} is a damaged result of machine {result.verb}, or one of another version "
                              f"({error!r}): write it again.") from error  # fmt: skip
-    environment = jinja2.Environment(
-        autoescape=True, loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
     name, warning = differences(hardware)
-    return environment.get_template("page.html.j2").render(
-        name=name, warning=warning, sections=sections, ignored=ignored
-    )
+    return render_page(_TEMPLATE, name=name, warning=warning, sections=sections, ignored=ignored)
 
 
 def _section(result: Result) -> Section:
@@ -72,4 +68,13 @@ def _section(result: Result) -> Section:
         hardware = content["hardware"]
         facts["hardware"] = ", ".join(filter(None, (hardware.get("device"), processor, hardware["machine"])))
     tables = [table for table in _TABLES[result.verb](content) if table.rows]
-    return Section(result, facts, notes(result), tables, draw_plots(result))
+    return Section(result, facts, notes(result), tables, _picture(result))
+
+
+def _picture(result: Result) -> tuple[str, str]:
+    with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
+        path = Path(folder) / "plot.png"
+        shows = draw(result.verb, path, result.content)
+        if not path.exists():
+            return "", ""
+        return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}", shows

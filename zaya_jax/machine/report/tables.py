@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from zaya_jax.machine.preflight.run import UNITS
 from zaya_jax.run.table import NONE, Row, Table, make_pairs, make_table, number, percent, quantity, share
 
 _MICRO, _MILLI, _GIGA, _TERA, _MEBI = 1e-6, 1e-3, 1e9, 1e12, 2.0**20
@@ -30,10 +31,9 @@ def _describe(machine: Result) -> list[Table]:
 
 
 def _preflight(result: Result) -> list[Table]:
-    units = {"FLOP/s": (_TERA, "TFLOP/s"), "bytes/s": (_GIGA, "GB/s")}
     rows = []
     for check in result["checks"]:
-        scale, unit = units.get(check["unit"], (1.0, check["unit"]))
+        scale, unit = UNITS.get(check["unit"], (1.0, check["unit"]))
         rows.append(check | {"value": number(check["value"], scale), "unit": unit})
     return [make_table("Checks", rows, {name: name for name in ("check", "status", "value", "unit", "message")})]
 

@@ -2,10 +2,10 @@
 
 import argparse
 import gc
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zaya_jax.config import Config, load_config
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
 from zaya_jax.hardware.measurements import get_hardware
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "sizing", "check the sizes of a configuration against the rules for a GPU",
+        verbs, program, "sizing", _run, "check the sizes of a configuration against the rules for a GPU",
         "Prints PASS, WARN or FAIL for each rule and phase, with the predicted loss of time where a rule gives one; "
         "OPEN if a measurement is missing. No GPU is needed. The exit status is 1 if a rule fails. With --suggest it "
         "prints other widths with about as many parameters instead: those that no others beat in both training "
@@ -40,12 +40,10 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--layers", type=int, nargs=2, metavar=("LOW", "HIGH"), help="range of the number of layers "
                       "(--suggest only; default: half to twice the configuration's)")  # fmt: skip
     add_flags(verb, png="the Pareto front (--suggest only)")
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    if parsed.devices < 1:
-        raise InputError(f"--devices is {parsed.devices}, but must be at least 1.")
+    require(parsed.devices >= 1, "--devices", parsed.devices, "at least 1")
     for flag in ("phase", "band", "layers", "png"):
         if getattr(parsed, flag) is not None and not parsed.suggest:
             raise InputError(f"--{flag} needs --suggest.")
@@ -84,8 +82,7 @@ def _check_request(parsed: argparse.Namespace, config: Config) -> tuple[int, flo
     phase = names[0] if parsed.phase is None else parsed.phase
     band = 5.0 if parsed.band is None else parsed.band
     low, high = parsed.layers or (max(1, depth // 2), 2 * depth)
-    if phase not in names:
-        raise InputError(f"--phase is {phase!r}, but must be one of {', '.join(names)}.")
+    require(phase in names, "--phase", phase, f"one of {', '.join(names)}")
     if not 0 < band <= 100:
         raise InputError(f"--band is {band:g}, but must be above 0 and at most 100.")
     if not 1 <= low <= high:
@@ -101,12 +98,9 @@ def _suggest(
     parsed: argparse.Namespace, config: Config, hardware: Hardware, measured: "Measured", phase: int, band: float,
     layers: tuple[int, int],
 ) -> dict[str, Any]:  # fmt: skip
-    from zaya_jax.machine.sizing.plot import draw
     from zaya_jax.machine.sizing.report import lines, suggest_shapes
 
     gc.freeze()  # tracing makes many objects: a search for garbage should not visit all that was imported
     result = suggest_shapes(config, phase, parsed.devices, hardware, band, layers, measured)
     print("\n".join(lines(result, parsed.devices, parsed.hardware)))
-    if parsed.png:
-        draw(Path(parsed.png), result, parsed.devices, parsed.hardware)
     return result

@@ -18,6 +18,7 @@ from typing import NamedTuple, get_args
 import jax.numpy as jnp
 
 from zaya_jax.config import Config, ModelConfig, ParallelConfig
+from zaya_jax.config.parallel import AXES
 from zaya_jax.config.phases import Remat
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
@@ -37,8 +38,6 @@ from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.run.progress import track
 from zaya_jax.train.program import PhaseProgram
-
-_AXES = ("fsdp", "expert", "context")
 
 
 class Point(NamedTuple):
@@ -158,8 +157,8 @@ def whole_node_layouts(config: Config, phase: int, devices: int, node: int) -> l
     Part of a node uses part of its links (`rules.whole_nodes`).
     """
     layouts = list(find_layouts(config, phase, devices, node, across_nodes=False))
-    most = {axis: max(getattr(layout, axis) for layout in layouts) for axis in _AXES}
-    return [layout for layout in layouts if all(getattr(layout, axis) in (1, most[axis]) for axis in _AXES)]
+    most = {axis: max(getattr(layout, axis) for layout in layouts) for axis in AXES if axis != "data"}
+    return [layout for layout in layouts if all(getattr(layout, axis) in (1, size) for axis, size in most.items())]
 
 
 def least_activations(program: PhaseProgram, sequences: int, context: int) -> Activations:

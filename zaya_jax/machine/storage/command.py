@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError
+from zaya_jax.config.checks import require
 from zaya_jax.machine.command import add_config, add_flags, add_verb, parse_bytes
 
 _SMALLEST = 2**20  # bytes
@@ -13,7 +13,7 @@ _SMALLEST = 2**20  # bytes
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "storage", "measure reads of data, and saves and restores of checkpoints",
+        verbs, program, "storage", _run, "measure reads of data, and saves and restores of checkpoints",
         "Reads a file in the folder of the data, cold and warm, saves and restores a state in the folder of the run, "
         "and prints the shortest step that the storage can feed. Removes what it writes.",
         "configs/zaya1_8b.yaml --size 8G --threads 1 16 64",
@@ -23,15 +23,13 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--threads", nargs="+", type=int, default=[1, 16], metavar="N",
                       help="numbers of concurrent threads (default: 1 16)")  # fmt: skip
     add_flags(verb, repeats=3)
-    verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     size = parse_bytes("--size", parsed.size)
-    if size < _SMALLEST:
-        raise InputError(f"--size is {parsed.size}, but must be at least 1M.")
-    if wrong := [count for count in parsed.threads if not 1 <= count <= 256]:
-        raise InputError(f"--threads is {wrong[0]}, but must be between 1 and 256.")
+    require(size >= _SMALLEST, "--size", parsed.size, "at least 1M")
+    for count in parsed.threads:
+        require(1 <= count <= 256, "--threads", count, "between 1 and 256")
     config = load_config(parsed.config, parsed.overrides)
     from zaya_jax.machine.storage.sweep import measure_storage
 

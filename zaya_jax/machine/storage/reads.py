@@ -1,7 +1,6 @@
 """Random and sequential reads of one file, from the storage (cold) and from the page cache (warm)."""
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 
 from zaya_jax.data.io_estimate import PAGE_BYTES
 from zaya_jax.machine.storage.page_cache import cached_fraction, drop_cached
+from zaya_jax.machine.timing import elapsed
 
 BLOCK = 2**22  # bytes of a sequential read
 
@@ -88,9 +88,7 @@ def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: i
 
 def _timed(read: Callable[[np.ndarray], None], parts: list[np.ndarray]) -> float:
     with ThreadPoolExecutor(len(parts)) as pool:
-        start = time.perf_counter()
-        list(pool.map(read, parts))
-        return time.perf_counter() - start
+        return elapsed(lambda: list(pool.map(read, parts)))
 
 
 def _reader(descriptor: int, length: int) -> Callable[[np.ndarray], None]:
