@@ -3,13 +3,13 @@
 import hashlib
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.conversation import HALF_OF_PAIR, Conversation
+from zaya_jax.data.conversation import HALF_OF_PAIR, THINK, THINK_END, Conversation
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import require_regular
@@ -63,6 +63,11 @@ For each call, write a JSON object with the function's name and arguments within
 _GENERATION, _GENERATION_END = "\ud800", "\ud801"
 _REASONING, _REASONING_BEGIN, _REASONING_END = "\ud802", "\ud803", "\ud804"  # the message's number, the text
 _MARK = re.compile(f"[{_GENERATION}{_GENERATION_END}{_REASONING_END}]|{_REASONING}([0-9]+){_REASONING_BEGIN}")
+# Before and after what a template must write: digits, which filters such as `tojson` and `upper` leave as they are.
+_PART = "7315904826"
+_PARTS = re.compile(f"{_PART}([0-9]{{9}})")
+_OUTSIDE = -1  # place of a part outside of all generation blocks
+_BLANK = re.compile(rf"\s*(?:{THINK}\s*{THINK_END})?\s*")  # what templates strip from a content
 _MAX_MESSAGE = 200  # characters of a template's error that messages quote
 
 
@@ -72,6 +77,13 @@ class Piece(NamedTuple):
     text: str
     generated: bool  # written by the assistant
     reasoning: int | None  # index of the message whose reasoning this is
+
+
+class _Part(NamedTuple):
+    """What a template must write."""
+
+    name: str
+    message: int | None  # index; None for tools
 
 
 Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the character range of each
@@ -122,62 +134,42 @@ class Template:
             )
 
     def render(self, conversation: Conversation, *, bos: str | None, eos: str | None,
-               tools: list[dict[str, Any]] | None = None) -> list[Piece]:  # fmt: skip
+               tools: list[dict[str, Any]] | None = None, others: Mapping[str, str] | None = None) -> list[Piece]:  # fmt: skip
         """Render a conversation from `parse_conversation`.
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
-        without markers verifies that they changed nothing.
+        without markers verifies that they changed nothing, and a third with all contents, calls and tools marked that
+        the template writes them.
 
         Args:
           conversation: not modified.
           bos: text of `bos_token`; None leaves it undefined, as in transformers.
           eos: text of `eos_token`, likewise.
           tools: from `parse_tools`.
+          others: from `special_tokens.other_tokens`.
 
         Returns:
           Non-empty pieces whose concatenated text is the rendering. An answer with a `weight` of 0 is not `generated`.
 
         Raises:
-          ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, or omits tools
-            or their calls. The message is a clause; the caller adds the location.
+          ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, omits a content,
+            a tool, a call or the last answer's reasoning, or writes a part of a trained answer outside of generation
+            blocks. The message is a clause; the caller adds the location.
         """
         tokens = {"bos_token": bos, "eos_token": eos}
-        names = {name: text for name, text in tokens.items() if text is not None}
-        names |= {"add_generation_prompt": False, "tools": tools}
-        plain, marked = self._run(_request(conversation, names), _request(conversation, names, marked=True))
+        names = {name: text for name, text in tokens.items() if text is not None} | dict(others or {})
+        names |= {"add_generation_prompt": False, "tools": tools, "documents": None}
+        request, parts = _mark_parts(conversation, names)
+        plain, marked, checked = self._run(_request(conversation, names), _request(conversation, names, marked=True),
+                                           request)  # fmt: skip
         if HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes an unpaired surrogate")
-        answers = [message for message in conversation if message["role"] == "assistant"]
-        pieces = _cut(marked, [message.get("weight") != 0 for message in answers])
+        blocks = _find_parts(checked, len(parts))
+        pieces = _cut(marked, _trained_blocks(conversation, parts, blocks, marked.count(_GENERATION)))
         if "".join(piece.text for piece in pieces) != plain:
             raise ValueError("the chat template changes what the assistant writes; it must output it unmodified")
-        if any(
-            ((message.get("content") or "").strip() or message.get("tool_calls")) and message.get("weight") != 0
-            for message in answers
-        ) and not any(piece.generated for piece in pieces):
-            raise ValueError("the chat template marks nothing of this conversation with {% generation %}")
-        contents = [(message.get("content") or "").strip() for message in conversation]
-        for number, message in enumerate(conversation):
-            content = contents[number]
-            # One may be part of another, and be written in another form, such as JSON.
-            if content and plain.count(content) < sum(each.count(content) for each in contents):
-                changed = [*conversation[:number], {**message, "content": f"{content}x"}, *conversation[number + 1 :]]
-                self._check_written(_request(changed, names), plain, f"content of message {number + 1}")
-        if any(message.get("tool_calls") for message in conversation):
-            without = [{key: x for key, x in message.items() if key != "tool_calls"} for message in conversation]
-            self._check_written(_request(without, names), plain, "tool_calls")
-        if tools:
-            self._check_written(_request(conversation, names | {"tools": None}), plain, "tools")
+        _check_written(conversation, [*zip(parts, blocks, strict=True), *_reasoning(conversation, pieces)])
         return pieces
-
-    def _check_written(self, without: dict[str, Any], plain: str, key: str) -> None:
-        """Raise `ValueError` if the rendering without `key` is the same."""
-        try:
-            [rendering] = self._run(without)
-        except ValueError:  # a template that requires it does not ignore it
-            return
-        if rendering == plain:
-            raise ValueError(f"the chat template does not write the {key}")
 
     def _run(self, *renderings: dict[str, Any]) -> list[str]:
         try:
@@ -246,7 +238,7 @@ def _request(conversation: Conversation, names: dict[str, Any], *, marked: bool 
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and message.get("reasoning"):
             reasoning = _mark(message["reasoning"], number) if marked else message["reasoning"]
-            message["reasoning"] = message["reasoning_content"] = reasoning
+            message["reasoning"] = message["reasoning_content"] = message["thinking"] = reasoning
     marks = [_GENERATION, _GENERATION_END] if marked else ["", ""]
     return {"marks": marks, "names": {"messages": messages, **names}}
 
@@ -259,14 +251,80 @@ def _mark(reasoning: str, number: int) -> str:
     return f"{before}{_REASONING}{number}{_REASONING_BEGIN}{text}{_REASONING_END}{after}"
 
 
+def _mark_parts(conversation: Conversation, names: dict[str, Any]) -> tuple[dict[str, Any], list[_Part]]:
+    """Build a rendering request in which digits mark all that must be written; `_PART` and the index of a part."""
+    parts: list[_Part] = []
+
+    def mark(name: str, message: int | None = None) -> str:
+        parts.append(_Part(name, message))
+        return f"{_PART}{len(parts) - 1:09}"
+
+    messages = [dict(message) for message in conversation]
+    for number, message in enumerate(messages):
+        content = message.get("content") or ""
+        if text := content[len(_BLANK.match(content)[0]) :].strip():  # pyright: ignore[reportOptionalSubscript]
+            before, _, after = content.rpartition(text)
+            message["content"] = f"{before}{mark('content', number)}{text}{mark('content', number)}{after}"
+        if calls := message.get("tool_calls"):
+            marked = [(call["function"], mark("tool_calls", number)) for call in calls]
+            message["tool_calls"] = [_with(call, arguments={**function["arguments"], key: key})
+                                     for call, (function, key) in zip(calls, marked, strict=True)]  # fmt: skip
+    tools = [_with(tool, name=f"{tool.get('function', tool)['name']}{mark('tools')}") for tool in names["tools"] or ()]
+    request = _request(messages, names | {"tools": tools or None})
+    return request | {"marks": [_GENERATION, _GENERATION_END]}, parts
+
+
+def _with(call: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """Return a call or a tool whose function has these keys."""
+    return {**call, "function": {**call["function"], **keys}} if "function" in call else {**call, **keys}
+
+
+def _find_parts(checked: str, count: int) -> list[set[int]]:
+    """Return for each of `count` parts the generation blocks that contain its mark; None where outside of them."""
+    places = [set[int]() for _ in range(count)]
+    for number, text in enumerate(re.split(f"[{_GENERATION}{_GENERATION_END}]", checked)):
+        for part in map(int, _PARTS.findall(text)):
+            if part < count:
+                places[part].add(number // 2 if number % 2 else _OUTSIDE)
+    return places
+
+
+def _trained_blocks(conversation: Conversation, parts: list[_Part], places: list[set[int]], count: int) -> list[bool]:
+    """Return for each of `count` generation blocks whether the answers in it are trained."""
+    if all(message.get("weight") != 0 for message in conversation):
+        return [True] * count
+    weights = [{conversation[part.message].get("weight") for part, blocks in zip(parts, places, strict=True)
+                if part.message is not None and block in blocks} for block in range(count)]  # fmt: skip
+    if any(len(each) != 1 for each in weights):
+        raise ValueError("the chat template has parts between {% generation %} and {% endgeneration %} with none or "
+                         "several answers, so that those of weight 0 cannot be told")  # fmt: skip
+    return [0 not in each for each in weights]
+
+
+def _reasoning(conversation: Conversation, pieces: list[Piece]) -> Iterator[tuple[_Part, set[int]]]:
+    """Yield the reasoning that is written, and that of the last answer; templates leave out that of earlier ones."""
+    last = max(number for number, message in enumerate(conversation) if message["role"] == "assistant")
+    written = {piece.reasoning: {0 if piece.generated else _OUTSIDE} for piece in pieces}
+    for number in {last, *written} if conversation[last].get("reasoning") else written:
+        if number is not None:
+            yield _Part("reasoning", number), written.get(number, set())
+
+
+def _check_written(conversation: Conversation, written: list[tuple[_Part, set[int]]]) -> None:
+    """Raise `ValueError` if a part is not written, or one of a trained answer only outside of generation blocks."""
+    for (name, number), blocks in written:
+        message, whose = ({}, "") if number is None else (conversation[number], f" of message {number + 1}")
+        if not blocks:
+            raise ValueError(f"the chat template does not write the {name}{whose}")
+        if message.get("role") == "assistant" and message.get("weight") != 0 and blocks == {_OUTSIDE}:
+            raise ValueError(f"the chat template writes the {name}{whose} outside of {{% generation %}}, where it is not "
+                             "trained; put it inside, or give the message a weight of 0")  # fmt: skip
+
+
 def _cut(marked: str, trained: Sequence[bool]) -> list[Piece]:
-    """Split a marked rendering into pieces. The i-th block of an untrained answer counts as not generated."""
+    """Split a marked rendering into pieces; `trained` says for each generation block whether it is generated."""
     pieces: list[Piece] = []
     inside, generated, reasoning, start, blocks = False, False, None, 0, 0
-    count = marked.count(_GENERATION)
-    if not all(trained) and count != len(trained):
-        raise ValueError(f"the chat template marks {count} parts of {len(trained)} answers, so that those of weight 0 "
-                         "cannot be told")  # fmt: skip
     for mark in _MARK.finditer(marked):
         if mark.start() > start:
             pieces.append(Piece(marked[start : mark.start()], generated, reasoning))
@@ -274,7 +332,7 @@ def _cut(marked: str, trained: Sequence[bool]) -> list[Piece]:
         if mark.group() == _GENERATION and inside:
             raise ValueError("the chat template nests generation blocks")
         if mark.group() == _GENERATION:
-            inside, generated, blocks = True, blocks >= len(trained) or trained[blocks], blocks + 1
+            inside, generated, blocks = True, trained[blocks], blocks + 1
         elif mark.group() == _GENERATION_END:
             inside = generated = False
         else:

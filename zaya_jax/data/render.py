@@ -16,14 +16,14 @@ from zaya_jax.data.corpus import Split
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import Records, pack_text, token_dtype
-from zaya_jax.data.special_tokens import SpecialTokens
+from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.data.tool_calls import split_tools
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
 from zaya_jax.run.files import locked, write_atomically
 
-_CHECKS = 2  # version of what `Template.render` refuses; older renderings are not used
+_CHECKS = 3  # version of what `Template.render` refuses; older renderings are not used
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,14 @@ class RenderWork:
         """
         tokenizer = _tokenizer(self.tokenizer, self.special)
         dtype = token_dtype(tokenizer.vocab_size)
-        records = Records(self.folder, (shard,))
+        records, others, unwritten = Records(self.folder, (shard,)), other_tokens(self.folder), False
 
         def render(conversation: Conversation, tools: list[dict[str, Any]] | None) -> list[Span]:
-            pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos, tools=tools)
+            nonlocal unwritten
+            pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos, tools=tools,
+                                          others=others)  # fmt: skip
+            given = {number for number, message in enumerate(conversation) if message.get("reasoning")}
+            unwritten = bool(given.difference(piece.reasoning for piece in pieces))
             return encode_pieces(pieces, tokenizer.encode_rendering)
 
         for number in range(len(records)):
@@ -61,6 +65,8 @@ class RenderWork:
             except ValueError as error:
                 yield Skipped(f"{self.folder / shard.file}:{number}", "template", str(error))
                 continue
+            if unwritten and outcome in (None, "kept"):
+                outcome = "earlier_unwritten"
             spans = spans or []
             tokens = np.array([token for span in spans for token in span.tokens], dtype)
             loss_mask = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)
@@ -93,7 +99,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)
-    inputs = json_digest(FORMAT, _CHECKS, manifest.content, split, loaded.digest, limit)
+    inputs = json_digest(FORMAT, _CHECKS, manifest.content, split, loaded.digest, limit, other_tokens(folder))
     target = cache / inputs
     remedy = f"Delete the folder {target}; the next run creates it again."
     with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):

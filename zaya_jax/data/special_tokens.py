@@ -11,6 +11,7 @@ from zaya_jax.errors import InputError
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that a model's folder may have next to tokenizer.json. Preparation copies them, for runs and exports.
 TOKENIZER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+_OTHERS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BOS_TEXTS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")  # common tokens that begin a text
 
 
@@ -57,6 +58,15 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
         raise InputError(f"{where} is {begin!r}, which the tokenizer file {tokenizer} does not have; pass --bos with "
                          "one of its tokens, or none.")  # fmt: skip
     return SpecialTokens(loaded.eot_text, begin, eos if "eos_token" in config else loaded.eot_text)
+
+
+def other_tokens(folder: Path) -> dict[str, str]:
+    """Read what templates receive besides `bos_token` and `eos_token`, as in transformers; InputError if it is no text."""
+    path = folder / TOKENIZER_CONFIG
+    config = _read_config(path)
+    if "added_tokens_decoder" not in config:
+        config |= _read_config(folder / "special_tokens_map.json")
+    return {name: text for name in _OTHERS if (text := token_text(config, name, path)) is not None}
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Literal
 from zaya_jax.data.chat import Span
 from zaya_jax.data.conversation import Conversation
 
-Outcome = Literal["kept", "reasoning_cut", "earlier_removed", "dropped"]
+# The last one is of conversations that fit, whose template leaves out the reasoning of earlier turns.
+Outcome = Literal["kept", "reasoning_cut", "earlier_removed", "dropped", "earlier_unwritten"]
 
 
 def trim(
