@@ -196,7 +196,6 @@ def test_a_part_that_is_not_written_or_not_trained_is_refused(part):
     number = {"content": 5, "reasoning": 7, "tool_calls": 3}[part]
     with pytest.raises(ValueError, match=f"^the chat template does not write the {part} of message {number}$"):
         rendered(template_of([each for each in PARTS if each != part]), SUM)
-    number = {"content": 5, "reasoning": 5, "tool_calls": 3}[part]
     match = rf"^the chat template writes the {part} of message {number} outside of {{% generation %}}, .* weight of 0$"
     with pytest.raises(ValueError, match=match):
         rendered(template_of(PARTS, outside=[part]), SUM)

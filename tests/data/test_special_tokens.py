@@ -68,7 +68,7 @@ def test_without_a_configuration_the_vocabulary_does(write):
         ({"bos_token": "<start>"}, None, r"bos_token of .*config\.json is '<start>', which .* does not have"),
         (GEMMA, "<start>", r"^--bos is '<start>', which the tokenizer file .* does not have"),
         ({"bos_token": 5}, None, r"bos_token of .*config\.json is 5, but must be"),
-        ([], None, r"config\.json next to the tokenizer is not a JSON object"),
+        ([], None, r"config\.json is not a JSON object"),
     ],
 )
 def test_what_is_no_token_is_refused(write, config, bos, message):

@@ -67,7 +67,7 @@ _MARK = re.compile(f"[{_GENERATION}{_GENERATION_END}{_REASONING_END}]|{_REASONIN
 _PART = "7315904826"
 _PARTS = re.compile(f"{_PART}([0-9]{{9}})")
 _OUTSIDE = -1  # place of a part outside of all generation blocks
-_BLANK = re.compile(rf"\s*(?:{THINK}\s*{THINK_END})?\s*")  # what templates strip from a content
+_BLANK = re.compile(rf"^\s*(?:{THINK}\s*{THINK_END})?\s*")  # what templates strip from a content
 _MAX_MESSAGE = 200  # characters of a template's error that messages quote
 
 
@@ -82,8 +82,9 @@ class Piece(NamedTuple):
 class _Part(NamedTuple):
     """What a template must write."""
 
-    name: str
-    message: int | None  # index; None for tools
+    name: str  # for messages
+    message: dict[str, Any]  # without keys for tools
+    blocks: set[int]  # the generation blocks that have it, by index, and `_OUTSIDE`
 
 
 Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the character range of each
@@ -164,11 +165,19 @@ class Template:
                                            request)  # fmt: skip
         if HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes an unpaired surrogate")
-        blocks = _find_parts(checked, len(parts))
-        pieces = _cut(marked, _trained_blocks(conversation, parts, blocks, marked.count(_GENERATION)))
+        for number, text in enumerate(re.split(f"[{_GENERATION}{_GENERATION_END}]", checked)):
+            for mark in _PARTS.findall(text):
+                for part in parts[int(mark) :][:1]:  # none, if the conversation has such digits itself
+                    part.blocks.add(number // 2 if number % 2 else _OUTSIDE)
+        pieces = _cut(marked, _trained_blocks(conversation, parts, marked.count(_GENERATION)))
         if "".join(piece.text for piece in pieces) != plain:
             raise ValueError("the chat template changes what the assistant writes; it must output it unmodified")
-        _check_written(conversation, [*zip(parts, blocks, strict=True), *_reasoning(conversation, pieces)])
+        for part in [*parts, *_reasoning_parts(conversation, pieces)]:
+            if not part.blocks:
+                raise ValueError(f"the chat template does not write the {part.name}")
+            if part.blocks == {_OUTSIDE} and part.message.get("role") == "assistant" and part.message.get("weight") != 0:
+                raise ValueError(f"the chat template writes the {part.name} outside of {{% generation %}}, where it is "
+                                 "not trained; put it inside, or give the message a weight of 0")  # fmt: skip
         return pieces
 
     def _run(self, *renderings: dict[str, Any]) -> list[str]:
@@ -232,14 +241,15 @@ def _shorten(message: str) -> str:
     return textwrap.shorten(printable, _MAX_MESSAGE, placeholder=" …").rstrip(".")
 
 
-def _request(conversation: Conversation, names: dict[str, Any], *, marked: bool = False) -> dict[str, Any]:
+def _request(conversation: Conversation, names: dict[str, Any], *, marked: bool = False,
+             generation: bool = False) -> dict[str, Any]:  # fmt: skip
     """Build a rendering request for `run_template` from copies of the messages."""
     messages = [dict(message) for message in conversation]
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and message.get("reasoning"):
             reasoning = _mark(message["reasoning"], number) if marked else message["reasoning"]
             message["reasoning"] = message["reasoning_content"] = message["thinking"] = reasoning
-    marks = [_GENERATION, _GENERATION_END] if marked else ["", ""]
+    marks = [_GENERATION, _GENERATION_END] if marked or generation else ["", ""]
     return {"marks": marks, "names": {"messages": messages, **names}}
 
 
@@ -252,26 +262,27 @@ def _mark(reasoning: str, number: int) -> str:
 
 
 def _mark_parts(conversation: Conversation, names: dict[str, Any]) -> tuple[dict[str, Any], list[_Part]]:
-    """Build a rendering request in which digits mark all that must be written; `_PART` and the index of a part."""
+    """Build a rendering request in which the digits `_PART` and a number mark each of the parts."""
     parts: list[_Part] = []
 
-    def mark(name: str, message: int | None = None) -> str:
-        parts.append(_Part(name, message))
+    def mark(name: str, number: int | None = None) -> str:
+        whose = "" if number is None else f" of message {number + 1}"
+        parts.append(_Part(f"{name}{whose}", {} if number is None else conversation[number], set()))
         return f"{_PART}{len(parts) - 1:09}"
 
     messages = [dict(message) for message in conversation]
     for number, message in enumerate(messages):
         content = message.get("content") or ""
-        if text := content[len(_BLANK.match(content)[0]) :].strip():  # pyright: ignore[reportOptionalSubscript]
+        if text := _BLANK.sub("", content, count=1).rstrip():
             before, _, after = content.rpartition(text)
             message["content"] = f"{before}{mark('content', number)}{text}{mark('content', number)}{after}"
         if calls := message.get("tool_calls"):
-            marked = [(call["function"], mark("tool_calls", number)) for call in calls]
-            message["tool_calls"] = [_with(call, arguments={**function["arguments"], key: key})
-                                     for call, (function, key) in zip(calls, marked, strict=True)]  # fmt: skip
+            message["tool_calls"] = [
+                _with(call, arguments={**call["function"]["arguments"], (key := mark("tool_calls", number)): key})
+                for call in calls
+            ]
     tools = [_with(tool, name=f"{tool.get('function', tool)['name']}{mark('tools')}") for tool in names["tools"] or ()]
-    request = _request(messages, names | {"tools": tools or None})
-    return request | {"marks": [_GENERATION, _GENERATION_END]}, parts
+    return _request(messages, names | {"tools": tools or None}, generation=True), parts
 
 
 def _with(call: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -279,46 +290,24 @@ def _with(call: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return {**call, "function": {**call["function"], **keys}} if "function" in call else {**call, **keys}
 
 
-def _find_parts(checked: str, count: int) -> list[set[int]]:
-    """Return for each of `count` parts the generation blocks that contain its mark; None where outside of them."""
-    places = [set[int]() for _ in range(count)]
-    for number, text in enumerate(re.split(f"[{_GENERATION}{_GENERATION_END}]", checked)):
-        for part in map(int, _PARTS.findall(text)):
-            if part < count:
-                places[part].add(number // 2 if number % 2 else _OUTSIDE)
-    return places
-
-
-def _trained_blocks(conversation: Conversation, parts: list[_Part], places: list[set[int]], count: int) -> list[bool]:
+def _trained_blocks(conversation: Conversation, parts: list[_Part], count: int) -> list[bool]:
     """Return for each of `count` generation blocks whether the answers in it are trained."""
     if all(message.get("weight") != 0 for message in conversation):
         return [True] * count
-    weights = [{conversation[part.message].get("weight") for part, blocks in zip(parts, places, strict=True)
-                if part.message is not None and block in blocks} for block in range(count)]  # fmt: skip
+    weights = [{part.message.get("weight") for part in parts if block in part.blocks} for block in range(count)]
     if any(len(each) != 1 for each in weights):
         raise ValueError("the chat template has parts between {% generation %} and {% endgeneration %} with none or "
                          "several answers, so that those of weight 0 cannot be told")  # fmt: skip
-    return [0 not in each for each in weights]
+    return [each == {None} for each in weights]
 
 
-def _reasoning(conversation: Conversation, pieces: list[Piece]) -> Iterator[tuple[_Part, set[int]]]:
+def _reasoning_parts(conversation: Conversation, pieces: list[Piece]) -> Iterator[_Part]:
     """Yield the reasoning that is written, and that of the last answer; templates leave out that of earlier ones."""
     last = max(number for number, message in enumerate(conversation) if message["role"] == "assistant")
-    written = {piece.reasoning: {0 if piece.generated else _OUTSIDE} for piece in pieces}
-    for number in {last, *written} if conversation[last].get("reasoning") else written:
-        if number is not None:
-            yield _Part("reasoning", number), written.get(number, set())
-
-
-def _check_written(conversation: Conversation, written: list[tuple[_Part, set[int]]]) -> None:
-    """Raise `ValueError` if a part is not written, or one of a trained answer only outside of generation blocks."""
-    for (name, number), blocks in written:
-        message, whose = ({}, "") if number is None else (conversation[number], f" of message {number + 1}")
-        if not blocks:
-            raise ValueError(f"the chat template does not write the {name}{whose}")
-        if message.get("role") == "assistant" and message.get("weight") != 0 and blocks == {_OUTSIDE}:
-            raise ValueError(f"the chat template writes the {name}{whose} outside of {{% generation %}}, where it is not "
-                             "trained; put it inside, or give the message a weight of 0")  # fmt: skip
+    written = {last: set[int]()} if conversation[last].get("reasoning") else {}
+    written |= {piece.reasoning: {0 if piece.generated else _OUTSIDE} for piece in pieces if piece.reasoning is not None}
+    for number, blocks in written.items():
+        yield _Part(f"reasoning of message {number + 1}", conversation[number], blocks)
 
 
 def _cut(marked: str, trained: Sequence[bool]) -> list[Piece]:

@@ -17,12 +17,11 @@ SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_c
 # Keys that say whether a message of the assistant is trained: OpenAI's, axolotl's, ms-swift's.
 _WEIGHTS = ("weight", "train", "training", "loss")
 _REASONING = ("reasoning", "reasoning_content", "thinking")
-# Keys that are not read and would change what is trained.
-_UNREAD = ("function_call", "function_calls", "functions", "train_detail", "training_detail", "refusal", "audio",
-           "image", "images", "videos", "attachments", "prefix", "reasoning_details", "reasoning_text",
-           "thinking_blocks", "thought", "thoughts", "analysis", "tool_plan", "tool_call", "tool_responses",
-           "channel")  # fmt: skip
-_MASKS = ("mask", "masked", "loss_mask", "trainable", "trained", "ignore", "train_on_turn")  # true differs in meaning
+# Keys that are refused, since they would change what is trained: parts of what is said, and which parts are trained.
+_REFUSED = re.compile("functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
+                      "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
+                      "train(ing)?_detail|(loss_)?mask(ed)?|train(able|ed|_on_turn)|ignore|prefix")  # fmt: skip
+_READ = ("role", "content", "weight", "tool_call_id")
 HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
 THINK, THINK_END = "<think>", "</think>"
 
@@ -33,8 +32,8 @@ def parse_conversation(value: Any) -> Conversation:
     In the result, each message has a `role` of `ROLES` and a string `content`, which may be None or absent if it calls
     tools; an assistant message also has its `reasoning`, if any, and a `weight` of 0 if it is not trained (given by a
     key of `_WEIGHTS`). The input can give reasoning as `reasoning`, `reasoning_content`, `thinking` or
-    `<think>…</think>` at the start of the content (white space around both is then stripped). The content can be a list
-    of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT messages with `from` and `value` work too.
+    `<think>…</think>` at the start of the content, unless it is empty; as templates do, the newlines around it are
+    stripped. The content can be a list of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT messages with `from` and `value` work too.
     Other keys are kept.
 
     Raises:
@@ -61,10 +60,10 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has no role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
-    unread = [key for key in _UNREAD if value.get(key)] + [key for key in _MASKS if value.get(key) is not None]
-    if unread:
-        advice = "write it as tool_calls" if "function_call" in unread[0] else "remove it"
-        raise ValueError(f"{where} has a {unread[0]}, which is not read; {advice}")
+    for key, given in value.items():
+        if _REFUSED.fullmatch(key) and given not in (None, "", [], {}):
+            advice = "write it as tool_calls" if "function_call" in key else "remove it"
+            raise ValueError(f"{where} has a {key}, which is not read; {advice}")
     message = _with_weight(value, where)
     if role == "assistant" and value.get("tool_calls"):
         message["tool_calls"] = parse_calls(value["tool_calls"], where)
@@ -77,6 +76,13 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if not reasoning and (content := message.get("content")):
         reasoning, message["content"] = _split(content, where)
     return {**message, "reasoning": reasoning} if reasoning else message
+
+
+def unread_keys(conversation: Conversation) -> list[str]:
+    """List the keys that only templates of a person's own may read, once for each message that has one."""
+    return [f"messages[].{key}" for message in conversation for key, value in message.items()
+            if value not in (None, "", [], {}) and key not in _READ
+            and (key not in ("reasoning", "tool_calls") or message["role"] != "assistant")]  # fmt: skip
 
 
 def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -133,13 +139,13 @@ def _reasoning(message: dict[str, Any], where: str) -> str:
 
 
 def _split(content: str, where: str) -> tuple[str, str]:
-    """Split a content into reasoning and answer."""
+    """Split a content into reasoning and answer; empty reasoning stays where it is."""
     if not content.lstrip().startswith(THINK):
         return "", content
     reasoning, end, answer = content.lstrip().removeprefix(THINK).partition(THINK_END)
     if not end:
         raise ValueError(f"{where} has a {THINK} without {THINK_END}")
-    return reasoning.strip(), answer.strip()
+    return (reasoning.strip("\n"), answer.lstrip("\n")) if reasoning.strip() else ("", content)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.data.conversation import Conversation, check_pairs, find_special, parse_conversation
+from zaya_jax.data.conversation import Conversation, check_pairs, find_special, parse_conversation, unread_keys
 from zaya_jax.data.convert import Record, Skipped
 from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
@@ -60,7 +60,7 @@ class PrepareWork:
             yield used if isinstance(used, Skipped) else _bytes(document)
 
     def _tokenizer(self) -> Tokenizer:
-        return _load_tokenizer(self.tokenizer, self.digest, self.special)
+        return load_tokenizer_once(self.tokenizer, self.digest, self.special)
 
     def _check_text(self, tokenizer: Tokenizer, document: Entry) -> str | np.ndarray | Skipped:
         """Return a document's text or token ids, or why it cannot be used."""
@@ -84,8 +84,9 @@ class PrepareWork:
                 continue
             if isinstance(value, str):
                 (tokens, lost), text = next(encoded), value.encode()
-                if tokenizer.eot in tokens:  # the tokenizer does not mark it as special
-                    yield _skipped(document, "end token inside", f"its text contains the token {tokenizer.eot_text!r}")
+                if inside := tokenizer.ends.intersection(tokens):  # the tokenizer does not mark it as special
+                    end = tokenizer.decode([min(inside)])
+                    yield _skipped(document, "end token inside", f"its text contains the token {end!r}")
                     continue
             else:
                 # Decode to text, so that text and token ids of any dtype get the same split.
@@ -100,12 +101,13 @@ class PrepareWork:
             if isinstance(record, Skipped):
                 yield record
                 continue
-            texts = [text for message in split_tools(record)[0] for text in _texts(message) if text]
+            messages = split_tools(record)[0]
+            texts = [text for message in messages for text in _texts(message) if text]
             data = _to_json(record)
             encoded = list(tokenizer.encode_counted(texts))
             yield Record(self._split(data), data, sum(len(tokens) for tokens, _ in encoded),
                          sum(len(text.encode()) for text in texts), _bytes(document),
-                         lost=sum(lost for _, lost in encoded))  # fmt: skip
+                         lost=sum(lost for _, lost in encoded), unread=[*getattr(document, 'unread', ()), *unread_keys(messages)])  # fmt: skip
 
     def _split(self, content: bytes) -> Split:
         """Return the split of a document by its content, so copies share a split."""
@@ -180,6 +182,7 @@ def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 @functools.lru_cache(maxsize=1)
-def _load_tokenizer(path: Path, digest: str, special: SpecialTokens) -> Tokenizer:
+def load_tokenizer_once(path: Path, digest: str, special: SpecialTokens) -> Tokenizer:
+    """Load a tokenizer, and keep the last one; `digest` tells apart files at one path."""
     del digest  # part of the cache key: the file at the path can change
     return load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)

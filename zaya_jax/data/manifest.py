@@ -69,6 +69,7 @@ class Manifest:
     extras: tuple[FileEntry, ...] = ()
     bos: str | None = None  # token that begins a document, and `bos_token` of templates; None if there is none
     eos: str | None = None  # `eos_token` of templates
+    unread: dict[str, int] = dataclasses.field(default_factory=dict)  # key beside or in messages → number of its uses
 
     @property
     def special(self) -> SpecialTokens:

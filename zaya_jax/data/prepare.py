@@ -143,15 +143,17 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
     tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
                           if (folder / name).exists())  # fmt: skip
     splits: dict[Split, SplitEntry] = {split: _merge_split(folder, split, notes) for split in SPLITS}
-    counts = Counter[str]()
+    counts, unread = Counter[str](), Counter[str]()
     for note in notes:
+        unread.update(note.unread)
         counts.update(note.skipped)
         counts.update(note.outcomes)
     examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
     content = content_digest(kind, dtype, special, tokenizer, splits.values())
     manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, special.eot, splits["train"],
-                        splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos)  # fmt: skip
+                        splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos,
+                        dict(unread.most_common()))  # fmt: skip
     write_manifest(folder, manifest)
     return manifest
 
@@ -335,6 +337,10 @@ def summary(folder: Path, manifest: Manifest) -> str:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
         lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
                      f"into another --output with --heldout {fraction:.1g}.")  # fmt: skip
+    if manifest.unread:
+        keys = [f"{key!r} ({count:,})" for key, count in islice(manifest.unread.items(), EXAMPLES)]
+        more = f" and {len(manifest.unread) - EXAMPLES:,} more" if len(manifest.unread) > EXAMPLES else ""
+        lines.append(f"  keys not read: {', '.join(keys)}{more}")
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]
     lines += [f"    {example}" for example in manifest.examples]
     return "\n".join(lines)

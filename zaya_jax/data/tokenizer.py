@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,22 +13,23 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import expanded, require_regular
+from zaya_jax.run.files import expanded, read_object, require_regular
+from zaya_jax.run.tokenizer import GENERATION, TOKENIZER_CONFIG
 
 EOT_TEXT = "<|endoftext|>"
 EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # common tokens that end a document
 # Names, in published models, of tokens that begin or end a document or a turn. Texts may write fill-in-the-middle's.
 _CONTROL = re.compile(
-    r"<[|｜](?!fim|repo|file).+[|｜]>|</?(s|bos|eos|pad|\w+_of_turn)>|\[/?(INST|SYSTEM_PROMPT|TOOL_\w+|AVAILABLE_TOOLS)\]"
+    r"<[|｜](?!fim|repo|file).+[|｜]>|<\|\w+>|<\w+\|>|</?(s|bos|eos|pad|\w+_of_\w+|eo[tmd]|im_\w+|system|user|assistant)>|"
+    r"\[/?(INST|SYSTEM_PROMPT|TOOL_\w+|AVAILABLE_TOOLS|[gs]MASK)\]"
 )
 MIN_VOCAB = 257  # every byte and the end-of-text token
 
 _PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
 _JOINED = 16  # tokens; those of a character or a word that is decoded as one are fewer
-# Characters with every byte of UTF-8, which NFC does not change.
-_ALL_BYTES = "".join(map(chr, [*range(0x21, 0x7F), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40),
-                               *range(0xA00, 0xD001, 0x600), 0xD7A0, 0xE000, 0xFB50,
-                               *range(0x10300, 0xE0000, 0x40000), 0x100300]))  # fmt: skip
+# Characters with every byte of UTF-8, which NFC does not change, and white space of which there is more than a space.
+_PROBE = " " + "".join(map(chr, [*range(0x80), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40), *range(0xA00, 0xD001, 0x600),
+                           0xD7A0, 0xE000, 0xFB50, *range(0x10300, 0xE0000, 0x40000), 0x100300])) + "  x\n\n x "  # fmt: skip
 _BATCH_TEXTS = 256  # enough for all cores, few enough for memory
 
 
@@ -38,6 +40,7 @@ class Tokenizer:
     `decode(encode(text)) == text` for every text.
 
     Attributes:
+      ends: ids of the tokens that begin or end documents or turns, which no text may contain.
       eot: id of the token that ends a document.
       eot_text: text of that token.
       prefix: ids of the tokens that begin a document: one or none.
@@ -45,15 +48,15 @@ class Tokenizer:
 
     def __init__(
         self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None,
-        eos_text: str | None = None,
+        eos_text: str | None = None, stops: Iterable[str] = (),
     ) -> None:  # fmt: skip
         """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`).
 
         These tokens and those of turns become special, whatever their flags say, so that no text can contain them. They
-        match before a text is normalized.
+        match before a text is normalized. So do `stops`, other tokens that end or begin a turn.
         """
         self._backend = backend
-        ends = [text for text in (eot_text, bos_text, eos_text) if text and backend.token_to_id(text) is not None]
+        ends = [text for text in (eot_text, bos_text, eos_text, *stops) if text and backend.token_to_id(text) is not None]
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         backend.add_special_tokens([
             AddedToken(text, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
@@ -63,10 +66,10 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
+        self.ends = frozenset(map(self.token_id, ends))
         self.eot = self._known(eot_text)
         self.eot_text = eot_text
         self.prefix = [] if bos_text is None else [self._known(bos_text)]
-        self._dropped: dict[str, bool] = {}  # by character
 
     def _known(self, text: str) -> int:
         token = self.token_id(text)
@@ -88,6 +91,10 @@ class Tokenizer:
         """The texts of the special tokens."""
         return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
 
+    def controls(self, template: str) -> frozenset[str]:
+        """The added tokens in a chat template's source, but tags such as `<think>` and `</think>`, which texts may have."""
+        return _controls(self._backend, template)
+
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding special tokens.
 
@@ -104,20 +111,26 @@ class Tokenizer:
             yield from (encoding.ids for encoding in encodings)
 
     def encode_counted(self, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
-        """Encode like `encode_all`; also return the UTF-8 bytes of each text that have no token, spaces aside."""
-        if self._has_all_bytes:
+        """Encode like `encode_all`; also return the UTF-8 bytes of each text that its tokens do not decode to."""
+        if self._keeps_all:
             yield from ((tokens, 0) for tokens in self.encode_all(texts))
             return
         texts = iter(texts)
         while batch := list(islice(texts, _BATCH_TEXTS)):
-            encodings = self._backend.encode_batch(batch, add_special_tokens=False)  # not the fast one: with offsets
-            for text, encoding in zip(batch, encodings, strict=True):
-                yield encoding.ids, self._lost(text, encoding)
+            encoded = list(self.encode_all(batch))
+            known = [[token for token in tokens if token != self._unknown] for tokens in encoded]
+            yield from zip(encoded, map(_lost, batch, self._backend.decode_batch(known, skip_special_tokens=False)),
+                           strict=True)  # fmt: skip
 
     @functools.cached_property
-    def _has_all_bytes(self) -> bool:
-        """Whether the vocabulary has a token for every byte, so that no text is lost."""
-        return self._lost(_ALL_BYTES, self._backend.encode(_ALL_BYTES, add_special_tokens=False)) == 0
+    def _keeps_all(self) -> bool:
+        """Whether no text is lost: there are tokens for all bytes, and nothing strips or replaces others."""
+        normalizer = json.loads(self._backend.normalizer.__getstate__()) if self._backend.normalizer else {"normalizers": []}
+        steps = normalizer.get("normalizers", [normalizer])
+        added = self._backend.get_added_tokens_decoder().values()
+        return (all(step["type"] in ("NFC", "Prepend") or step.get("pattern") == {"String": " "} for step in steps)
+                and not any((token.lstrip or token.rstrip) and not token.special for token in added)
+                and _lost(_PROBE, self.decode(self.encode(_PROBE))) == 0)  # fmt: skip
 
     @functools.cached_property
     def _unknown(self) -> int | None:
@@ -125,22 +138,6 @@ class Tokenizer:
         model = json.loads(self._backend.to_str())["model"]
         name = model.get("unk_token")
         return model.get("unk_id") if name is None else self.token_id(name)
-
-    def _lost(self, text: str, encoding: tokenizers.Encoding) -> int:
-        """Count the bytes of a text, spaces aside, that are in no token of its encoding but the unknown one."""
-        lost, place = list[str](), 0
-        if self._unknown is None:  # what has no token shifts the offsets of the tokens after it
-            return sum(len(sign.encode()) for sign in "".join(text.split()) if self._drops(sign))
-        for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token != self._unknown:
-                lost.append(text[place:start])
-                place = max(place, stop)
-        return len("".join("".join([*lost, text[place:]]).split()).encode())
-
-    def _drops(self, sign: str) -> bool:
-        if sign not in self._dropped:
-            self._dropped[sign] = not self.decode(self.encode(sign)).strip()
-        return self._dropped[sign]
 
     def encode_template(self, text: str) -> list[int]:
         """Encode the output of a chat template, in which the names of special tokens become those tokens."""
@@ -189,6 +186,11 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # the copy has `encode_special_tokens` off
         backend.post_processor = None  # it adds no special tokens here, but would trim spaces from the offsets
         return backend
+
+
+def _lost(text: str, decoded: str) -> int:
+    """Count the bytes of the characters that a text has and its decoded tokens lack."""
+    return sum(len(sign.encode()) * count for sign, count in (Counter(text) - Counter(decoded)).items())
 
 
 def _checked(text: str) -> str:
@@ -247,6 +249,7 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     try:
         require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        stops = list(_stops(backend, path))
     except InputError:
         raise
     except Exception as error:  # the library raises bare Exception
@@ -262,7 +265,26 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
                          "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
-    return Tokenizer(backend, eot_text, bos_text, eos_text)
+    return Tokenizer(backend, eot_text, bos_text, eos_text, stops)
+
+
+def _controls(backend: tokenizers.Tokenizer, template: str) -> frozenset[str]:
+    added = {token.content for token in backend.get_added_tokens_decoder().values() if not token.content.isspace()}
+    partners = {text: f"<{text[2:]}" if text.startswith("</") else f"</{text[1:]}" for text in added if text in template}
+    return frozenset(text for text, partner in partners.items() if partner not in added and partner not in template)
+
+
+def _stops(backend: tokenizers.Tokenizer, path: Path) -> Iterator[str]:
+    """Yield the tokens that end a generated text, and those of the chat template, by the files beside a tokenizer."""
+    generation, config = (read_object(beside) if (beside := path.with_name(name)).is_file() else {}
+                          for name in (GENERATION, TOKENIZER_CONFIG))  # fmt: skip
+    ids = generation.get("eos_token_id")
+    for stop in ids if isinstance(ids, list) else [ids]:
+        if isinstance(stop, int) and 0 <= stop < 2**32 and (text := backend.id_to_token(stop)):
+            yield text
+    template = path.with_name("chat_template.jinja")
+    source = template.read_text(encoding="utf-8") if template.is_file() else str(config.get("chat_template"))
+    yield from _controls(backend, source)
 
 
 def tokenizer_path(named: str) -> Path:

@@ -1,6 +1,6 @@
 """Turn a column of a table into documents, for Parquet and Arrow files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
@@ -14,6 +14,7 @@ from zaya_jax.data.readers.values import (
     rejection,
     sibling_rejection,
     suggest_chat,
+    unread_keys,
 )
 from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
@@ -22,7 +23,7 @@ _BATCH_ROWS = 64  # rows converted to Python objects at a time; one can have meg
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
-    """Return the columns to read: that of the field and, if it has lists, `TOOLS`, `SIBLINGS` and `FLAGS`.
+    """Return the columns to read: that of the field and, if it has lists, those of `TOOLS`, `SIBLINGS` and `FLAGS`.
 
     Raises:
       InputError: not exactly one column has the name, or its type is neither text nor lists.
@@ -40,13 +41,14 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
             f"its columns are {columns}."
         )
     name = schema.names[index]
-    beside = (TOOLS, *SIBLINGS, *FLAGS) if _holds_lists(kind) else ()
-    return [name, *(other for other in beside if other != name and schema.names.count(other) == 1)]
+    beside = [other for other in schema.names if other == TOOLS or SIBLINGS.fullmatch(other) or FLAGS.fullmatch(other)]
+    return [name, *(other for other in beside if _holds_lists(kind) and other != name and schema.names.count(other) == 1)]
 
 
 def column_documents(
-    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: FirstLine
-) -> Iterator[Entry]:
+    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: FirstLine,
+    unread: Sequence[str] = (),
+) -> Iterator[Entry]:  # fmt: skip
     """Yield the rows of a batch as documents. Lists of structs become lists of dicts.
 
     Args:
@@ -56,6 +58,7 @@ def column_documents(
       size: bytes of input that the batch stands for, for progress.
       before: number of rows of the unit before the batch.
       first: row number of the unit's first row.
+      unread: the columns of the file that are not read.
     """
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
@@ -69,8 +72,9 @@ def column_documents(
             others = {name: _value(other[i]) for name, other in beside.items()}
             bad = sibling_rejection(others, field)
             if bad is None and is_document(value):
+                ignored = [*unread_keys(others, field), *unread] if isinstance(value, list) else ()
                 whole = with_tools(value, others.get(TOOLS))
-                yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first)
+                yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first, ignored)
                 continue
             if isinstance(value, UnicodeDecodeError):
                 bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
