@@ -148,7 +148,8 @@ def test_templates_see_the_names_of_transformers_and_text_stays_as_it_is():
     source = "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ cls_token is defined }}{{ documents is none }}"
     call = {"function": {"name": "f", "arguments": {"a": "<b>"}}}
     messages = [assistant("<é&'>", tool_calls=[call])]
-    template = Template(source + "{{ add_generation_prompt }}{% generation %}{{ messages | tojson }}{% endgeneration %}", "x")
+    source += "{{ add_generation_prompt }}{% generation %}{{ messages | tojson }}{% endgeneration %}"
+    template = Template(source, "x")
     text = joined(template.render(messages, bos="<s>", eos="</s>", others={"unk_token": "<unk>"}))
     assert text == "<s></s><unk>FalseTrueFalse" + json.dumps(messages, ensure_ascii=False)
 
@@ -168,9 +169,9 @@ def template_of(parts, outside=(), unless="false"):
     """A template that leaves out messages for which `unless` is true, and writes the parts `outside` of the loss."""
     inside = "".join(PARTS[part] for part in parts if part not in outside)
     around = "".join(PARTS[part] for part in outside)
-    source = ("{% for message in messages %}{% if not (" + unless + ") %}<{{ message.role }}>{% if message.role == "
-              "'assistant' %}" + around + "{% generation %}" + inside + "{% endgeneration %}{% else %}{{ message.content }}"
-              "{% endif %}{% endif %}{% endfor %}")  # fmt: skip
+    source = ("{% for message in messages %}{% if not (" + unless + ") %}<{{ message.role }}>"
+              "{% if message.role == 'assistant' %}" + around + "{% generation %}" + inside + "{% endgeneration %}"
+              "{% else %}{{ message.content }}{% endif %}{% endif %}{% endfor %}")  # fmt: skip
     return Template(source, "x")
 
 
@@ -196,6 +197,7 @@ def test_a_part_that_is_not_written_or_not_trained_is_refused(part):
     number = {"content": 5, "reasoning": 7, "tool_calls": 3}[part]
     with pytest.raises(ValueError, match=f"^the chat template does not write the {part} of message {number}$"):
         rendered(template_of([each for each in PARTS if each != part]), SUM)
+    number = {"reasoning": 5}.get(part, number)
     match = rf"^the chat template writes the {part} of message {number} outside of {{% generation %}}, .* weight of 0$"
     with pytest.raises(ValueError, match=match):
         rendered(template_of(PARTS, outside=[part]), SUM)
@@ -210,18 +212,23 @@ def test_only_the_last_answer_is_trained_if_the_others_have_no_weight():
         rendered(template, [user(), assistant("a"), user(), assistant("b")])
 
 
-@pytest.mark.parametrize("how", ["| trim", "| tojson", "| tojson(ensure_ascii=true)", "| upper", ".split('</think>')[-1]"])
+HOW = ["| trim", "| tojson", "| tojson(ensure_ascii=true)", "| upper", ".split('</think>')[-1]"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_templates_may_transform_what_they_write(how):
-    said = [user(" é "), assistant("<think>\n\n</think>\n\nß", tool_calls=[{"function": {"name": "f", "arguments": {}}}])]
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    said = [user(" é "), assistant("<think>\n\n</think>\n\nß", tool_calls=calls)]
     source = "{% for message in messages %}{% generation %}{{ message.content " + how + " }}{{ message.tool_calls "
     assert rendered(Template(source + "| tojson if message.tool_calls }}{% endgeneration %}{% endfor %}", "x"), said)
 
 
 def test_a_content_of_which_a_template_writes_a_piece_is_refused():
     for how in (".split('</think>')[-1]", "[:3]", "[3:]"):
-        source = "{% for message in messages %}{% generation %}{{ message.content" + how + " }}{% endgeneration %}{% endfor %}"
+        source = "{% for message in messages %}{% generation %}{{ message.content" + how + " }}"
+        template = Template(source + "{% endgeneration %}{% endfor %}", "x")
         with pytest.raises(ValueError, match="does not write the content of message 2"):
-            rendered(Template(source, "x"), [user(""), assistant("before </think> after")])
+            rendered(template, [user(""), assistant("before </think> after")])
 
 
 GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
@@ -318,10 +325,14 @@ def test_a_template_comes_from_a_file_and_travels_to_other_processes(tmp_path):
 
 @settings(max_examples=40)
 @given(texts.filter(lambda text: "</think>" not in text), texts, st.sampled_from(["", " ", "\n\n"]))
-def test_reasoning_in_the_content_is_split_off(reasoning, answer, space):
-    inside = parse_conversation([assistant(f"{space}<think>{space}{reasoning}{space}</think>{space}{answer}{space}")])
-    key = {"reasoning": reasoning.strip()} if reasoning.strip() else {}
-    assert inside == [assistant(answer.strip(), **key)]
+def test_reasoning_in_the_content_is_split_off_and_an_empty_one_stays(reasoning, answer, space):
+    content = f"{space}<think>{space}{reasoning}{space}</think>{space}{answer}{space}"
+    [inside] = parse_conversation([assistant(content)])
+    if reasoning.strip():
+        within, after = f"{space}{reasoning}{space}".strip("\n"), f"{space}{answer}{space}".lstrip("\n")
+        assert inside == assistant(after, reasoning=within)
+    else:
+        assert inside == assistant(content)
 
 
 @settings(max_examples=40)

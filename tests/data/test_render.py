@@ -77,8 +77,8 @@ def test_conversations_are_made_to_fit_and_counted(chat, tmp_path, limit):
 
 
 def test_it_is_done_once_for_each_template_and_limit(chat, tmp_path, monkeypatch):
-    (tmp_path / "other.jinja").write_text("{% for m in messages %}{% generation %}{{ m.reasoning }}{{ m.content }}{% endgeneration %}"
-                                          "{% endfor %}")  # fmt: skip
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}{% generation %}{{ m.reasoning }}{{ m.content }}"
+                                          "{% endgeneration %}{% endfor %}")  # fmt: skip
     ways = [("train", None, None), ("heldout", None, None), ("train", None, 60),
             ("train", str(tmp_path / "other.jinja"), None)]  # fmt: skip
     first = [open_rendered(*chat, *way, tmp_path / "cache") for way in ways]

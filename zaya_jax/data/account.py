@@ -26,8 +26,7 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
 
     Returns:
       By source: `refused`, number of documents that the preparation skipped, by reason; `phases`, those that train on
-      the source; `evaluated`, whether any phase reads it; `skipped_rows`, its rows in `data.skip_rows`; `unwritten`,
-      its conversations whose template leaves out reasoning of earlier turns; `train` and
+      the source; `evaluated`, whether any phase reads it; `skipped_rows`, its rows in `data.skip_rows`; `train` and
       `heldout`, the fields of `Use` for the documents of each split (those of skipped rows count as used), with `bytes`
       of their text and `lost_bytes`, for which the tokenizer has no token.
     """
@@ -39,8 +38,6 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
             "refused": manifest.counts,
             "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
             "skipped_rows": _skipped_rows(config, plan, name),
-            "unwritten": max((phase.shares[name].counts.get("earlier_unwritten", 0) for phase in plan.phases
-                              if name in phase.shares), default=0),
             "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
         } | {split: use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes}
              for split, (use, entry) in splits.items()}  # fmt: skip
@@ -71,9 +68,6 @@ def account_lines(found: dict[str, dict[str, Any]]) -> list[str]:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in source["refused"].items())
             lines.append(f"  {name}: {counted(refused[name], 'document')} refused by the preparation: {reasons}")
         of_source = [*_trained(source), *evaluated_lines(source["heldout"]), *_lost(source)]
-        if source["unwritten"]:
-            of_source.append(f"the template leaves out the reasoning of earlier turns in "
-                             f"{counted(source['unwritten'], 'conversation')}")  # fmt: skip
         if source["skipped_rows"]:
             of_source.append(f"{counted(source['skipped_rows'], 'row')} skipped (data.skip_rows)")
         lines += [f"  {name}: {line}" for line in of_source]
@@ -99,7 +93,8 @@ def _left_out(use: dict[str, Any], split: str, reasons: dict[str, str]) -> list[
     lines += [f"{use[key]:,} of {counted(use['documents'], f'{split} document')} left out: {reason}"
              for key, reason in reasons.items() if use[key]]  # fmt: skip
     if use["trimmed"]:
-        lines.append(f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row")
+        lines.append(f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row, or "
+                     "without the reasoning of earlier turns, which the template leaves out")  # fmt: skip
     return lines
 
 

@@ -5,11 +5,12 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.conversation import HALF_OF_PAIR, THINK, THINK_END, Conversation
+from zaya_jax.data.conversation import HALF_OF_PAIR, REASONING, THINK, THINK_END, Conversation
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import require_regular
@@ -62,12 +63,14 @@ For each call, write a JSON object with the function's name and arguments within
 # Markers in a rendering: unpaired surrogates, which valid text cannot contain.
 _GENERATION, _GENERATION_END = "\ud800", "\ud801"
 _REASONING, _REASONING_BEGIN, _REASONING_END = "\ud802", "\ud803", "\ud804"  # the message's number, the text
-_MARK = re.compile(f"[{_GENERATION}{_GENERATION_END}{_REASONING_END}]|{_REASONING}([0-9]+){_REASONING_BEGIN}")
+_BLOCKS = re.compile(f"[{_GENERATION}{_GENERATION_END}]")
+_REASONINGS = re.compile(f"{_REASONING}([0-9]+){_REASONING_BEGIN}([^{_REASONING_END}]*){_REASONING_END}")
 # Before and after what a template must write: digits, which filters such as `tojson` and `upper` leave as they are.
 _PART = "7315904826"
 _PARTS = re.compile(f"{_PART}([0-9]{{9}})")
 _OUTSIDE = -1  # place of a part outside of all generation blocks
-_BLANK = re.compile(rf"^\s*(?:{THINK}\s*{THINK_END})?\s*")  # what templates strip from a content
+_TEXT = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # templates strip the white space around it
+_EMPTY_REASONING = re.compile(rf"(?:\s*{THINK}\s*{THINK_END})?")  # as is this at the start of a content
 _MAX_MESSAGE = 200  # characters of a template's error that messages quote
 
 
@@ -83,7 +86,8 @@ class _Part(NamedTuple):
     """What a template must write."""
 
     name: str  # for messages
-    message: dict[str, Any]  # without keys for tools
+    trained: bool | None  # None if the assistant does not write it
+    optional: bool
     blocks: set[int]  # the generation blocks that have it, by index, and `_OUTSIDE`
 
 
@@ -135,7 +139,8 @@ class Template:
             )
 
     def render(self, conversation: Conversation, *, bos: str | None, eos: str | None,
-               tools: list[dict[str, Any]] | None = None, others: Mapping[str, str] | None = None) -> list[Piece]:  # fmt: skip
+               tools: list[dict[str, Any]] | None = None,
+               others: Mapping[str, str] = MappingProxyType({})) -> list[Piece]:  # fmt: skip
         """Render a conversation from `parse_conversation`.
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
@@ -153,29 +158,33 @@ class Template:
           Non-empty pieces whose concatenated text is the rendering. An answer with a `weight` of 0 is not `generated`.
 
         Raises:
-          ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, omits a content,
-            a tool, a call or the last answer's reasoning, or writes a part of a trained answer outside of generation
-            blocks. The message is a clause; the caller adds the location.
+          ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, omits a
+            content, a tool, a call or the last answer's reasoning, or writes a part of a trained answer outside of
+            generation blocks. The message is a clause; the caller adds the location.
         """
         tokens = {"bos_token": bos, "eos_token": eos}
-        names = {name: text for name, text in tokens.items() if text is not None} | dict(others or {})
-        names |= {"add_generation_prompt": False, "tools": tools, "documents": None}
-        request, parts = _mark_parts(conversation, names)
-        plain, marked, checked = self._run(_request(conversation, names), _request(conversation, names, marked=True),
-                                           request)  # fmt: skip
+        names = {name: text for name, text in tokens.items() if text is not None}
+        names |= {**others, "add_generation_prompt": False, "tools": tools}
+        messages, marked_tools, parts = _mark_parts(conversation, tools)
+        marks = [_GENERATION, _GENERATION_END]
+        plain, marked, checked = self._run(render_request(conversation, names),
+                                           render_request(_mark_reasoning(conversation), names, marks),
+                                           render_request(messages, names | {"tools": marked_tools}, marks))  # fmt: skip
         if HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes an unpaired surrogate")
-        for number, text in enumerate(re.split(f"[{_GENERATION}{_GENERATION_END}]", checked)):
+        if re.search(f"{_GENERATION}[^{_GENERATION_END}]*{_GENERATION}", marked):
+            raise ValueError("the chat template nests generation blocks")
+        for number, text in enumerate(_BLOCKS.split(checked)):
             for mark in _PARTS.findall(text):
                 for part in parts[int(mark) :][:1]:  # none, if the conversation has such digits itself
                     part.blocks.add(number // 2 if number % 2 else _OUTSIDE)
-        pieces = _cut(marked, _trained_blocks(conversation, parts, marked.count(_GENERATION)))
+        pieces = _cut(marked, _trained_blocks(parts, marked.count(_GENERATION)))
         if "".join(piece.text for piece in pieces) != plain:
             raise ValueError("the chat template changes what the assistant writes; it must output it unmodified")
-        for part in [*parts, *_reasoning_parts(conversation, pieces)]:
-            if not part.blocks:
+        for part in parts:
+            if not part.blocks and not part.optional:
                 raise ValueError(f"the chat template does not write the {part.name}")
-            if part.blocks == {_OUTSIDE} and part.message.get("role") == "assistant" and part.message.get("weight") != 0:
+            if part.blocks == {_OUTSIDE} and part.trained:
                 raise ValueError(f"the chat template writes the {part.name} outside of {{% generation %}}, where it is "
                                  "not trained; put it inside, or give the message a weight of 0")  # fmt: skip
         return pieces
@@ -241,48 +250,49 @@ def _shorten(message: str) -> str:
     return textwrap.shorten(printable, _MAX_MESSAGE, placeholder=" …").rstrip(".")
 
 
-def _request(conversation: Conversation, names: dict[str, Any], *, marked: bool = False,
-             generation: bool = False) -> dict[str, Any]:  # fmt: skip
-    """Build a rendering request for `run_template` from copies of the messages."""
-    messages = [dict(message) for message in conversation]
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant" and message.get("reasoning"):
-            reasoning = _mark(message["reasoning"], number) if marked else message["reasoning"]
-            message["reasoning"] = message["reasoning_content"] = message["thinking"] = reasoning
-    marks = [_GENERATION, _GENERATION_END] if marked or generation else ["", ""]
-    return {"marks": marks, "names": {"messages": messages, **names}}
+def render_request(messages: Conversation, names: dict[str, Any], marks: Sequence[str] = ("", "")) -> dict[str, Any]:
+    """Build a rendering request for `run_template`; like transformers, with the reasoning under all of its names."""
+    messages = [{**message, **dict.fromkeys(REASONING, message["reasoning"])} if _reasoning(message) else message
+                for message in messages]  # fmt: skip
+    return {"marks": marks, "names": {"messages": messages, "tools": None, "documents": None, **names}}
 
 
-def _mark(reasoning: str, number: int) -> str:
-    text = reasoning.strip()
-    if not text:
-        return reasoning
-    before, _, after = reasoning.partition(text)
-    return f"{before}{_REASONING}{number}{_REASONING_BEGIN}{text}{_REASONING_END}{after}"
+def _reasoning(message: dict[str, Any]) -> str:
+    return message.get("reasoning", "") if message["role"] == "assistant" else ""
 
 
-def _mark_parts(conversation: Conversation, names: dict[str, Any]) -> tuple[dict[str, Any], list[_Part]]:
-    """Build a rendering request in which the digits `_PART` and a number mark each of the parts."""
+def _mark_reasoning(conversation: Conversation) -> Conversation:
+    marks = [rf"{_REASONING}{number}{_REASONING_BEGIN}\g<0>{_REASONING_END}" for number in range(len(conversation))]
+    return [{**message, "reasoning": _TEXT.sub(mark, text, count=1)} if (text := _reasoning(message)) else message
+            for message, mark in zip(conversation, marks, strict=True)]  # fmt: skip
+
+
+def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, Any, list[_Part]]:
+    """Return messages and tools in which the digits `_PART` and a number mark each of the parts."""
     parts: list[_Part] = []
 
-    def mark(name: str, number: int | None = None) -> str:
-        whose = "" if number is None else f" of message {number + 1}"
-        parts.append(_Part(f"{name}{whose}", {} if number is None else conversation[number], set()))
+    def mark(name: str, message: dict[str, Any], *, optional: bool = False) -> str:
+        trained = message.get("weight") != 0 if message.get("role") == "assistant" else None
+        parts.append(_Part(name, trained, optional, set()))
         return f"{_PART}{len(parts) - 1:09}"
 
+    last = max(number for number, message in enumerate(conversation, 1) if message["role"] == "assistant")
     messages = [dict(message) for message in conversation]
-    for number, message in enumerate(messages):
-        content = message.get("content") or ""
-        if text := _BLANK.sub("", content, count=1).rstrip():
-            before, _, after = content.rpartition(text)
-            message["content"] = f"{before}{mark('content', number)}{text}{mark('content', number)}{after}"
-        if calls := message.get("tool_calls"):
+    for number, message in enumerate(messages, 1):
+        content, calls = message.get("content") or "", message["role"] == "assistant" and message.get("tool_calls")
+        if content.strip() or not calls:
+            start, end = (mark(f"content of message {number}", message, optional=not content.strip()) for _ in range(2))
+            message["content"] = _EMPTY_REASONING.sub(rf"\g<0>{start}", content, count=1) + end
+        if reasoning := _reasoning(message):  # templates leave out that of earlier answers
+            message["reasoning"] = mark(f"reasoning of message {number}", message, optional=number != last) + reasoning
+        if calls:
+            name = f"tool_calls of message {number}"
             message["tool_calls"] = [
-                _with(call, arguments={**call["function"]["arguments"], (key := mark("tool_calls", number)): key})
+                _with(call, arguments={**call["function"]["arguments"], (key := mark(name, message)): key})
                 for call in calls
             ]
-    tools = [_with(tool, name=f"{tool.get('function', tool)['name']}{mark('tools')}") for tool in names["tools"] or ()]
-    return _request(messages, names | {"tools": tools or None}, generation=True), parts
+    marked = [_with(tool, name=f"{tool.get('function', tool)['name']}{mark('tools', {})}") for tool in tools or ()]
+    return messages, marked or None, parts
 
 
 def _with(call: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -290,42 +300,21 @@ def _with(call: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return {**call, "function": {**call["function"], **keys}} if "function" in call else {**call, **keys}
 
 
-def _trained_blocks(conversation: Conversation, parts: list[_Part], count: int) -> list[bool]:
+def _trained_blocks(parts: list[_Part], count: int) -> list[bool]:
     """Return for each of `count` generation blocks whether the answers in it are trained."""
-    if all(message.get("weight") != 0 for message in conversation):
-        return [True] * count
-    weights = [{part.message.get("weight") for part in parts if block in part.blocks} for block in range(count)]
-    if any(len(each) != 1 for each in weights):
+    trained = [{part.trained for part in parts if block in part.blocks} for block in range(count)]
+    if any(part.trained is False for part in parts) and any(each not in ({True}, {False}) for each in trained):
         raise ValueError("the chat template has parts between {% generation %} and {% endgeneration %} with none or "
                          "several answers, so that those of weight 0 cannot be told")  # fmt: skip
-    return [each == {None} for each in weights]
-
-
-def _reasoning_parts(conversation: Conversation, pieces: list[Piece]) -> Iterator[_Part]:
-    """Yield the reasoning that is written, and that of the last answer; templates leave out that of earlier ones."""
-    last = max(number for number, message in enumerate(conversation) if message["role"] == "assistant")
-    written = {last: set[int]()} if conversation[last].get("reasoning") else {}
-    written |= {piece.reasoning: {0 if piece.generated else _OUTSIDE} for piece in pieces if piece.reasoning is not None}
-    for number, blocks in written.items():
-        yield _Part(f"reasoning of message {number + 1}", conversation[number], blocks)
+    return [each != {False} for each in trained]
 
 
 def _cut(marked: str, trained: Sequence[bool]) -> list[Piece]:
     """Split a marked rendering into pieces; `trained` says for each generation block whether it is generated."""
     pieces: list[Piece] = []
-    inside, generated, reasoning, start, blocks = False, False, None, 0, 0
-    for mark in _MARK.finditer(marked):
-        if mark.start() > start:
-            pieces.append(Piece(marked[start : mark.start()], generated, reasoning))
-        start = mark.end()
-        if mark.group() == _GENERATION and inside:
-            raise ValueError("the chat template nests generation blocks")
-        if mark.group() == _GENERATION:
-            inside, generated, blocks = True, trained[blocks], blocks + 1
-        elif mark.group() == _GENERATION_END:
-            inside = generated = False
-        else:
-            reasoning = None if mark.group() == _REASONING_END else int(mark[1])
-    if start < len(marked):
-        pieces.append(Piece(marked[start:], generated, reasoning))
-    return pieces
+    for number, block in enumerate(_BLOCKS.split(marked)):
+        generated = number % 2 == 1 and trained[number // 2]
+        texts: Iterator[Any] = iter([None, "", *_REASONINGS.split(block)])
+        for message, reasoning, text in zip(texts, texts, texts, strict=True):
+            pieces += [Piece(reasoning, generated, message and int(message)), Piece(text, generated, None)]
+    return [piece for piece in pieces if piece.text]

@@ -16,7 +16,7 @@ SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_c
             "observation": "tool", "tool": "tool"}  # fmt: skip
 # Keys that say whether a message of the assistant is trained: OpenAI's, axolotl's, ms-swift's.
 _WEIGHTS = ("weight", "train", "training", "loss")
-_REASONING = ("reasoning", "reasoning_content", "thinking")
+REASONING = ("reasoning", "reasoning_content", "thinking")
 # Keys that are refused, since they would change what is trained: parts of what is said, and which parts are trained.
 _REFUSED = re.compile("functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
                       "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
@@ -32,8 +32,9 @@ def parse_conversation(value: Any) -> Conversation:
     In the result, each message has a `role` of `ROLES` and a string `content`, which may be None or absent if it calls
     tools; an assistant message also has its `reasoning`, if any, and a `weight` of 0 if it is not trained (given by a
     key of `_WEIGHTS`). The input can give reasoning as `reasoning`, `reasoning_content`, `thinking` or
-    `<think>…</think>` at the start of the content, unless it is empty; as templates do, the newlines around it are
-    stripped. The content can be a list of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT messages with `from` and `value` work too.
+    `<think>…</think>` at the start of the content, unless it is empty; the newlines around it are stripped, as
+    templates do. The content can be a list of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT
+    messages with `from` and `value` work too.
     Other keys are kept.
 
     Raises:
@@ -129,7 +130,7 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 def _reasoning(message: dict[str, Any], where: str) -> str:
     """Remove the reasoning from a message and return it; empty if there is none."""
-    texts = {key: text for key in _REASONING if (text := message.pop(key, None)) is not None}
+    texts = {key: text for key in REASONING if (text := message.pop(key, None)) is not None}
     if not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"{where} has a reasoning that is not a string")
     texts = {key: text for key, text in texts.items() if text.strip()}

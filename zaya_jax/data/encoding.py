@@ -107,7 +107,8 @@ class PrepareWork:
             encoded = list(tokenizer.encode_counted(texts))
             yield Record(self._split(data), data, sum(len(tokens) for tokens, _ in encoded),
                          sum(len(text.encode()) for text in texts), _bytes(document),
-                         lost=sum(lost for _, lost in encoded), unread=[*getattr(document, 'unread', ()), *unread_keys(messages)])  # fmt: skip
+                         lost=sum(lost for _, lost in encoded),
+                         unread=[*getattr(document, "unread", ()), *unread_keys(messages)])  # fmt: skip
 
     def _split(self, content: bytes) -> Split:
         """Return the split of a document by its content, so copies share a split."""

@@ -143,9 +143,8 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
     tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
                           if (folder / name).exists())  # fmt: skip
     splits: dict[Split, SplitEntry] = {split: _merge_split(folder, split, notes) for split in SPLITS}
-    counts, unread = Counter[str](), Counter[str]()
+    counts, unread = Counter[str](), sum((Counter(note.unread) for note in notes), Counter[str]())
     for note in notes:
-        unread.update(note.unread)
         counts.update(note.skipped)
         counts.update(note.outcomes)
     examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
@@ -338,9 +337,8 @@ def summary(folder: Path, manifest: Manifest) -> str:
         lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
                      f"into another --output with --heldout {fraction:.1g}.")  # fmt: skip
     if manifest.unread:
-        keys = [f"{key!r} ({count:,})" for key, count in islice(manifest.unread.items(), EXAMPLES)]
-        more = f" and {len(manifest.unread) - EXAMPLES:,} more" if len(manifest.unread) > EXAMPLES else ""
-        lines.append(f"  keys not read: {', '.join(keys)}{more}")
+        keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread.items())
+        lines.append(f"  keys not read: {keys:.2000}")
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]
     lines += [f"    {example}" for example in manifest.examples]
     return "\n".join(lines)

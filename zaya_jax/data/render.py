@@ -57,7 +57,7 @@ class RenderWork:
             conversation, tools = split_tools(json.loads(data))
             try:
                 if control := find_special([*conversation, *(tools or [])], controls):
-                    raise ValueError(f"the conversation contains the text {control!r}, which the template writes itself")
+                    raise ValueError(f"it contains the text {control!r}, which only the template may write")
                 if self.limit is None:
                     spans, outcome = render(conversation, tools), None
                 else:
@@ -69,7 +69,7 @@ class RenderWork:
             written = {span.reasoning for span in spans}
             if outcome in (None, "kept") and any(message.get("reasoning") and number not in written
                                                  for number, message in enumerate(conversation)):  # fmt: skip
-                outcome = "earlier_unwritten"
+                outcome = "earlier_removed"  # by the template
             tokens = np.array([token for span in spans for token in span.tokens], dtype)
             loss_mask = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)
             text_bytes = len(tokenizer.decode(tokens[loss_mask].tolist()).encode())

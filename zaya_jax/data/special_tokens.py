@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.config.checks import shown
-from zaya_jax.data.tokenizer import load_tokenizer
+from zaya_jax.data.tokenizer import load_tokenizer, read_beside
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_object
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that a model's folder may have next to tokenizer.json. Preparation copies them, for runs and exports.
@@ -38,7 +37,7 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
       InputError: a file cannot be read, or a token is unknown, ambiguous or not in the vocabulary.
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
-    config = _read(path)
+    config = read_beside(path)
     eos = token_text(config, "eos_token", path)
     loaded = load_tokenizer(tokenizer, eot, default_eot=eos)
     if bos is not None:
@@ -61,16 +60,12 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
 
 
 def other_tokens(folder: Path) -> dict[str, str]:
-    """Read what templates receive besides `bos_token` and `eos_token`, as in transformers; InputError if it is no text."""
+    """Read the tokens that templates receive besides `bos_token` and `eos_token`, as in transformers."""
     path = folder / TOKENIZER_CONFIG
-    config = _read(path)
+    config = read_beside(path)
     if "added_tokens_decoder" not in config:
-        config |= _read(folder / "special_tokens_map.json")
+        config |= read_beside(folder / "special_tokens_map.json")
     return {name: text for name in _OTHERS if (text := token_text(config, name, path)) is not None}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}
 
 
 def token_text(config: dict[str, Any], key: str, path: Path) -> str | None:

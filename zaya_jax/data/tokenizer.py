@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -28,8 +29,11 @@ MIN_VOCAB = 257  # every byte and the end-of-text token
 _PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
 _JOINED = 16  # tokens; those of a character or a word that is decoded as one are fewer
 # Characters with every byte of UTF-8, which NFC does not change, and white space of which there is more than a space.
-_PROBE = " " + "".join(map(chr, [*range(0x80), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40), *range(0xA00, 0xD001, 0x600),
-                           0xD7A0, 0xE000, 0xFB50, *range(0x10300, 0xE0000, 0x40000), 0x100300])) + "  x\n\n x "  # fmt: skip
+_PROBE = "".join(map(chr, [*b" a  b\n\n c ", *range(0x80), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40),
+                           *range(0xA00, 0xD001, 0x600), 0xD7A0, 0xE000, 0xFB50, *range(0x10300, 0xE0000, 0x40000),
+                           0x100300]))  # fmt: skip
+# A normalizer that does more than to compose characters and to write spaces in another way.
+_REPLACES = re.compile(rb'"type":"(?!NFC"|Prepend"|Sequence"|Replace","pattern":{"String":" "})')
 _BATCH_TEXTS = 256  # enough for all cores, few enough for memory
 
 
@@ -56,7 +60,8 @@ class Tokenizer:
         match before a text is normalized. So do `stops`, other tokens that end or begin a turn.
         """
         self._backend = backend
-        ends = [text for text in (eot_text, bos_text, eos_text, *stops) if text and backend.token_to_id(text) is not None]
+        names = (eot_text, bos_text, eos_text, *stops)
+        ends = [text for text in names if text and backend.token_to_id(text) is not None]
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         backend.add_special_tokens([
             AddedToken(text, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
@@ -66,7 +71,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
-        self.ends = frozenset(map(self.token_id, ends))
+        self.ends = frozenset(map(self._known, ends))
         self.eot = self._known(eot_text)
         self.eot_text = eot_text
         self.prefix = [] if bos_text is None else [self._known(bos_text)]
@@ -92,8 +97,11 @@ class Tokenizer:
         return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
 
     def controls(self, template: str) -> frozenset[str]:
-        """The added tokens in a chat template's source, but tags such as `<think>` and `</think>`, which texts may have."""
-        return _controls(self._backend, template)
+        """Return the added tokens in a chat template's source, except pairs of tags, which texts may have."""
+        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        found = {text for text in added if text in template and not text.isspace()}
+        closing = {text for text in found if text.startswith("</") and f"<{text[2:]}" in found}
+        return frozenset(found - closing - {f"<{text[2:]}" for text in closing})
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding special tokens.
@@ -125,12 +133,10 @@ class Tokenizer:
     @functools.cached_property
     def _keeps_all(self) -> bool:
         """Whether no text is lost: there are tokens for all bytes, and nothing strips or replaces others."""
-        normalizer = json.loads(self._backend.normalizer.__getstate__()) if self._backend.normalizer else {"normalizers": []}
-        steps = normalizer.get("normalizers", [normalizer])
         added = self._backend.get_added_tokens_decoder().values()
-        return (all(step["type"] in ("NFC", "Prepend") or step.get("pattern") == {"String": " "} for step in steps)
-                and not any((token.lstrip or token.rstrip) and not token.special for token in added)
-                and _lost(_PROBE, self.decode(self.encode(_PROBE))) == 0)  # fmt: skip
+        strips = any((token.lstrip or token.rstrip) and not token.special for token in added)
+        normalizer = self._backend.normalizer.__getstate__() if self._backend.normalizer else b""
+        return not (strips or _REPLACES.search(normalizer) or _lost(_PROBE, self.decode(self.encode(_PROBE))))
 
     @functools.cached_property
     def _unknown(self) -> int | None:
@@ -249,7 +255,7 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     try:
         require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        stops = list(_stops(backend, path))
+        stops, template = _stops(backend, path), _template(path)
     except InputError:
         raise
     except Exception as error:  # the library raises bare Exception
@@ -265,26 +271,28 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
                          "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
-    return Tokenizer(backend, eot_text, bos_text, eos_text, stops)
+    tokenizer = Tokenizer(backend, eot_text, bos_text, eos_text, stops)
+    return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(template)])
 
 
-def _controls(backend: tokenizers.Tokenizer, template: str) -> frozenset[str]:
-    added = {token.content for token in backend.get_added_tokens_decoder().values() if not token.content.isspace()}
-    partners = {text: f"<{text[2:]}" if text.startswith("</") else f"</{text[1:]}" for text in added if text in template}
-    return frozenset(text for text, partner in partners.items() if partner not in added and partner not in template)
+def _stops(backend: tokenizers.Tokenizer, path: Path) -> list[str]:
+    """Return the tokens that end a generated text, from the `generation_config.json` beside a tokenizer."""
+    ids = read_beside(path.with_name(GENERATION)).get("eos_token_id")
+    texts = [backend.id_to_token(stop) for stop in (ids if isinstance(ids, list) else [ids])
+             if isinstance(stop, int) and 0 <= stop < backend.get_vocab_size()]  # fmt: skip
+    return [text for text in texts if text is not None]
 
 
-def _stops(backend: tokenizers.Tokenizer, path: Path) -> Iterator[str]:
-    """Yield the tokens that end a generated text, and those of the chat template, by the files beside a tokenizer."""
-    generation, config = (read_object(beside) if (beside := path.with_name(name)).is_file() else {}
-                          for name in (GENERATION, TOKENIZER_CONFIG))  # fmt: skip
-    ids = generation.get("eos_token_id")
-    for stop in ids if isinstance(ids, list) else [ids]:
-        if isinstance(stop, int) and 0 <= stop < 2**32 and (text := backend.id_to_token(stop)):
-            yield text
+def read_beside(path: Path) -> dict[str, Any]:
+    """Read a JSON object beside a tokenizer, {} if there is no such file."""
+    return read_object(path) if path.is_file() else {}
+
+
+def _template(path: Path) -> str:
+    """Return the chat template beside a tokenizer, as source or in JSON."""
     template = path.with_name("chat_template.jinja")
-    source = template.read_text(encoding="utf-8") if template.is_file() else str(config.get("chat_template"))
-    yield from _controls(backend, source)
+    config = read_beside(path.with_name(TOKENIZER_CONFIG))
+    return template.read_text(encoding="utf-8") if template.is_file() else str(config.get("chat_template"))
 
 
 def tokenizer_path(named: str) -> Path:

@@ -11,8 +11,7 @@ from typing import Literal
 from zaya_jax.data.chat import Span
 from zaya_jax.data.conversation import Conversation
 
-# The last one is of conversations that fit, whose template leaves out the reasoning of earlier turns.
-Outcome = Literal["kept", "reasoning_cut", "earlier_removed", "dropped", "earlier_unwritten"]
+Outcome = Literal["kept", "reasoning_cut", "earlier_removed", "dropped"]
 
 
 def trim(

@@ -1,6 +1,8 @@
 """Open what the command generates from: a model, its tokenizer, where its texts end, and its default sampling."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.checks import shown
 from zaya_jax.config.weight_source import HF, parse_source
 from zaya_jax.data.chat import DEFAULT_TEMPLATE
-from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens
+from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, tokenizer_path
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
@@ -37,6 +39,7 @@ class TextModel(NamedTuple):
       sampling: that of `generation_config.json`, or the default.
       template: source of the chat template; the built-in one if the model has none.
       placement: the devices to generate on, which all have the model.
+      others: more special tokens that templates receive, by name.
       adds_bos: whether texts begin with the token that begins a document, see `find_special_tokens`.
     """
 
@@ -48,6 +51,7 @@ class TextModel(NamedTuple):
     template: str
     placement: Placement
     adds_bos: bool = True
+    others: Mapping[str, str] = MappingProxyType({})
 
 
 def open_text_model(
@@ -81,7 +85,7 @@ def open_text_model(
     model = weights.load_model(jnp.dtype(dtype))
     placement = decode_placement(model, parallel)
     return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
-                     placement, adds_bos)  # fmt: skip
+                     placement, adds_bos, other_tokens(path.parent))  # fmt: skip
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:

@@ -52,8 +52,7 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
     """
     [file] = unit.files
     with closing(_map(file)) as source:
-        schema = _reader(file, source).schema
-        columns = check_columns(file, schema, field)
+        columns = check_columns(file, _reader(file, source).schema, field)
         reader = _reader(file, source, columns)
         first, before = FirstLine(), 0
         if isinstance(reader, pa.RecordBatchFileReader):
@@ -67,8 +66,7 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
         else:
             batches = _stream_batches(reader, source, unit)
         for batch, size in _checked(file, batches):
-            yield from column_documents(batch, file=file, columns=columns, size=size, before=before, first=first,
-                                        unread=[name for name in schema.names if name not in columns])  # fmt: skip
+            yield from column_documents(batch, file=file, columns=columns, size=size, before=before, first=first)
             before += len(batch)
 
 

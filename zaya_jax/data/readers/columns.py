@@ -1,13 +1,11 @@
 """Turn a column of a table into documents, for Parquet and Arrow files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pyarrow as pa
 
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, even_share
 from zaya_jax.data.readers.values import (
-    FLAGS,
-    SIBLINGS,
     TOOLS,
     find_field,
     is_document,
@@ -23,7 +21,7 @@ _BATCH_ROWS = 64  # rows converted to Python objects at a time; one can have meg
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
-    """Return the columns to read: that of the field and, if it has lists, those of `TOOLS`, `SIBLINGS` and `FLAGS`.
+    """Return the columns to read: that of the field and, if it has lists, all others, which may change what they mean.
 
     Raises:
       InputError: not exactly one column has the name, or its type is neither text nor lists.
@@ -41,14 +39,13 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
             f"its columns are {columns}."
         )
     name = schema.names[index]
-    beside = [other for other in schema.names if other == TOOLS or SIBLINGS.fullmatch(other) or FLAGS.fullmatch(other)]
-    return [name, *(other for other in beside if _holds_lists(kind) and other != name and schema.names.count(other) == 1)]
+    beside = schema.names if _holds_lists(kind) else ()
+    return [name, *(other for other in beside if other != name and schema.names.count(other) == 1)]
 
 
 def column_documents(
-    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: FirstLine,
-    unread: Sequence[str] = (),
-) -> Iterator[Entry]:  # fmt: skip
+    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: FirstLine
+) -> Iterator[Entry]:
     """Yield the rows of a batch as documents. Lists of structs become lists of dicts.
 
     Args:
@@ -58,7 +55,6 @@ def column_documents(
       size: bytes of input that the batch stands for, for progress.
       before: number of rows of the unit before the batch.
       first: row number of the unit's first row.
-      unread: the columns of the file that are not read.
     """
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
@@ -72,9 +68,9 @@ def column_documents(
             others = {name: _value(other[i]) for name, other in beside.items()}
             bad = sibling_rejection(others, field)
             if bad is None and is_document(value):
-                ignored = [*unread_keys(others, field), *unread] if isinstance(value, list) else ()
                 whole = with_tools(value, others.get(TOOLS))
-                yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first, ignored)
+                yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first,
+                               unread_keys(others, field))  # fmt: skip
                 continue
             if isinstance(value, UnicodeDecodeError):
                 bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")

@@ -46,9 +46,7 @@ def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
         first, before, total = FirstLine(1 + sum(rows[: unit.start])), 0, sum(rows[unit.start :])
         for batch in _batches(file, table, unit, columns):
             size = even_share(unit.bytes, total, before, before + len(batch))
-            yield from column_documents(batch, file=file, columns=columns, size=size, before=before, first=first,
-                                        unread=[name for name in table.schema_arrow.names if name not in columns]
-                                        )  # fmt: skip
+            yield from column_documents(batch, file=file, columns=columns, size=size, before=before, first=first)
             before += len(batch)
 
 
