@@ -1,11 +1,12 @@
 """Render conversations to text and tokens, marking the assistant's parts and reasoning."""
 
 import hashlib
+import itertools
+import operator
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +64,8 @@ For each call, write a JSON object with the function's name and arguments within
 # Markers in a rendering: unpaired surrogates, which valid text cannot contain.
 _GENERATION, _GENERATION_END = "\ud800", "\ud801"
 _REASONING, _REASONING_BEGIN, _REASONING_END = "\ud802", "\ud803", "\ud804"  # the message's number, the text
+_MARKS = (_GENERATION, _GENERATION_END)
+_ABSENT = {"tools": None, "documents": None, "add_generation_prompt": False}
 _BLOCKS = re.compile(f"[{_GENERATION}{_GENERATION_END}]")
 _REASONINGS = re.compile(f"{_REASONING}([0-9]+){_REASONING_BEGIN}([^{_REASONING_END}]*){_REASONING_END}")
 # Before and after what a template must write: digits, which filters such as `tojson` and `upper` leave as they are.
@@ -133,14 +136,12 @@ class Template:
             message = _shorten(answer.get("compile") or answer["render"])
             raise InputError(f"The chat template {name} cannot be compiled: {message}.")
         if not answer["has_generation"]:
-            raise InputError(
-                f"The chat template {name} does not mark assistant turns; put what the assistant writes between "
-                "{% generation %} and {% endgeneration %}."
-            )
+            raise InputError(f"The chat template {name} does not mark assistant turns; put what the assistant writes "
+                             "between {% generation %} and {% endgeneration %}.")  # fmt: skip
 
     def render(self, conversation: Conversation, *, bos: str | None, eos: str | None,
                tools: list[dict[str, Any]] | None = None,
-               others: Mapping[str, str] = MappingProxyType({})) -> list[Piece]:  # fmt: skip
+               others: dict[str, str] | None = None) -> list[Piece]:  # fmt: skip
         """Render a conversation from `parse_conversation`.
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
@@ -162,14 +163,13 @@ class Template:
             content, a tool, a call or the last answer's reasoning, or writes a part of a trained answer outside of
             generation blocks. The message is a clause; the caller adds the location.
         """
-        tokens = {"bos_token": bos, "eos_token": eos}
-        names = {name: text for name, text in tokens.items() if text is not None}
-        names |= {**others, "add_generation_prompt": False, "tools": tools}
+        tokens = {"bos_token": bos, "eos_token": eos, **(others or {})}
+        names = {"tools": tools, **{name: text for name, text in tokens.items() if text is not None}}
         messages, marked_tools, parts = _mark_parts(conversation, tools)
-        marks = [_GENERATION, _GENERATION_END]
         plain, marked, checked = self._run(render_request(conversation, names),
-                                           render_request(_mark_reasoning(conversation), names, marks),
-                                           render_request(messages, names | {"tools": marked_tools}, marks))  # fmt: skip
+                                           render_request(_mark_reasoning(conversation), names, _MARKS),
+                                           render_request(messages, names | {"tools": marked_tools}, _MARKS),
+                                           )  # fmt: skip
         if HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes an unpaired surrogate")
         if re.search(f"{_GENERATION}[^{_GENERATION_END}]*{_GENERATION}", marked):
@@ -234,15 +234,11 @@ def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> 
     starts, stops = np.array(places, np.int64).reshape(-1, 2).T
     firsts = np.searchsorted(ends[:-1], starts, side="right")
     lasts = np.searchsorted(ends[:-1], np.maximum(stops - 1, starts), side="right")
-    spans: list[Span] = []
-    for token, first, last in zip(tokens, firsts.tolist(), lasts.tolist(), strict=True):
-        left, right = pieces[first], pieces[last]
-        kind = left.generated or right.generated, left.reasoning if left.reasoning == right.reasoning else None
-        if spans and spans[-1][1:] == kind:
-            spans[-1].tokens.append(token)
-        else:
-            spans.append(Span([token], *kind))
-    return spans
+    pairs = [(pieces[first], pieces[last]) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
+    kinds = [(left.generated or right.generated, left.reasoning if left.reasoning == right.reasoning else None)
+             for left, right in pairs]  # fmt: skip
+    runs = itertools.groupby(zip(tokens, kinds, strict=True), key=operator.itemgetter(1))
+    return [Span([token for token, _ in run], *kind) for kind, run in runs]
 
 
 def _shorten(message: str) -> str:
@@ -254,7 +250,7 @@ def render_request(messages: Conversation, names: dict[str, Any], marks: Sequenc
     """Build a rendering request for `run_template`; like transformers, with the reasoning under all of its names."""
     messages = [{**message, **dict.fromkeys(REASONING, message["reasoning"])} if _reasoning(message) else message
                 for message in messages]  # fmt: skip
-    return {"marks": marks, "names": {"messages": messages, "tools": None, "documents": None, **names}}
+    return {"marks": marks, "names": {"messages": messages, **_ABSENT, **names}}
 
 
 def _reasoning(message: dict[str, Any]) -> str:
@@ -286,11 +282,9 @@ def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, A
         if reasoning := _reasoning(message):  # templates leave out that of earlier answers
             message["reasoning"] = mark(f"reasoning of message {number}", message, optional=number != last) + reasoning
         if calls:
-            name = f"tool_calls of message {number}"
-            message["tool_calls"] = [
-                _with(call, arguments={**call["function"]["arguments"], (key := mark(name, message)): key})
-                for call in calls
-            ]
+            keys = [(call, mark(f"tool_calls of message {number}", message)) for call in calls]
+            message["tool_calls"] = [_with(call, arguments={**call["function"]["arguments"], key: key})
+                                     for call, key in keys]  # fmt: skip
     marked = [_with(tool, name=f"{tool.get('function', tool)['name']}{mark('tools', {})}") for tool in tools or ()]
     return messages, marked or None, parts
 
@@ -302,11 +296,13 @@ def _with(call: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 def _trained_blocks(parts: list[_Part], count: int) -> list[bool]:
     """Return for each of `count` generation blocks whether the answers in it are trained."""
+    if all(part.trained is not False for part in parts):
+        return [True] * count
     trained = [{part.trained for part in parts if block in part.blocks} for block in range(count)]
-    if any(part.trained is False for part in parts) and any(each not in ({True}, {False}) for each in trained):
+    if any(each not in ({True}, {False}) for each in trained):
         raise ValueError("the chat template has parts between {% generation %} and {% endgeneration %} with none or "
                          "several answers, so that those of weight 0 cannot be told")  # fmt: skip
-    return [each != {False} for each in trained]
+    return [each == {True} for each in trained]
 
 
 def _cut(marked: str, trained: Sequence[bool]) -> list[Piece]:

@@ -84,9 +84,8 @@ class PrepareWork:
                 continue
             if isinstance(value, str):
                 (tokens, lost), text = next(encoded), value.encode()
-                if inside := tokenizer.ends.intersection(tokens):  # the tokenizer does not mark it as special
-                    end = tokenizer.decode([min(inside)])
-                    yield _skipped(document, "end token inside", f"its text contains the token {end!r}")
+                if tokenizer.eot in tokens:  # the tokenizer does not mark it as special
+                    yield _skipped(document, "end token inside", f"its text contains the token {tokenizer.eot_text!r}")
                     continue
             else:
                 # Decode to text, so that text and token ids of any dtype get the same split.

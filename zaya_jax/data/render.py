@@ -66,9 +66,9 @@ class RenderWork:
                 yield Skipped(f"{self.folder / shard.file}:{number}", "template", str(error))
                 continue
             spans = spans or []
-            written = {span.reasoning for span in spans}
-            if outcome in (None, "kept") and any(message.get("reasoning") and number not in written
-                                                 for number, message in enumerate(conversation)):  # fmt: skip
+            written = {span.reasoning for span in spans} - {None}
+            given = [message for message in conversation if message.get("reasoning")]
+            if outcome in (None, "kept") and len(written) < len(given):
                 outcome = "earlier_removed"  # by the template
             tokens = np.array([token for span in spans for token in span.tokens], dtype)
             loss_mask = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)

@@ -1,6 +1,7 @@
 """Train a byte-level BPE tokenizer or load a `tokenizer.json`, and convert text to token ids and back."""
 
 import functools
+import itertools
 import json
 import re
 from collections import Counter
@@ -44,7 +45,6 @@ class Tokenizer:
     `decode(encode(text)) == text` for every text.
 
     Attributes:
-      ends: ids of the tokens that begin or end documents or turns, which no text may contain.
       eot: id of the token that ends a document.
       eot_text: text of that token.
       prefix: ids of the tokens that begin a document: one or none.
@@ -71,7 +71,6 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
-        self.ends = frozenset(map(self._known, ends))
         self.eot = self._known(eot_text)
         self.eot_text = eot_text
         self.prefix = [] if bos_text is None else [self._known(bos_text)]
@@ -120,15 +119,10 @@ class Tokenizer:
 
     def encode_counted(self, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
         """Encode like `encode_all`; also return the UTF-8 bytes of each text that its tokens do not decode to."""
-        if self._keeps_all:
-            yield from ((tokens, 0) for tokens in self.encode_all(texts))
-            return
-        texts = iter(texts)
-        while batch := list(islice(texts, _BATCH_TEXTS)):
-            encoded = list(self.encode_all(batch))
-            known = [[token for token in tokens if token != self._unknown] for tokens in encoded]
-            yield from zip(encoded, map(_lost, batch, self._backend.decode_batch(known, skip_special_tokens=False)),
-                           strict=True)  # fmt: skip
+        texts, copies = itertools.tee(texts)
+        for text, tokens in zip(texts, self.encode_all(copies), strict=True):
+            known = [] if self._keeps_all else [token for token in tokens if token != self._unknown]
+            yield tokens, 0 if self._keeps_all else _lost(text, self.decode(known))
 
     @functools.cached_property
     def _keeps_all(self) -> bool:
@@ -227,12 +221,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOT_TEXT],  # special tokens come first, so its id is 0
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    # Special tokens come first, so the id of the end-of-text token is 0.
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOT_TEXT], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
     backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend, bos_text=EOT_TEXT)
 
@@ -311,10 +302,8 @@ def tokenizer_path(named: str) -> Path:
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     """Raise `InputError` if the tokenizer at `path` has more tokens than the model's `vocab_size`."""
     if tokenizer.vocab_size > vocab_size:
-        raise InputError(
-            f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size ({vocab_size}); "
-            f"raise model.vocab_size to at least {tokenizer.vocab_size}."
-        )
+        raise InputError(f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size "
+                         f"({vocab_size}); raise model.vocab_size to at least {tokenizer.vocab_size}.")  # fmt: skip
 
 
 def vocabulary_warning(tokenizer: Tokenizer, vocab_size: int) -> str | None:

@@ -111,7 +111,7 @@ def _around_answer(opened: TextModel, conversation: Conversation) -> tuple[str, 
 def render(opened: TextModel, conversation: Conversation, *, generation_prompt: bool) -> str:
     """Render a conversation with a model's chat template; InputError if the template cannot."""
     special = opened.special
-    names: dict[str, Any] = {**opened.others, "add_generation_prompt": generation_prompt}
+    names: dict[str, Any] = {**(opened.others or {}), "add_generation_prompt": generation_prompt}
     names |= {name: text for name, text in (("bos_token", special.bos), ("eos_token", special.eos)) if text}
     answer = run_template(opened.template, [render_request(conversation, names) | {"now": time.time()}])
     if "texts" not in answer:

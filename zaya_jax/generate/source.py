@@ -1,8 +1,6 @@
 """Open what the command generates from: a model, its tokenizer, where its texts end, and its default sampling."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -51,7 +49,7 @@ class TextModel(NamedTuple):
     template: str
     placement: Placement
     adds_bos: bool = True
-    others: Mapping[str, str] = MappingProxyType({})
+    others: dict[str, str] | None = None
 
 
 def open_text_model(
