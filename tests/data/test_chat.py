@@ -426,7 +426,7 @@ def test_calls_of_tools_are_written_as_the_template_does_or_refused(writes):
         ([{"from": "gpt"}], "message 1 has a value that is null, but must be text"),
         ([{"role": ["user"], "content": ""}], "message 1 has no role"),
         ([{"role": "user"}], "message 1 has a content that is neither a string nor a list of text parts"),
-        ([user(None, tool_calls=[1])], "message 1 has a content that is neither"),
+        ([user(None, tool_calls=[1])], "message 1 has a tool_calls, which is not read; remove it"),
         ([assistant(None)], "message 1 has a content that is neither"),
         ([user([{"type": "image", "text": "a"}])], "message 1 has a content part that is not text"),
         ([user([{"type": "text"}])], "message 1 has a content part that is not text"),

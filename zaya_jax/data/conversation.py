@@ -62,7 +62,12 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
     for key, given in value.items():
-        if _REFUSED.fullmatch(key) and given not in (None, "", [], {}):
+        if (_REFUSED.fullmatch(key) or (key == "tool_calls" and role != "assistant")) and given not in (
+            None,
+            "",
+            [],
+            {},
+        ):
             advice = "write it as tool_calls" if "function_call" in key else "remove it"
             raise ValueError(f"{where} has a {key}, which is not read; {advice}")
     message = _with_weight(value, where)

@@ -151,7 +151,7 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation |
 
 def _texts(message: dict[str, Any]) -> list[str | None]:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    return [message.get("reasoning"), message.get("content"), *calls]
+    return [message.get("reasoning") if message["role"] == "assistant" else None, message.get("content"), *calls]
 
 
 def _to_json(record: Conversation | dict[str, Any]) -> bytes:

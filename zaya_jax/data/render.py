@@ -67,7 +67,7 @@ class RenderWork:
                 continue
             spans = spans or []
             written = {span.reasoning for span in spans} - {None}
-            given = [message for message in conversation if message.get("reasoning")]
+            given = [each for each in conversation if each["role"] == "assistant" and each.get("reasoning")]
             if outcome in (None, "kept") and len(written) < len(given):
                 outcome = "earlier_removed"  # by the template
             tokens = np.array([token for span in spans for token in span.tokens], dtype)
