@@ -330,8 +330,8 @@ def summary(folder: Path, manifest: Manifest) -> str:
                      f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}")  # fmt: skip
         if entry.lost_bytes:
             lines.append(f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token "
-                         "for them. Bits per byte do not count them; a tokenizer with byte fallback keeps all text."
-                         )  # fmt: skip
+                         "for them, or strips or changes them. Bits per byte do not count them; a byte-level tokenizer "
+                         "or one with byte fallback keeps all text.")  # fmt: skip
     if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
         lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "

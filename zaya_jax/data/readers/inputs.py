@@ -103,7 +103,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> Iter
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(Path(entry.path), suffixes, unread)
         elif os.path.isdir(entry.path):
-            unread["links to folders"] += 1
+            unread["(link to a folder)"] += 1
         elif kind:
             yield _file(Path(entry.path), kind)
         elif not entry.name.endswith(".idx"):  # of a Megatron dataset, read with its .bin
