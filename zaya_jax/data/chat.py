@@ -19,17 +19,12 @@ from zaya_jax.run.files import require_regular
 # ChatML, with tools as in Hermes and Qwen2.5. Jinja removes the newline after a block, hence the last `{{ '\n' }}`.
 DEFAULT_TEMPLATE = r"""{{ bos_token }}{% if tools %}
 <|im_start|>system
-{% if messages[0].role == 'system' %}
-{{ messages[0].content }}
-
-{% endif %}
+{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
 # Tools
 
 You may call one or more functions. Their signatures are within <tools></tools>:
 <tools>
-{% for tool in tools %}
-{{ tool | tojson }}
-{% endfor %}
+{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}
 </tools>
 
 For each call, write a JSON object with the function's name and arguments within <tool_call></tool_call>:
@@ -39,14 +34,8 @@ For each call, write a JSON object with the function's name and arguments within
 {% endif %}
 {% for message in (messages[1:] if tools and messages[0].role == 'system' else messages) -%}
 <|im_start|>{{ message.role }}
-{% if message.role == 'assistant' %}
-{% generation %}
-{% if message.reasoning %}
-<think>
-{{ message.reasoning }}
-</think>
-
-{% endif %}
+{% if message.role == 'assistant' %}{% generation %}
+{% if message.reasoning %}{{ '<think>\n' + message.reasoning + '\n</think>\n\n' }}{% endif %}
 {{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}
 {{ '\n' if message.content or not loop.first else '' }}<tool_call>
@@ -54,9 +43,7 @@ For each call, write a JSON object with the function's name and arguments within
 </tool_call>
 {%- endfor %}
 <|im_end|>{% endgeneration %}
-{% else %}
-{{ message.content }}<|im_end|>
-{%- endif %}
+{% else %}{{ message.content }}<|im_end|>{% endif %}
 {{ '\n' }}
 {%- endfor %}
 """
@@ -71,7 +58,6 @@ _REASONINGS = re.compile(f"{_REASONING}([0-9]+){_REASONING_BEGIN}([^{_REASONING_
 # Before and after what a template must write: digits, which filters such as `tojson` and `upper` leave as they are.
 _PART = "7315904826"
 _PARTS = re.compile(f"{_PART}([0-9]{{9}})")
-_OUTSIDE = -1  # place of a part outside of all generation blocks
 _TEXT = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # templates strip the white space around it
 _EMPTY_REASONING = re.compile(rf"(?:\s*{THINK}\s*{THINK_END})?")  # as is this at the start of a content
 _MAX_MESSAGE = 200  # characters of a template's error that messages quote
@@ -91,7 +77,7 @@ class _Part(NamedTuple):
     name: str  # for messages
     trained: bool | None  # None if the assistant does not write it
     optional: bool
-    blocks: set[int]  # the generation blocks that have it, by index, and `_OUTSIDE`
+    blocks: set[int | None]  # the generation blocks that have it, by index; None outside of them
 
 
 Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the character range of each
@@ -177,14 +163,14 @@ class Template:
         for number, text in enumerate(_BLOCKS.split(checked)):
             for mark in _PARTS.findall(text):
                 for part in parts[int(mark) :][:1]:  # none, if the conversation has such digits itself
-                    part.blocks.add(number // 2 if number % 2 else _OUTSIDE)
+                    part.blocks.add(number // 2 if number % 2 else None)
         pieces = _cut(marked, _trained_blocks(parts, marked.count(_GENERATION)))
         if "".join(piece.text for piece in pieces) != plain:
             raise ValueError("the chat template changes what the assistant writes; it must output it unmodified")
         for part in parts:
             if not part.blocks and not part.optional:
                 raise ValueError(f"the chat template does not write the {part.name}")
-            if part.blocks == {_OUTSIDE} and part.trained:
+            if part.blocks == {None} and part.trained:
                 raise ValueError(f"the chat template writes the {part.name} outside of {{% generation %}}, where it is "
                                  "not trained; put it inside, or give the message a weight of 0")  # fmt: skip
         return pieces

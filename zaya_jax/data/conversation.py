@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from zaya_jax.data.readers.values import json_kind
+from zaya_jax.data.readers.values import EMPTY, json_kind
 from zaya_jax.data.tool_calls import calls_from_sharegpt, parse_calls
 
 Conversation = list[dict[str, Any]]
@@ -21,7 +21,8 @@ REASONING = ("reasoning", "reasoning_content", "thinking")
 _REFUSED = re.compile("functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
                       "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
                       "train(ing)?_detail|(loss_)?mask(ed)?|train(able|ed|_on_turn)|ignore|prefix")  # fmt: skip
-_READ = ("role", "content", "weight", "tool_call_id")
+_REFUSED_OF_OTHERS = re.compile(f"{_REFUSED.pattern}|tool_calls")
+_READ = ("role", "content", "weight", "tool_call_id", "reasoning", "tool_calls")  # the last two of the assistant
 HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
 THINK, THINK_END = "<think>", "</think>"
 
@@ -34,8 +35,7 @@ def parse_conversation(value: Any) -> Conversation:
     key of `_WEIGHTS`). The input can give reasoning as `reasoning`, `reasoning_content`, `thinking` or
     `<think>…</think>` at the start of the content, unless it is empty; the newlines around it are stripped, as
     templates do. The content can be a list of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT
-    messages with `from` and `value` work too.
-    Other keys are kept.
+    messages with `from` and `value` work too. Other keys are kept.
 
     Raises:
       ValueError: the value is not a conversation or has no assistant message. The message is a clause; the caller adds
@@ -61,15 +61,10 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has no role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
-    for key, given in value.items():
-        if (_REFUSED.fullmatch(key) or (key == "tool_calls" and role != "assistant")) and given not in (
-            None,
-            "",
-            [],
-            {},
-        ):
-            advice = "write it as tool_calls" if "function_call" in key else "remove it"
-            raise ValueError(f"{where} has a {key}, which is not read; {advice}")
+    pattern = _REFUSED if role == "assistant" else _REFUSED_OF_OTHERS
+    if key := next((key for key, given in value.items() if pattern.fullmatch(key) and given not in EMPTY), None):
+        advice = "write it as tool_calls" if "function_call" in key else "remove it"
+        raise ValueError(f"{where} has a {key}, which is not read; {advice}")
     message = _with_weight(value, where)
     if role == "assistant" and value.get("tool_calls"):
         message["tool_calls"] = parse_calls(value["tool_calls"], where)
@@ -87,8 +82,7 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
 def unread_keys(conversation: Conversation) -> list[str]:
     """List the keys that only templates of a person's own may read, once for each message that has one."""
     return [f"messages[].{key}" for message in conversation for key, value in message.items()
-            if value not in (None, "", [], {}) and key not in _READ
-            and (key not in ("reasoning", "tool_calls") or message["role"] != "assistant")]  # fmt: skip
+            if value not in EMPTY and key not in (_READ if message["role"] == "assistant" else _READ[:4])]  # fmt: skip
 
 
 def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -178,11 +172,8 @@ def find_special(conversation: Conversation, specials: frozenset[str]) -> str | 
 
     Renderings are encoded with special tokens enabled, so such text would become a token and could end a turn.
     """
-    pattern = _alternatives(specials)
-    for text in _strings(conversation) if specials else ():
-        if match := pattern.search(text):
-            return match.group()
-    return None
+    matches = map(_alternatives(specials).search, _strings(conversation) if specials else ())
+    return next((match.group() for match in matches if match), None)
 
 
 @lru_cache(maxsize=4)

@@ -139,8 +139,7 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation |
     except ValueError as error:
         return _skipped(document, "not a conversation", str(error))
     record = with_tools(conversation, tools)
-    special = find_special([*conversation, *(tools or [])], tokenizer.specials)
-    if special is not None:
+    if special := find_special([*conversation, *(tools or [])], tokenizer.specials):
         return _skipped(document, "special token", f"it contains the text {special!r}, which would end a turn")
     try:
         _to_json(record)

@@ -336,9 +336,8 @@ def summary(folder: Path, manifest: Manifest) -> str:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
         lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
                      f"into another --output with --heldout {fraction:.1g}.")  # fmt: skip
-    if manifest.unread:
-        keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread.items())
-        lines.append(f"  keys not read: {keys:.2000}")
+    keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread.items())
+    lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]
     lines += [f"    {example}" for example in manifest.examples]
     return "\n".join(lines)

@@ -73,7 +73,6 @@ def token_text(config: dict[str, Any], key: str, path: Path) -> str | None:
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
     if token is not None and not (isinstance(text, str) and text):
-        raise InputError(
-            f"{key} of {path} is {shown(token)}, but must be null, text, or an object with the key content."
-        )
+        raise InputError(f"{key} of {path} is {shown(token)}, but must be null, text, or an object with the key "
+                         "content.")  # fmt: skip
     return text

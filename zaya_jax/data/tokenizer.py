@@ -50,10 +50,8 @@ class Tokenizer:
       prefix: ids of the tokens that begin a document: one or none.
     """
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None,
-        eos_text: str | None = None, stops: Iterable[str] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None,
+                 eos_text: str | None = None, stops: Iterable[str] = ()) -> None:  # fmt: skip
         """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`).
 
         These tokens and those of turns become special, whatever their flags say, so that no text can contain them. They
@@ -136,8 +134,7 @@ class Tokenizer:
     def _unknown(self) -> int | None:
         """The token for text that the vocabulary lacks."""
         model = json.loads(self._backend.to_str())["model"]
-        name = model.get("unk_token")
-        return model.get("unk_id") if name is None else self.token_id(name)
+        return self.token_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
 
     def encode_template(self, text: str) -> list[int]:
         """Encode the output of a chat template, in which the names of special tokens become those tokens."""
@@ -252,13 +249,11 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"The tokenizer file {path} cannot be read: {error}.") from error
     known = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
+    eot_text = eot_text or (known[0] if len(known) == 1 else default_eot)
+    for text, role in ((eot_text, "end"), (bos_text, "begin")):
+        if text is not None and backend.token_to_id(_checked(text)) is None:
+            raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
     if eot_text is None:
-        eot_text = known[0] if len(known) == 1 else default_eot
-    if eot_text is not None:
-        for text, role in ((eot_text, "end"), (bos_text, "begin")):
-            if text is not None and backend.token_to_id(_checked(text)) is None:
-                raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
-    else:
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
                          "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from zaya_jax.config.checks import counted
 from zaya_jax.data.chat import render_request
@@ -110,9 +109,8 @@ def _around_answer(opened: TextModel, conversation: Conversation) -> tuple[str, 
 
 def render(opened: TextModel, conversation: Conversation, *, generation_prompt: bool) -> str:
     """Render a conversation with a model's chat template; InputError if the template cannot."""
-    special = opened.special
-    names: dict[str, Any] = {**(opened.others or {}), "add_generation_prompt": generation_prompt}
-    names |= {name: text for name, text in (("bos_token", special.bos), ("eos_token", special.eos)) if text}
+    texts = {"bos_token": opened.special.bos, "eos_token": opened.special.eos, **(opened.others or {})}
+    names = {"add_generation_prompt": generation_prompt, **{name: text for name, text in texts.items() if text}}
     answer = run_template(opened.template, [render_request(conversation, names) | {"now": time.time()}])
     if "texts" not in answer:
         reason = answer.get("syntax") or answer.get("compile") or answer.get("render") or "unknown error"

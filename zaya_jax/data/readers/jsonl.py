@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import IO, Any
 
 from zaya_jax.data.readers.unit import (
@@ -115,8 +114,8 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, *
         return "", ("wrong type", f"the line is {json_kind(tree)}, but must be an object")
     name = find_field(field, tree)
     if name is None:
-        keys = shorten(", ".join(map(repr, tree)) or "none", 200, placeholder=" …")
-        return "", ("no field", f"the object has no key {field!r}; its keys are {keys}{suggest_chat(field, tree)}")
+        return "", ("no field", f"the object has no key {field!r}; its keys are {', '.join(map(repr, tree)):.200}"
+                    f"{suggest_chat(field, tree)}")  # fmt: skip
     value = tree[name]
     if not is_document(value):
         return "", rejection(value, name)

@@ -18,7 +18,7 @@ TOOLS = "tools"  # field next to a conversation that becomes part of it
 SIBLINGS = re.compile("functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|"
                       "documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs")  # fmt: skip
 FLAGS = re.compile("weight|train|training|loss|label")
-_EMPTY = (None, "", [], {}, "[]", "{}", "null")
+EMPTY = (None, "", [], {}, "[]", "{}", "null")
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:
@@ -38,7 +38,7 @@ def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, st
     """Return why a conversation with a field of `SIBLINGS` or `FLAGS` cannot be used; None if these are empty."""
     for name, value in beside.items():
         parts = value.values() if isinstance(value, dict) else [value]
-        if name != field and SIBLINGS.fullmatch(name) and any(each not in _EMPTY for each in parts):
+        if name != field and SIBLINGS.fullmatch(name) and any(each not in EMPTY for each in parts):
             return "unread field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
         is_off = value is False or value == "false" or (name == "weight" and value not in (None, 1))
         if name != field and FLAGS.fullmatch(name) and is_off:
@@ -49,7 +49,7 @@ def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, st
 def unread_keys(beside: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """Return the keys next to a conversation that are neither empty, nor read, nor ask for what happens anyway."""
     read = (field, TOOLS, "weight", "train", "training")
-    return tuple(name for name, value in beside.items() if name not in read and value not in _EMPTY)
+    return tuple(name for name, value in beside.items() if name not in read and value not in EMPTY)
 
 
 def rejection(value: object, field: str) -> tuple[Reason, str]:
