@@ -95,9 +95,9 @@ class Template:
     """A Jinja chat template, compatible with transformers.
 
     The template must mark what the assistant writes with `{% generation %}` and `{% endgeneration %}`. It receives
-    `messages` (reasoning both as `reasoning` and `reasoning_content`), `tools` (or none), `bos_token`, `eos_token`,
-    `add_generation_prompt` (false) and `raise_exception`. It runs in Jinja's sandbox with limited time and memory,
-    without access to files, the clock or random numbers.
+    `messages` (reasoning as `reasoning`, `reasoning_content` and `thinking`), `tools` (or none), `documents` (none),
+    `bos_token`, `eos_token` and other special tokens, `add_generation_prompt` (false) and `raise_exception`. It runs in
+    Jinja's sandbox with limited time and memory, without access to files, the clock or random numbers.
 
     Attributes:
       name: for messages.

@@ -47,7 +47,7 @@ class Record(NamedTuple):
     text_bytes: int
     read: int = 0  # bytes of input, for progress
     outcome: str | None = None  # category to count
-    lost: int = 0  # bytes of text that have no token
+    lost: int = 0  # bytes of text that the tokens do not decode to
     unread: Sequence[str] = ()  # keys of the input that are not read, see `conversation.unread_keys`
 
 

@@ -48,7 +48,7 @@ class SplitEntry:
     documents: int
     tokens: int  # the sum of lengths
     text_bytes: int  # UTF-8 bytes of the texts
-    lost_bytes: int = 0  # of these, for which the tokenizer has no token
+    lost_bytes: int = 0  # of these, that the tokens do not decode to
 
 
 @dataclass(frozen=True)
