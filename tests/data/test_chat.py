@@ -1,5 +1,6 @@
 import copy
 import itertools
+import json
 import pickle
 
 import pytest
@@ -112,7 +113,6 @@ LIKE_OTHERS = {
     "by key": ("{{ message['reasoning'] | default('') }}", lambda text: text),
     "in JSON and a variable": ("{% set r = {'r': message.reasoning or ''} | tojson %}{{ r }}", None),
     "a macro": ("{% macro m(x) %}[{{ x.reasoning }}]{% endmacro %}{{ m(message) }}", lambda text: f"[{text}]"),
-    "drops": ("", lambda text: ""),
 }  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_reasoning_is_found_wherever_a_template_puts_it_and_however_it_strips(na
     pieces = rendered(template, [user(""), assistant(content, reasoning=reasoning)])
     empty = {"in JSON and a variable": '{"r": ""}', "a macro": "[]"}.get(name, "")
     assert joined(pieces) == f"<think>{empty}<think>{written(reasoning)}{content}"
-    assert of_reasoning(pieces) == ([] if name == "drops" else [(1, reasoning.strip())])
+    assert of_reasoning(pieces) == [(1, reasoning.strip())]
     assert joined(piece for piece in pieces if not piece.generated) == "<think><think>"
 
 
@@ -144,34 +144,91 @@ def test_generation_may_be_written_through_variables_and_filters():
     ]  # fmt: skip
 
 
-def test_templates_see_their_names_and_text_stays_as_it_is():
-    source = "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ messages | tojson }}"
-    text = joined(
-        rendered(
-            Template(source + "{% generation %}.{% endgeneration %}", "x"), [assistant("<é&'>", tool_calls=[{"n": 1}])]
-        )
-    )
-    assert text == '<s></s>False[{"role": "assistant", "content": "<é&\'>", "tool_calls": [{"n": 1}]}].'
+def test_templates_see_the_names_of_transformers_and_text_stays_as_it_is():
+    source = "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ cls_token is defined }}{{ documents is none }}"
+    call = {"function": {"name": "f", "arguments": {"a": "<b>"}}}
+    messages = [assistant("<é&'>", tool_calls=[call])]
+    source += "{{ add_generation_prompt }}{% generation %}{{ messages | tojson }}{% endgeneration %}"
+    template = Template(source, "x")
+    text = joined(template.render(messages, bos="<s>", eos="</s>", others={"unk_token": "<unk>"}))
+    assert text == "<s></s><unk>FalseTrueFalse" + json.dumps(messages, ensure_ascii=False)
 
 
-def test_content_that_is_part_of_another_is_no_excuse_to_leave_it_out():
-    said = [user("2 + 3?"), assistant(None, tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
-            {"role": "tool", "content": "5"}, assistant("It is 5.")]  # fmt: skip
-    body = "{% generation %}{{ message.content or message.tool_calls }}{% endgeneration %}"
-    source = "{% for message in messages %}{% if message.role != 'tool' %}" + body + "{% endif %}{% endfor %}"
-    with pytest.raises(ValueError, match="does not write the content of message 3"):
-        rendered(Template(source, "x"), said)
+SUM = [{"role": "system", "content": "Add."}, user("2 + 3?"), assistant(None, tool_calls=[{"function": {
+    "name": "add", "arguments": {"a": 2, "b": 5}}}]), {"role": "tool", "content": "5"},
+    assistant("It is 5.", reasoning="2 + 3 is 5."), user("Add."), assistant("Add.", reasoning="5")]  # fmt: skip
+# What a template writes of each message, in parts; some contents are parts of others.
+PARTS = {
+    "content": "{{ message.content or '' }}",
+    "reasoning": "{{ message.reasoning or '' }}",
+    "tool_calls": "{{ message.tool_calls | tojson if message.tool_calls else '' }}",
+}
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ("{% for message in messages %}{% if message.role != 'system' %}{% generation %}{{ message.content }}"
-     "{% endgeneration %}{% endif %}{% endfor %}", "does not write the content of message 1"),
-    ("{% for message in messages %}{{ message.content }}{% endfor %}{% generation %}{% endgeneration %}",
-     "marks nothing of this conversation"),
-])  # fmt: skip
-def test_what_a_template_leaves_out_of_a_conversation_is_refused(source, message):
-    with pytest.raises(ValueError, match=message):
-        rendered(Template(source, "x"), [{"role": "system", "content": "Be kind."}, user(), assistant()])
+def template_of(parts, outside=(), unless="false"):
+    """A template that leaves out messages for which `unless` is true, and writes the parts `outside` of the loss."""
+    inside = "".join(PARTS[part] for part in parts if part not in outside)
+    around = "".join(PARTS[part] for part in outside)
+    source = ("{% for message in messages %}{% if not (" + unless + ") %}<{{ message.role }}>"
+              "{% if message.role == 'assistant' %}" + around + "{% generation %}" + inside + "{% endgeneration %}"
+              "{% else %}{{ message.content }}{% endif %}{% endif %}{% endfor %}")  # fmt: skip
+    return Template(source, "x")
+
+
+def test_a_template_may_write_parts_in_any_order_and_leave_out_reasoning_of_earlier_answers():
+    for order in itertools.permutations(PARTS):
+        pieces = rendered(template_of(order), SUM)
+        assert "It is 5." in "".join(piece.text for piece in pieces if piece.generated)
+    last = PARTS | {"reasoning": "{{ message.reasoning if loop.last else '' }}"}
+    pieces = rendered(Template("{% for message in messages %}{% generation %}" + "".join(last.values())
+                               + "{% endgeneration %}{% endfor %}", "x"), SUM)  # fmt: skip
+    assert of_reasoning(pieces) == [(6, "5")]
+
+
+@pytest.mark.parametrize("number", range(len(SUM)))
+def test_every_content_must_be_written_also_if_it_is_part_of_another_text(number):
+    part = "tool_calls" if SUM[number]["content"] is None else "content"
+    with pytest.raises(ValueError, match=f"^the chat template does not write the {part} of message {number + 1}$"):
+        rendered(template_of(PARTS, unless=f"loop.index0 == {number}"), SUM)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_not_written_or_not_trained_is_refused(part):
+    number = {"content": 5, "reasoning": 7, "tool_calls": 3}[part]
+    with pytest.raises(ValueError, match=f"^the chat template does not write the {part} of message {number}$"):
+        rendered(template_of([each for each in PARTS if each != part]), SUM)
+    number = {"reasoning": 5}.get(part, number)
+    match = rf"^the chat template writes the {part} of message {number} outside of {{% generation %}}, .* weight of 0$"
+    with pytest.raises(ValueError, match=match):
+        rendered(template_of(PARTS, outside=[part]), SUM)
+
+
+def test_only_the_last_answer_is_trained_if_the_others_have_no_weight():
+    said = [user(), assistant("a", weight=0), user(), assistant("b")]
+    mark = "{% if loop.last %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}"
+    template = Template("{% for message in messages %}" + mark + "{% endif %}{% endfor %}", "x")
+    assert [piece.text for piece in rendered(template, said) if piece.generated] == ["b"]
+    with pytest.raises(ValueError, match=r"content of message 2 outside of {% generation %}"):
+        rendered(template, [user(), assistant("a"), user(), assistant("b")])
+
+
+HOW = ["| trim", "| tojson", "| tojson(ensure_ascii=true)", "| upper", ".split('</think>')[-1]"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_templates_may_transform_what_they_write(how):
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    said = [user(" é "), assistant("<think>\n\n</think>\n\nß", tool_calls=calls)]
+    source = "{% for message in messages %}{% generation %}{{ message.content " + how + " }}{{ message.tool_calls "
+    assert rendered(Template(source + "| tojson if message.tool_calls }}{% endgeneration %}{% endfor %}", "x"), said)
+
+
+def test_a_content_of_which_a_template_writes_a_piece_is_refused():
+    for how in (".split('</think>')[-1]", "[:3]", "[3:]"):
+        source = "{% for message in messages %}{% generation %}{{ message.content" + how + " }}"
+        template = Template(source + "{% endgeneration %}{% endfor %}", "x")
+        with pytest.raises(ValueError, match="does not write the content of message 2"):
+            rendered(template, [user(""), assistant("before </think> after")])
 
 
 GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
@@ -268,10 +325,14 @@ def test_a_template_comes_from_a_file_and_travels_to_other_processes(tmp_path):
 
 @settings(max_examples=40)
 @given(texts.filter(lambda text: "</think>" not in text), texts, st.sampled_from(["", " ", "\n\n"]))
-def test_reasoning_in_the_content_is_split_off(reasoning, answer, space):
-    inside = parse_conversation([assistant(f"{space}<think>{space}{reasoning}{space}</think>{space}{answer}{space}")])
-    key = {"reasoning": reasoning.strip()} if reasoning.strip() else {}
-    assert inside == [assistant(answer.strip(), **key)]
+def test_reasoning_in_the_content_is_split_off_and_an_empty_one_stays(reasoning, answer, space):
+    content = f"{space}<think>{space}{reasoning}{space}</think>{space}{answer}{space}"
+    [inside] = parse_conversation([assistant(content)])
+    if reasoning.strip():
+        within, after = f"{space}{reasoning}{space}".strip("\n"), f"{space}{answer}{space}".lstrip("\n")
+        assert inside == assistant(after, reasoning=within)
+    else:
+        assert inside == assistant(content)
 
 
 @settings(max_examples=40)
@@ -329,9 +390,9 @@ def test_an_answer_that_is_not_to_be_trained_is_outside_of_the_loss(key, off):
     conversation = parse_conversation([user(), answers[0], user(), answers[1], {**answers[0], "content": "worse"}])
     pieces = Template(DEFAULT_TEMPLATE, "x").render(conversation, bos=None, eos=None)
     assert "".join(piece.text for piece in pieces if piece.generated) == "good<|im_end|>"
-    merged = Template("{% generation %}{{ messages[1].content }}{% endgeneration %}", "x")
-    with pytest.raises(ValueError, match=r"^the chat template marks 1 parts of 3 answers, so that those of weight 0"):
-        merged.render(conversation, bos=None, eos=None)
+    source = "{% generation %}{% for message in messages %}{{ message.content }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(ValueError, match=r"several answers, so that those of weight 0 cannot be told$"):
+        Template(source, "x").render(conversation, bos=None, eos=None)
 
 
 CALLS = [user(), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
@@ -365,7 +426,7 @@ def test_calls_of_tools_are_written_as_the_template_does_or_refused(writes):
         ([{"from": "gpt"}], "message 1 has a value that is null, but must be text"),
         ([{"role": ["user"], "content": ""}], "message 1 has no role"),
         ([{"role": "user"}], "message 1 has a content that is neither a string nor a list of text parts"),
-        ([user(None, tool_calls=[1])], "message 1 has a content that is neither"),
+        ([user(None, tool_calls=[1])], "message 1 has a tool_calls, which is not read; remove it"),
         ([assistant(None)], "message 1 has a content that is neither"),
         ([user([{"type": "image", "text": "a"}])], "message 1 has a content part that is not text"),
         ([user([{"type": "text"}])], "message 1 has a content part that is not text"),

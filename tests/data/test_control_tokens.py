@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import tokenizers
@@ -11,9 +12,11 @@ from tokenizers import AddedToken, normalizers
 
 from tests.data.prepare_helpers import CHAT, QUARTER, write_jsonl, write_lines
 from tests.tokenizer_kinds import KINDS
-from zaya_jax.data.prepare import prepare
+from zaya_jax.data.prepare import PrepareSettings, prepare
+from zaya_jax.data.render import open_rendered
 from zaya_jax.data.shards import open_documents
-from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer
+from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer
+from zaya_jax.errors import InputError
 
 CONTROL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<｜User｜>", "<start_of_turn>", "[INST]", "[/INST]"]
 TEXT = ["<tool_call>", "<|fim_prefix|>", "    ", "<b>", "[NAME]"]  # what texts may write
@@ -81,6 +84,50 @@ def test_prepared_documents_have_none_but_at_their_ends(tmp_path, tokenizer):
             assert not control & set(tokens)
             read.append(backend.decode(tokens))
     assert sorted(read) == sorted(texts)
+
+
+# Tokens of turns that have no usual name, and tags that texts may write.
+TURNS, TAGS = ["<<user>>", "@end@", "<turn>", "[gMASK]", "<end_of_utterance>"], ["<think>", "</think>", "\n\n"]
+SOURCE = "{% for m in messages %}[gMASK]<<user>>{{ m.content }}<think>\n\n</think>{% generation %}{{ m.content }}"
+SOURCE += "<turn>{{ '<end_of_utterance>' }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize("where", ["jinja", "config", "named"])
+@given(special=st.booleans())
+def test_what_the_template_writes_or_stops_generation_is_no_text(tmp_path_factory, where, special):
+    folder, backend = tmp_path_factory.mktemp("t"), KINDS["byte level"]()
+    add = backend.add_special_tokens if special else backend.add_tokens
+    add([AddedToken(text, normalized=False) for text in TURNS])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in [*TAGS, "<b>"]])
+    backend.save(str(folder / "tokenizer.json"))
+    template = [{"name": "default", "template": SOURCE}] if where == "named" else SOURCE
+    config = {"chat_template": None if where == "jinja" else template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if where == "jinja":
+        (folder / "chat_template.jinja").write_text(SOURCE)
+    ids = [backend.token_to_id("@end@"), None, -1, 10**9, "x"]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    tokens = load_tokenizer(folder / "tokenizer.json")
+    assert tokens.specials == {EOT_TEXT, *TURNS}
+    text = "a".join([*TURNS, *TAGS, "<b>"])
+    assert not {tokens.token_id(turn) for turn in TURNS} & set(tokens.encode(text))
+    assert {tokens.token_id(tag) for tag in [*TAGS, "<b>"]} <= set(tokens.encode(text))
+    assert {tokens.token_id(turn) for turn in TURNS} <= set(tokens.encode_template(text))
+
+
+def test_a_conversation_with_a_token_of_its_template_is_refused_when_it_is_rendered(tmp_path):
+    backend = KINDS["byte level"]()
+    backend.add_tokens([AddedToken(text) for text in TURNS])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "turns.jinja").write_text(SOURCE)
+    (tmp_path / "cache").mkdir()
+    for number, (text, count) in enumerate([("a<<user>>b", 1), ("a@end@<think>", 0)]):
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        path = write_lines(tmp_path / f"{number}.jsonl", [{"messages": said}])
+        out, options = tmp_path / str(number), PrepareSettings("chat", "messages", heldout=0)
+        manifest = prepare([str(path)], tmp_path / "tokenizer.json", out, options, workers=1)
+        with pytest.raises(InputError, match=r"'<<user>>', which only the template may") if count else nullcontext():
+            open_rendered(out, manifest, "train", str(tmp_path / "turns.jinja"), None, tmp_path / "cache")
 
 
 def conversations(text: str) -> list[list[dict]]:

@@ -31,6 +31,7 @@ from zaya_jax.errors import InputError
     [
         (b'{"text": "a"', "invalid JSON", "delimiter"),
         (b'{"messages": [{"role": "user"}]}', "no field", "it has 'messages', and --chat reads conversations"),
+        (b'{"id": 1, "body": "a"}', "no field", "its keys are 'id', 'body'"),
         (b'{"text": [{"role": "user", "content": "a"}]}', "wrong type", "--chat"),
     ],
 )

@@ -77,8 +77,8 @@ def test_conversations_are_made_to_fit_and_counted(chat, tmp_path, limit):
 
 
 def test_it_is_done_once_for_each_template_and_limit(chat, tmp_path, monkeypatch):
-    (tmp_path / "other.jinja").write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
-                                          "{% endfor %}")  # fmt: skip
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}{% generation %}{{ m.reasoning }}{{ m.content }}"
+                                          "{% endgeneration %}{% endfor %}")  # fmt: skip
     ways = [("train", None, None), ("heldout", None, None), ("train", None, 60),
             ("train", str(tmp_path / "other.jinja"), None)]  # fmt: skip
     first = [open_rendered(*chat, *way, tmp_path / "cache") for way in ways]
@@ -87,6 +87,20 @@ def test_it_is_done_once_for_each_template_and_limit(chat, tmp_path, monkeypatch
     assert [open_rendered(*chat, *way, tmp_path / "cache") for way in ways] == first
     left = {path.name for folder, _ in first for path in folder.iterdir()}
     assert not [name for name in left if "partial" in name or name.startswith("unit-")]
+
+
+def test_conversations_whose_template_leaves_out_earlier_reasoning_are_counted(chat, tmp_path):
+    path = tmp_path / "last.jinja"
+    path.write_text("{{ pad_token }}{% for m in messages %}{% generation %}{{ m.reasoning if loop.last else '' }}"
+                    "{{ m.content }}{% endgeneration %}{% endfor %}")  # fmt: skip
+    (chat[0] / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
+    folder, manifest = open_rendered(*chat, "train", str(path), None, tmp_path / "cache")
+    earlier = [any(message.get("reasoning") for message in messages[:-1]) for messages in CONVERSATIONS[:15]]
+    assert manifest.counts == {"earlier_removed": sum(earlier)}
+    written = small_tokenizer().decode(open_documents(folder, manifest, "train")[0].tokens.tolist())
+    assert written.startswith("<pad>Add.")
+    (chat[0] / "tokenizer_config.json").write_text('{"pad_token": "<other>"}')
+    assert open_rendered(*chat, "train", str(path), None, tmp_path / "cache")[0] != folder
 
 
 def test_a_template_that_refuses_is_told_with_its_conversation(chat, tmp_path):

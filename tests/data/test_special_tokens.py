@@ -10,7 +10,7 @@ from tests.data.prepare_helpers import CHAT, write_jsonl
 from zaya_jax.data.manifest import MANIFEST, describe_file
 from zaya_jax.data.prepare import PrepareSettings, open_manifest, prepare
 from zaya_jax.data.shards import open_documents
-from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens
+from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.errors import InputError
 
 GEMMA = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "add_bos_token": True}
@@ -68,7 +68,7 @@ def test_without_a_configuration_the_vocabulary_does(write):
         ({"bos_token": "<start>"}, None, r"bos_token of .*config\.json is '<start>', which .* does not have"),
         (GEMMA, "<start>", r"^--bos is '<start>', which the tokenizer file .* does not have"),
         ({"bos_token": 5}, None, r"bos_token of .*config\.json is 5, but must be"),
-        ([], None, r"config\.json next to the tokenizer is not a JSON object"),
+        ([], None, r"config\.json is not a JSON object"),
     ],
 )
 def test_what_is_no_token_is_refused(write, config, bos, message):
@@ -99,3 +99,13 @@ def test_a_manifest_without_them_means_the_token_that_ends_documents(tmp_path, w
     del tree["bos"], tree["eos"]
     (tmp_path / output / MANIFEST).write_text(json.dumps(tree))
     assert open_manifest(tmp_path / output).special == SpecialTokens("<eos>", "<eos>", "<eos>")
+
+
+@pytest.mark.parametrize("added", [{}, {"added_tokens_decoder": {}}])
+def test_templates_receive_the_other_tokens_by_name_as_in_transformers(tmp_path, added):
+    config = {"unk_token": "<unk>", "pad_token": {"content": "<pad>"}, "cls_token": None, "eos_token": "</s>", **added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<sep>", "pad_token": "<p>"}))
+    older = {} if added else {"sep_token": "<sep>", "pad_token": "<p>"}  # which newer configurations replace
+    assert other_tokens(tmp_path) == {"unk_token": "<unk>", "pad_token": "<pad>"} | older
+    assert other_tokens(tmp_path / "empty") == {}

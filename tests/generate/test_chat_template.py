@@ -22,9 +22,13 @@ def template(folder, value):
     return _template(folder)
 
 
+def opened(template):
+    return SimpleNamespace(template=template, special=SpecialTokens("</s>", "<s>", "</s>"),
+                             others={"unk_token": "<unk>"})  # fmt: skip
+
+
 def written(template):
-    opened = SimpleNamespace(template=template, special=SpecialTokens("</s>", "<s>", "</s>"))
-    return render_prompt(opened, [{"role": "user", "content": "hi"}])
+    return render_prompt(opened(template), [{"role": "user", "content": "hi"}])
 
 
 def test_of_named_templates_the_default_is_used(tmp_path):
@@ -43,6 +47,14 @@ def test_of_named_templates_the_default_is_used(tmp_path):
 def test_a_template_that_is_none_is_refused_and_never_replaced(tmp_path, value, message):
     with pytest.raises(InputError, match=message):
         template(tmp_path, value)
+
+
+def test_a_template_receives_what_transformers_passes():
+    source = (
+        "{{ bos_token }}{{ unk_token }}{{ tools is none and documents is none }}{{ messages[0].reasoning_content }}"
+    )
+    said = [{"role": "assistant", "content": "5", "reasoning": "2 + 3"}]
+    assert render_prompt(opened(source + "{{ messages[1].content or '' }}"), said).startswith("<s><unk>True2 + 3")
 
 
 def test_a_template_may_write_the_date_where_text_is_generated():

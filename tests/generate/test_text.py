@@ -180,7 +180,7 @@ def test_an_answer_that_is_cut_short_stays_in_the_conversation(answers):
     ("text", "kept"),
     [
         ("<think>the model reads", {"content": "", "reasoning": "the model reads"}),
-        ("<think>the model</think> reads", {"content": "reads", "reasoning": "the model"}),
+        ("<think>the model</think> reads", {"content": " reads", "reasoning": "the model"}),
     ],
 )
 def test_an_answer_that_is_cut_within_its_reasoning_stays_in_the_conversation(answers, text, kept):

@@ -1,5 +1,6 @@
 """Conversations that are prepared and written out have the tokens that transformers' `apply_chat_template` gives."""
 
+import itertools
 import json
 
 import numpy as np
@@ -8,11 +9,12 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.data.test_tool_calls import OPENAI, TOOLS
-from zaya_jax.data.chat import DEFAULT_TEMPLATE, encode_pieces, load_template
+from zaya_jax.data.chat import DEFAULT_TEMPLATE, Template, encode_pieces, load_template
 from zaya_jax.data.conversation import parse_conversation
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.render import open_rendered
 from zaya_jax.data.shards import open_documents
+from zaya_jax.data.special_tokens import other_tokens
 
 pytestmark = pytest.mark.parity
 transformers = pytest.importorskip("transformers")
@@ -191,3 +193,54 @@ def test_tools_and_calls_are_written_and_masked_as_by_transformers():
 def rendering(tokenizer, text):
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return encoded["input_ids"], encoded["offset_mapping"]
+
+
+# How Qwen3 and most models after it write reasoning, which they find in the content or in its own key.
+THINKING = """{{ bos_token }}{{ unk_token }}{{ pad_token }}{{ sep_token is defined }}{{ documents is none }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- set content = message.content %}{%- set reasoning = '' %}
+{%- if message.reasoning_content is string %}{%- set reasoning = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}<|im_start|>assistant
+{% generation %}
+{%- if loop.last or reasoning %}{{ '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
+{{- content.lstrip('\\n') }}<|im_end|>{% endgeneration %}
+{%- else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{%- endif %}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [THINKING, CHATML_MARKED])
+@pytest.mark.parametrize("key", [None, "reasoning", "reasoning_content", "thinking"])
+def test_reasoning_is_written_as_transformers_writes_it(tmp_path, template, key):
+    backend, specials, *_, config = FORMS["chatml"]
+    backend([*specials, "<unk>"]).save(str(tmp_path / "tokenizer.json"))
+    tree = {**config, "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>",
+            "pad_token": "<|endoftext|>"}  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tree))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours, others = Template(template, "x"), other_tokens(tmp_path)
+    blanks, said = ["", " ", "\n", "\n\n", " \n"], 0
+    for before, after in itertools.product(blanks, blanks):
+        for reasoning in ("why", "  why\n", "", "\n\n"):
+            content = f"{after}  It is 5.\n"
+            given = f"{before}{reasoning}" if reasoning.strip() else ""  # white space alone is no reasoning
+            if key is None:
+                content = f"{before}<think>{before}{reasoning}{after}</think>{content}"
+            answer = {"role": "assistant", "content": content, **({key: given} if key else {})}
+            asked = [{"role": "user", "content": "<think>"}, answer]
+            try:
+                pieces = ours.render(parse_conversation(asked), bos=None, eos=config["eos_token"], others=others)
+            except ValueError as error:  # of a template that writes no reasoning, and of that which it does not write
+                assert "does not write the reasoning of message 2" in str(error)  # noqa: PT017
+                assert template == CHATML_MARKED
+                assert reasoning.strip()
+                continue
+            assert "".join(piece.text for piece in pieces) == theirs.apply_chat_template(
+                asked, chat_template=template, tokenize=False)  # fmt: skip
+            said += 1
+    assert said == (len(blanks) ** 2 * (2 if template == CHATML_MARKED else 4))

@@ -114,7 +114,8 @@ def _left_out(use: dict[str, Any], split: str, reasons: dict[str, str]) -> list[
     lines += [f"{use[key]:,} of {counted(use['documents'], f'{split} document')} left out: {reason}"
              for key, reason in reasons.items() if use[key]]  # fmt: skip
     if use["trimmed"]:
-        lines.append(f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row")
+        lines.append(f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row, or "
+                     "without the reasoning of earlier turns, which the template leaves out")  # fmt: skip
     if use["used"] and not use.get("in_loss", True):
         lines.append(f"no token of the first {ROWS:,} {split} rows is in the loss, which covers assistants' answers")
     return lines

@@ -1,15 +1,17 @@
 """Render conversations to text and tokens, marking the assistant's parts and reasoning."""
 
 import hashlib
+import itertools
+import operator
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.conversation import HALF_OF_PAIR, Conversation
+from zaya_jax.data.conversation import HALF_OF_PAIR, REASONING, THINK, THINK_END, Conversation
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import require_regular
@@ -17,17 +19,12 @@ from zaya_jax.run.files import require_regular
 # ChatML, with tools as in Hermes and Qwen2.5. Jinja removes the newline after a block, hence the last `{{ '\n' }}`.
 DEFAULT_TEMPLATE = r"""{{ bos_token }}{% if tools %}
 <|im_start|>system
-{% if messages[0].role == 'system' %}
-{{ messages[0].content }}
-
-{% endif %}
+{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
 # Tools
 
 You may call one or more functions. Their signatures are within <tools></tools>:
 <tools>
-{% for tool in tools %}
-{{ tool | tojson }}
-{% endfor %}
+{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}
 </tools>
 
 For each call, write a JSON object with the function's name and arguments within <tool_call></tool_call>:
@@ -37,14 +34,8 @@ For each call, write a JSON object with the function's name and arguments within
 {% endif %}
 {% for message in (messages[1:] if tools and messages[0].role == 'system' else messages) -%}
 <|im_start|>{{ message.role }}
-{% if message.role == 'assistant' %}
-{% generation %}
-{% if message.reasoning %}
-<think>
-{{ message.reasoning }}
-</think>
-
-{% endif %}
+{% if message.role == 'assistant' %}{% generation %}
+{% if message.reasoning %}{{ '<think>\n' + message.reasoning + '\n</think>\n\n' }}{% endif %}
 {{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}
 {{ '\n' if message.content or not loop.first else '' }}<tool_call>
@@ -52,9 +43,7 @@ For each call, write a JSON object with the function's name and arguments within
 </tool_call>
 {%- endfor %}
 <|im_end|>{% endgeneration %}
-{% else %}
-{{ message.content }}<|im_end|>
-{%- endif %}
+{% else %}{{ message.content }}<|im_end|>{% endif %}
 {{ '\n' }}
 {%- endfor %}
 """
@@ -62,7 +51,15 @@ For each call, write a JSON object with the function's name and arguments within
 # Markers in a rendering: unpaired surrogates, which valid text cannot contain.
 _GENERATION, _GENERATION_END = "\ud800", "\ud801"
 _REASONING, _REASONING_BEGIN, _REASONING_END = "\ud802", "\ud803", "\ud804"  # the message's number, the text
-_MARK = re.compile(f"[{_GENERATION}{_GENERATION_END}{_REASONING_END}]|{_REASONING}([0-9]+){_REASONING_BEGIN}")
+_MARKS = (_GENERATION, _GENERATION_END)
+_ABSENT = {"tools": None, "documents": None, "add_generation_prompt": False}
+_BLOCKS = re.compile(f"[{_GENERATION}{_GENERATION_END}]")
+_REASONINGS = re.compile(f"{_REASONING}([0-9]+){_REASONING_BEGIN}([^{_REASONING_END}]*){_REASONING_END}")
+# Before and after what a template must write: digits, which filters such as `tojson` and `upper` leave as they are.
+_PART = "7315904826"
+_PARTS = re.compile(f"{_PART}([0-9]{{9}})")
+_TEXT = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # templates strip the white space around it
+_EMPTY_REASONING = re.compile(rf"(?:\s*{THINK}\s*{THINK_END})?")  # as is this at the start of a content
 _MAX_MESSAGE = 200  # characters of a template's error that messages quote
 
 
@@ -72,6 +69,15 @@ class Piece(NamedTuple):
     text: str
     generated: bool  # written by the assistant
     reasoning: int | None  # index of the message whose reasoning this is
+
+
+class _Part(NamedTuple):
+    """What a template must write."""
+
+    name: str  # for messages
+    trained: bool | None  # None if the assistant does not write it
+    optional: bool
+    blocks: set[int | None]  # the generation blocks that have it, by index; None outside of them
 
 
 Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the character range of each
@@ -89,9 +95,9 @@ class Template:
     """A Jinja chat template, compatible with transformers.
 
     The template must mark what the assistant writes with `{% generation %}` and `{% endgeneration %}`. It receives
-    `messages` (reasoning both as `reasoning` and `reasoning_content`), `tools` (or none), `bos_token`, `eos_token`,
-    `add_generation_prompt` (false) and `raise_exception`. It runs in Jinja's sandbox with limited time and memory,
-    without access to files, the clock or random numbers.
+    `messages` (reasoning as `reasoning`, `reasoning_content` and `thinking`), `tools` (or none), `documents` (none),
+    `bos_token`, `eos_token` and other special tokens, `add_generation_prompt` (false) and `raise_exception`. It runs in
+    Jinja's sandbox with limited time and memory, without access to files, the clock or random numbers.
 
     Attributes:
       name: for messages.
@@ -116,68 +122,58 @@ class Template:
             message = _shorten(answer.get("compile") or answer["render"])
             raise InputError(f"The chat template {name} cannot be compiled: {message}.")
         if not answer["has_generation"]:
-            raise InputError(
-                f"The chat template {name} does not mark assistant turns; put what the assistant writes between "
-                "{% generation %} and {% endgeneration %}."
-            )
+            raise InputError(f"The chat template {name} does not mark assistant turns; put what the assistant writes "
+                             "between {% generation %} and {% endgeneration %}.")  # fmt: skip
 
     def render(self, conversation: Conversation, *, bos: str | None, eos: str | None,
-               tools: list[dict[str, Any]] | None = None) -> list[Piece]:  # fmt: skip
+               tools: list[dict[str, Any]] | None = None,
+               others: dict[str, str] | None = None) -> list[Piece]:  # fmt: skip
         """Render a conversation from `parse_conversation`.
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
-        without markers verifies that they changed nothing.
+        without markers verifies that they changed nothing, and a third with all contents, calls and tools marked that
+        the template writes them.
 
         Args:
           conversation: not modified.
           bos: text of `bos_token`; None leaves it undefined, as in transformers.
           eos: text of `eos_token`, likewise.
           tools: from `parse_tools`.
+          others: from `special_tokens.other_tokens`.
 
         Returns:
           Non-empty pieces whose concatenated text is the rendering. An answer with a `weight` of 0 is not `generated`.
 
         Raises:
-          ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, or omits tools
-            or their calls. The message is a clause; the caller adds the location.
+          ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, omits a
+            content, a tool, a call or the last answer's reasoning, or writes a part of a trained answer outside of
+            generation blocks. The message is a clause; the caller adds the location.
         """
-        tokens = {"bos_token": bos, "eos_token": eos}
-        names = {name: text for name, text in tokens.items() if text is not None}
-        names |= {"add_generation_prompt": False, "tools": tools}
-        plain, marked = self._run(_request(conversation, names), _request(conversation, names, marked=True))
+        tokens = {"bos_token": bos, "eos_token": eos, **(others or {})}
+        names = {"tools": tools, **{name: text for name, text in tokens.items() if text is not None}}
+        messages, marked_tools, parts = _mark_parts(conversation, tools)
+        plain, marked, checked = self._run(render_request(conversation, names),
+                                           render_request(_mark_reasoning(conversation), names, _MARKS),
+                                           render_request(messages, names | {"tools": marked_tools}, _MARKS),
+                                           )  # fmt: skip
         if HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes an unpaired surrogate")
-        answers = [message for message in conversation if message["role"] == "assistant"]
-        pieces = _cut(marked, [message.get("weight") != 0 for message in answers])
+        if re.search(f"{_GENERATION}[^{_GENERATION_END}]*{_GENERATION}", marked):
+            raise ValueError("the chat template nests generation blocks")
+        for number, text in enumerate(_BLOCKS.split(checked)):
+            for mark in _PARTS.findall(text):
+                for part in parts[int(mark) :][:1]:  # none, if the conversation has such digits itself
+                    part.blocks.add(number // 2 if number % 2 else None)
+        pieces = _cut(marked, _trained_blocks(parts, marked.count(_GENERATION)))
         if "".join(piece.text for piece in pieces) != plain:
             raise ValueError("the chat template changes what the assistant writes; it must output it unmodified")
-        if any(
-            ((message.get("content") or "").strip() or message.get("tool_calls")) and message.get("weight") != 0
-            for message in answers
-        ) and not any(piece.generated for piece in pieces):
-            raise ValueError("the chat template marks nothing of this conversation with {% generation %}")
-        contents = [(message.get("content") or "").strip() for message in conversation]
-        for number, message in enumerate(conversation):
-            content = contents[number]
-            # One may be part of another, and be written in another form, such as JSON.
-            if content and plain.count(content) < sum(each.count(content) for each in contents):
-                changed = [*conversation[:number], {**message, "content": f"{content}x"}, *conversation[number + 1 :]]
-                self._check_written(_request(changed, names), plain, f"content of message {number + 1}")
-        if any(message.get("tool_calls") for message in conversation):
-            without = [{key: x for key, x in message.items() if key != "tool_calls"} for message in conversation]
-            self._check_written(_request(without, names), plain, "tool_calls")
-        if tools:
-            self._check_written(_request(conversation, names | {"tools": None}), plain, "tools")
+        for part in parts:
+            if not part.blocks and not part.optional:
+                raise ValueError(f"the chat template does not write the {part.name}")
+            if part.blocks == {None} and part.trained:
+                raise ValueError(f"the chat template writes the {part.name} outside of {{% generation %}}, where it is "
+                                 "not trained; put it inside, or give the message a weight of 0")  # fmt: skip
         return pieces
-
-    def _check_written(self, without: dict[str, Any], plain: str, key: str) -> None:
-        """Raise `ValueError` if the rendering without `key` is the same."""
-        try:
-            [rendering] = self._run(without)
-        except ValueError:  # a template that requires it does not ignore it
-            return
-        if rendering == plain:
-            raise ValueError(f"the chat template does not write the {key}")
 
     def _run(self, *renderings: dict[str, Any]) -> list[str]:
         try:
@@ -224,15 +220,11 @@ def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> 
     starts, stops = np.array(places, np.int64).reshape(-1, 2).T
     firsts = np.searchsorted(ends[:-1], starts, side="right")
     lasts = np.searchsorted(ends[:-1], np.maximum(stops - 1, starts), side="right")
-    spans: list[Span] = []
-    for token, first, last in zip(tokens, firsts.tolist(), lasts.tolist(), strict=True):
-        left, right = pieces[first], pieces[last]
-        kind = left.generated or right.generated, left.reasoning if left.reasoning == right.reasoning else None
-        if spans and spans[-1][1:] == kind:
-            spans[-1].tokens.append(token)
-        else:
-            spans.append(Span([token], *kind))
-    return spans
+    pairs = [(pieces[first], pieces[last]) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
+    kinds = [(left.generated or right.generated, left.reasoning if left.reasoning == right.reasoning else None)
+             for left, right in pairs]  # fmt: skip
+    runs = itertools.groupby(zip(tokens, kinds, strict=True), key=operator.itemgetter(1))
+    return [Span([token for token, _ in run], *kind) for kind, run in runs]
 
 
 def _shorten(message: str) -> str:
@@ -240,45 +232,71 @@ def _shorten(message: str) -> str:
     return textwrap.shorten(printable, _MAX_MESSAGE, placeholder=" …").rstrip(".")
 
 
-def _request(conversation: Conversation, names: dict[str, Any], *, marked: bool = False) -> dict[str, Any]:
-    """Build a rendering request for `run_template` from copies of the messages."""
+def render_request(messages: Conversation, names: dict[str, Any], marks: Sequence[str] = ("", "")) -> dict[str, Any]:
+    """Build a rendering request for `run_template`; like transformers, with the reasoning under all of its names."""
+    messages = [{**message, **dict.fromkeys(REASONING, message["reasoning"])} if _reasoning(message) else message
+                for message in messages]  # fmt: skip
+    return {"marks": marks, "names": {"messages": messages, **_ABSENT, **names}}
+
+
+def _reasoning(message: dict[str, Any]) -> str:
+    return message.get("reasoning", "") if message["role"] == "assistant" else ""
+
+
+def _mark_reasoning(conversation: Conversation) -> Conversation:
+    marks = [rf"{_REASONING}{number}{_REASONING_BEGIN}\g<0>{_REASONING_END}" for number in range(len(conversation))]
+    return [{**message, "reasoning": _TEXT.sub(mark, text, count=1)} if (text := _reasoning(message)) else message
+            for message, mark in zip(conversation, marks, strict=True)]  # fmt: skip
+
+
+def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, Any, list[_Part]]:
+    """Return messages and tools in which the digits `_PART` and a number mark each of the parts."""
+    parts: list[_Part] = []
+
+    def mark(name: str, message: dict[str, Any], *, optional: bool = False) -> str:
+        trained = message.get("weight") != 0 if message.get("role") == "assistant" else None
+        parts.append(_Part(name, trained, optional, set()))
+        return f"{_PART}{len(parts) - 1:09}"
+
+    last = max(number for number, message in enumerate(conversation, 1) if message["role"] == "assistant")
     messages = [dict(message) for message in conversation]
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant" and message.get("reasoning"):
-            reasoning = _mark(message["reasoning"], number) if marked else message["reasoning"]
-            message["reasoning"] = message["reasoning_content"] = reasoning
-    marks = [_GENERATION, _GENERATION_END] if marked else ["", ""]
-    return {"marks": marks, "names": {"messages": messages, **names}}
+    for number, message in enumerate(messages, 1):
+        content, calls = message.get("content") or "", message["role"] == "assistant" and message.get("tool_calls")
+        if content.strip() or not calls:
+            start, end = (mark(f"content of message {number}", message, optional=not content.strip()) for _ in range(2))
+            message["content"] = _EMPTY_REASONING.sub(rf"\g<0>{start}", content, count=1) + end
+        if reasoning := _reasoning(message):  # templates leave out that of earlier answers
+            message["reasoning"] = mark(f"reasoning of message {number}", message, optional=number != last) + reasoning
+        if calls:
+            keys = [(call, mark(f"tool_calls of message {number}", message)) for call in calls]
+            message["tool_calls"] = [_with(call, arguments={**call["function"]["arguments"], key: key})
+                                     for call, key in keys]  # fmt: skip
+    marked = [_with(tool, name=f"{tool.get('function', tool)['name']}{mark('tools', {})}") for tool in tools or ()]
+    return messages, marked or None, parts
 
 
-def _mark(reasoning: str, number: int) -> str:
-    text = reasoning.strip()
-    if not text:
-        return reasoning
-    before, _, after = reasoning.partition(text)
-    return f"{before}{_REASONING}{number}{_REASONING_BEGIN}{text}{_REASONING_END}{after}"
+def _with(call: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """Return a call or a tool whose function has these keys."""
+    return {**call, "function": {**call["function"], **keys}} if "function" in call else {**call, **keys}
+
+
+def _trained_blocks(parts: list[_Part], count: int) -> list[bool]:
+    """Return for each of `count` generation blocks whether the answers in it are trained."""
+    if all(part.trained is not False for part in parts):
+        return [True] * count
+    trained = [{part.trained for part in parts if block in part.blocks} for block in range(count)]
+    if any(each not in ({True}, {False}) for each in trained):
+        raise ValueError("the chat template has parts between {% generation %} and {% endgeneration %} with none or "
+                         "several answers, so that those of weight 0 cannot be told")  # fmt: skip
+    return [each == {True} for each in trained]
 
 
 def _cut(marked: str, trained: Sequence[bool]) -> list[Piece]:
-    """Split a marked rendering into pieces. The i-th block of an untrained answer counts as not generated."""
+    """Split a marked rendering into pieces; `trained` says for each generation block whether it is generated."""
     pieces: list[Piece] = []
-    inside, generated, reasoning, start, blocks = False, False, None, 0, 0
-    count = marked.count(_GENERATION)
-    if not all(trained) and count != len(trained):
-        raise ValueError(f"the chat template marks {count} parts of {len(trained)} answers, so that those of weight 0 "
-                         "cannot be told")  # fmt: skip
-    for mark in _MARK.finditer(marked):
-        if mark.start() > start:
-            pieces.append(Piece(marked[start : mark.start()], generated, reasoning))
-        start = mark.end()
-        if mark.group() == _GENERATION and inside:
-            raise ValueError("the chat template nests generation blocks")
-        if mark.group() == _GENERATION:
-            inside, generated, blocks = True, blocks >= len(trained) or trained[blocks], blocks + 1
-        elif mark.group() == _GENERATION_END:
-            inside = generated = False
-        else:
-            reasoning = None if mark.group() == _REASONING_END else int(mark[1])
-    if start < len(marked):
-        pieces.append(Piece(marked[start:], generated, reasoning))
-    return pieces
+    for number, block in enumerate(_BLOCKS.split(marked)):
+        generated = number % 2 == 1 and trained[number // 2]
+        texts: Iterator[Any] = iter([None, "", *_REASONINGS.split(block)])
+        for message, reasoning, text in zip(texts, texts, texts, strict=True):
+            pieces += [Piece(reasoning, generated, message and int(message)), Piece(text, generated, None)]
+    return [piece for piece in pieces if piece.text]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from zaya_jax.data.readers.values import json_kind
+from zaya_jax.data.readers.values import EMPTY, json_kind
 from zaya_jax.data.tool_calls import calls_from_sharegpt, parse_calls
 
 Conversation = list[dict[str, Any]]
@@ -16,13 +16,13 @@ SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_c
             "observation": "tool", "tool": "tool"}  # fmt: skip
 # Keys that say whether a message of the assistant is trained: OpenAI's, axolotl's, ms-swift's.
 _WEIGHTS = ("weight", "train", "training", "loss")
-_REASONING = ("reasoning", "reasoning_content", "thinking")
-# Keys that are not read and would change what is trained.
-_UNREAD = ("function_call", "function_calls", "functions", "train_detail", "training_detail", "refusal", "audio",
-           "image", "images", "videos", "attachments", "prefix", "reasoning_details", "reasoning_text",
-           "thinking_blocks", "thought", "thoughts", "analysis", "tool_plan", "tool_call", "tool_responses",
-           "channel")  # fmt: skip
-_MASKS = ("mask", "masked", "loss_mask", "trainable", "trained", "ignore", "train_on_turn")  # true differs in meaning
+REASONING = ("reasoning", "reasoning_content", "thinking")
+# Keys that are refused, since they would change what is trained: parts of what is said, and which parts are trained.
+_REFUSED = re.compile("functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
+                      "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
+                      "train(ing)?_detail|(loss_)?mask(ed)?|train(able|ed|_on_turn)|ignore|prefix")  # fmt: skip
+_REFUSED_OF_OTHERS = re.compile(f"{_REFUSED.pattern}|tool_calls")
+_READ = ("role", "content", "weight", "tool_call_id", "reasoning", "tool_calls")  # the last two of the assistant
 HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
 THINK, THINK_END = "<think>", "</think>"
 
@@ -33,9 +33,9 @@ def parse_conversation(value: Any) -> Conversation:
     In the result, each message has a `role` of `ROLES` and a string `content`, which may be None or absent if it calls
     tools; an assistant message also has its `reasoning`, if any, and a `weight` of 0 if it is not trained (given by a
     key of `_WEIGHTS`). The input can give reasoning as `reasoning`, `reasoning_content`, `thinking` or
-    `<think>…</think>` at the start of the content (white space around both is then stripped). The content can be a list
-    of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT messages with `from` and `value` work too.
-    Other keys are kept.
+    `<think>…</think>` at the start of the content, unless it is empty; the newlines around it are stripped, as
+    templates do. The content can be a list of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT
+    messages with `from` and `value` work too. Other keys are kept.
 
     Raises:
       ValueError: the value is not a conversation or has no assistant message. The message is a clause; the caller adds
@@ -61,10 +61,10 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has no role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
-    unread = [key for key in _UNREAD if value.get(key)] + [key for key in _MASKS if value.get(key) is not None]
-    if unread:
-        advice = "write it as tool_calls" if "function_call" in unread[0] else "remove it"
-        raise ValueError(f"{where} has a {unread[0]}, which is not read; {advice}")
+    pattern = _REFUSED if role == "assistant" else _REFUSED_OF_OTHERS
+    if key := next((key for key, given in value.items() if pattern.fullmatch(key) and given not in EMPTY), None):
+        advice = "write it as tool_calls" if "function_call" in key else "remove it"
+        raise ValueError(f"{where} has a {key}, which is not read; {advice}")
     message = _with_weight(value, where)
     if role == "assistant" and value.get("tool_calls"):
         message["tool_calls"] = parse_calls(value["tool_calls"], where)
@@ -77,6 +77,12 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if not reasoning and (content := message.get("content")):
         reasoning, message["content"] = _split(content, where)
     return {**message, "reasoning": reasoning} if reasoning else message
+
+
+def unread_keys(conversation: Conversation) -> list[str]:
+    """List the keys that only templates of a person's own may read, once for each message that has one."""
+    return [f"messages[].{key}" for message in conversation for key, value in message.items()
+            if value not in EMPTY and key not in (_READ if message["role"] == "assistant" else _READ[:4])]  # fmt: skip
 
 
 def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 def _reasoning(message: dict[str, Any], where: str) -> str:
     """Remove the reasoning from a message and return it; empty if there is none."""
-    texts = {key: text for key in _REASONING if (text := message.pop(key, None)) is not None}
+    texts = {key: text for key in REASONING if (text := message.pop(key, None)) is not None}
     if not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"{where} has a reasoning that is not a string")
     texts = {key: text for key, text in texts.items() if text.strip()}
@@ -133,13 +139,13 @@ def _reasoning(message: dict[str, Any], where: str) -> str:
 
 
 def _split(content: str, where: str) -> tuple[str, str]:
-    """Split a content into reasoning and answer."""
+    """Split a content into reasoning and answer; empty reasoning stays where it is."""
     if not content.lstrip().startswith(THINK):
         return "", content
     reasoning, end, answer = content.lstrip().removeprefix(THINK).partition(THINK_END)
     if not end:
         raise ValueError(f"{where} has a {THINK} without {THINK_END}")
-    return reasoning.strip(), answer.strip()
+    return (reasoning.strip("\n"), answer.lstrip("\n")) if reasoning.strip() else ("", content)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -166,11 +172,8 @@ def find_special(conversation: Conversation, specials: frozenset[str]) -> str | 
 
     Renderings are encoded with special tokens enabled, so such text would become a token and could end a turn.
     """
-    pattern = _alternatives(specials)
-    for text in _strings(conversation) if specials else ():
-        if match := pattern.search(text):
-            return match.group()
-    return None
+    matches = map(_alternatives(specials).search, _strings(conversation) if specials else ())
+    return next((match.group() for match in matches if match), None)
 
 
 @lru_cache(maxsize=4)

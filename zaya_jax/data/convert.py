@@ -48,7 +48,8 @@ class Record(NamedTuple):
     text_bytes: int
     read: int = 0  # bytes of input, for progress
     outcome: str | None = None  # category to count
-    lost: int = 0  # bytes of text that have no token
+    lost: int = 0  # bytes of text that the tokens do not decode to
+    unread: Sequence[str] = ()  # keys of the input that are not read, see `conversation.unread_keys`
 
 
 class Skipped(NamedTuple):
@@ -87,6 +88,7 @@ class UnitNote:
     outcomes: dict[str, int]  # outcome → number of other documents
     examples: list[str]
     lost_bytes: dict[Split, int] = dataclasses.field(default_factory=dict)
+    unread: dict[str, int] = dataclasses.field(default_factory=dict)  # key that is not read → number of its uses
 
 
 _Convert = Callable[[_Job, Callable[[int], None]], UnitNote]  # the second argument adds bytes to the progress
@@ -265,7 +267,7 @@ def _check_unit(check: Check, job: _Job, add: Callable[[int], None]) -> UnitNote
 def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote:
     lengths = {split: array("q") for split in SPLITS}
     text_bytes, lost_bytes = (dict[Split, int].fromkeys(SPLITS, 0) for _ in range(2))
-    skipped, outcomes, examples = Counter[str](), Counter[str](), []
+    skipped, outcomes, unread, examples = Counter[str](), Counter[str](), Counter[str](), []
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(ShardWriter(job.folder / f"{split}-{job.number:06d}.arrayrecord"))
@@ -276,6 +278,7 @@ def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote
             lengths[record.split].append(record.tokens)
             text_bytes[record.split] += record.text_bytes
             lost_bytes[record.split] += record.lost
+            unread.update(record.unread)
             if record.outcome is not None:
                 outcomes[record.outcome] += 1
         finished: dict[Split, ShardEntry | None] = {split: writers[split].finish() for split in SPLITS}
@@ -283,7 +286,7 @@ def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote
     saved: dict[Split, FileEntry] = {
         split: save_lengths(job.folder / f"unit-{job.number:06d}-{split}.npy", lengths[split]) for split in shards
     }
-    note = UnitNote(shards, saved, text_bytes, dict(skipped), dict(outcomes), examples, lost_bytes)
+    note = UnitNote(shards, saved, text_bytes, dict(skipped), dict(outcomes), examples, lost_bytes, dict(unread))
     write_atomically(_note_path(job.folder, job.number), json.dumps(dataclasses.asdict(note)))
     return note
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.data.conversation import Conversation, check_pairs, find_special, parse_conversation
+from zaya_jax.data.conversation import Conversation, check_pairs, find_special, parse_conversation, unread_keys
 from zaya_jax.data.convert import Record, Skipped
 from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
@@ -61,7 +61,7 @@ class PrepareWork:
             yield used if isinstance(used, Skipped) else _bytes(document)
 
     def _tokenizer(self) -> Tokenizer:
-        return _load_tokenizer(self.tokenizer, self.digest, self.special)
+        return load_tokenizer_once(self.tokenizer, self.digest, self.special)
 
     def _check_text(self, tokenizer: Tokenizer, document: Entry) -> str | np.ndarray | Skipped:
         """Return a document's text or token ids, or why it cannot be used."""
@@ -101,12 +101,14 @@ class PrepareWork:
             if isinstance(record, Skipped):
                 yield record
                 continue
-            texts = [text for message in split_tools(record)[0] for text in _texts(message) if text]
+            messages = split_tools(record)[0]
+            texts = [text for message in messages for text in _texts(message) if text]
             data = _to_json(record)
             encoded = list(tokenizer.encode_counted(texts))
             yield Record(self._split(data), data, sum(len(tokens) for tokens, _ in encoded),
                          sum(len(text.encode()) for text in texts), _bytes(document),
-                         lost=sum(lost for _, lost in encoded))  # fmt: skip
+                         lost=sum(lost for _, lost in encoded),
+                         unread=[*getattr(document, "unread", ()), *unread_keys(messages)])  # fmt: skip
 
     def _split(self, content: bytes) -> Split:
         """Return the split of a document by its content, so copies share a split."""
@@ -138,8 +140,7 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation |
     except ValueError as error:
         return _skipped(document, "not a conversation", str(error))
     record = with_tools(conversation, tools)
-    special = find_special([*conversation, *(tools or [])], tokenizer.specials)
-    if special is not None:
+    if special := find_special([*conversation, *(tools or [])], tokenizer.specials):
         return _skipped(document, "special token", f"it contains the text {special!r}, which would end a turn")
     try:
         _to_json(record)
@@ -150,7 +151,7 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation |
 
 def _texts(message: dict[str, Any]) -> list[str | None]:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    return [message.get("reasoning"), message.get("content"), *calls]
+    return [message.get("reasoning") if message["role"] == "assistant" else None, message.get("content"), *calls]
 
 
 def _to_json(record: Conversation | dict[str, Any]) -> bytes:
@@ -181,6 +182,7 @@ def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 @functools.lru_cache(maxsize=1)
-def _load_tokenizer(path: Path, digest: str, special: SpecialTokens) -> Tokenizer:
+def load_tokenizer_once(path: Path, digest: str, special: SpecialTokens) -> Tokenizer:
+    """Load a tokenizer, and keep the last one; `digest` tells apart files at one path."""
     del digest  # part of the cache key: the file at the path can change
     return load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)

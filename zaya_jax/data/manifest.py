@@ -48,7 +48,7 @@ class SplitEntry:
     documents: int
     tokens: int  # the sum of lengths
     text_bytes: int  # UTF-8 bytes of the texts
-    lost_bytes: int = 0  # of these, for which the tokenizer has no token
+    lost_bytes: int = 0  # of these, that the tokens do not decode to
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,9 @@ class Manifest:
     bos: str | None = None  # token that begins a document, and `bos_token` of templates; None if there is none
     eos: str | None = None  # `eos_token` of templates
     unread_files: dict[str, int] = dataclasses.field(default_factory=dict)  # kind → number of items that are not read
+    unread_keys: dict[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # key beside or in messages → number of its uses
 
     @property
     def special(self) -> SpecialTokens:
@@ -158,7 +161,7 @@ def _parse(tree: dict[str, Any]) -> Manifest:
     for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):
         if value not in allowed:
             raise ValueError(f"its {name} is {value!r}, but must be one of {', '.join(allowed)}")
-    counts = [*manifest.counts.values(), *manifest.unread_files.values()]
+    counts = [n for each in (manifest.counts, manifest.unread_files, manifest.unread_keys) for n in each.values()]
     if not all(isinstance(count, int) for count in counts) or not isinstance(manifest.content, str):
         raise ValueError("its counts or content have the wrong type")
     return manifest

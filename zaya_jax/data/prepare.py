@@ -150,7 +150,7 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
     tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
                           if (folder / name).exists())  # fmt: skip
     splits: dict[Split, SplitEntry] = {split: _merge_split(folder, split, notes) for split in SPLITS}
-    counts = Counter[str]()
+    counts, keys = Counter[str](), sum((Counter(note.unread) for note in notes), Counter[str]())
     for note in notes:
         counts.update(note.skipped)
         counts.update(note.outcomes)
@@ -159,7 +159,7 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
     content = content or content_digest(kind, dtype, special, tokenizer, splits.values())
     manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, special.eot, splits["train"],
                         splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos,
-                        unread or {})  # fmt: skip
+                        unread or {}, dict(keys.most_common()))  # fmt: skip
     write_manifest(folder, manifest)
     return manifest
 
@@ -330,12 +330,14 @@ def summary(folder: Path, manifest: Manifest) -> str:
                      f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}")  # fmt: skip
         if entry.lost_bytes:
             lines.append(f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token "
-                         "for them. Bits per byte do not count them; a tokenizer with byte fallback keeps all text."
-                         )  # fmt: skip
+                         "for them, or strips or changes them. Bits per byte do not count them; a byte-level tokenizer "
+                         "or one with byte fallback keeps all text.")  # fmt: skip
     if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
         lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
                      f"into another --output with --heldout {fraction:.1g}.")  # fmt: skip
+    keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread_keys.items())
+    lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]
     lines += [f"    {example}" for example in manifest.examples]
     return "\n".join(lines)

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.data.chat import Span, Template, encode_pieces, load_template
-from zaya_jax.data.conversation import Conversation
+from zaya_jax.data.conversation import Conversation, find_special
 from zaya_jax.data.convert import Conversion, Record, Skipped, default_workers, refuse_in_worker, remove_notes
 from zaya_jax.data.corpus import Split
+from zaya_jax.data.encoding import load_tokenizer_once
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import Records, pack_text, token_dtype
-from zaya_jax.data.special_tokens import SpecialTokens
-from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
 from zaya_jax.data.tool_calls import split_tools
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
 from zaya_jax.run.files import locked, write_atomically
 
-_CHECKS = 2  # version of what `Template.render` refuses; older renderings are not used
+_CHECKS = 3  # version of what `Template.render` refuses; older renderings are not used
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,22 @@ class RenderWork:
 
         A conversation that cannot be trimmed to fit gets a record without tokens, so that others keep their index.
         """
-        tokenizer = _tokenizer(self.tokenizer, self.special)
+        tokenizer = load_tokenizer_once(self.tokenizer, self.tokenizer.parent.name, self.special)
         dtype = token_dtype(tokenizer.vocab_size)
-        records = Records(self.folder, (shard,))
+        records, others = Records(self.folder, (shard,)), other_tokens(self.folder)
+        controls = tokenizer.controls(self.template.source) | tokenizer.specials
 
         def render(conversation: Conversation, tools: list[dict[str, Any]] | None) -> list[Span]:
-            pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos, tools=tools)
+            pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos, tools=tools,
+                                          others=others)  # fmt: skip
             return encode_pieces(pieces, tokenizer.encode_rendering)
 
         for number in range(len(records)):
             data = records[number]
             conversation, tools = split_tools(json.loads(data))
             try:
+                if control := find_special([*conversation, *(tools or [])], controls):
+                    raise ValueError(f"it contains the text {control!r}, which only the template may write")
                 if self.limit is None:
                     spans, outcome = render(conversation, tools), None
                 else:
@@ -62,6 +66,10 @@ class RenderWork:
                 yield Skipped(f"{self.folder / shard.file}:{number}", "template", str(error))
                 continue
             spans = spans or []
+            written = {span.reasoning for span in spans} - {None}
+            given = [each for each in conversation if each["role"] == "assistant" and each.get("reasoning")]
+            if outcome in (None, "kept") and len(written) < len(given):
+                outcome = "earlier_removed"  # by the template
             tokens = np.array([token for span in spans for token in span.tokens], dtype)
             loss_mask = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)
             text_bytes = len(tokenizer.decode(tokens[loss_mask].tolist()).encode())
@@ -93,7 +101,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)
-    inputs = json_digest(FORMAT, _CHECKS, manifest.content, split, loaded.digest, limit)
+    inputs = json_digest(FORMAT, _CHECKS, manifest.content, split, loaded.digest, limit, other_tokens(folder))
     target = cache / inputs
     remedy = f"Delete the folder {target}; the next run creates it again."
     with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):
@@ -116,9 +124,3 @@ def _render(folder: Path, manifest: Manifest, split: Split, template: Template, 
     conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
     write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
     remove_notes(target)
-
-
-@functools.lru_cache(maxsize=1)
-def _tokenizer(path: Path, special: SpecialTokens) -> Tokenizer:
-    # Cached by path, which contains a digest.
-    return load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)

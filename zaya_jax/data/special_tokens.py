@@ -1,16 +1,16 @@
 """Find the special tokens that begin and end documents, and that chat templates receive."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.config.checks import shown
-from zaya_jax.data.tokenizer import load_tokenizer
+from zaya_jax.data.tokenizer import load_tokenizer, read_beside
 from zaya_jax.errors import InputError
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that a model's folder may have next to tokenizer.json. Preparation copies them, for runs and exports.
 TOKENIZER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+_OTHERS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BOS_TEXTS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")  # common tokens that begin a text
 
 
@@ -37,7 +37,7 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
       InputError: a file cannot be read, or a token is unknown, ambiguous or not in the vocabulary.
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
-    config = _read_config(path)
+    config = read_beside(path)
     eos = token_text(config, "eos_token", path)
     loaded = load_tokenizer(tokenizer, eot, default_eot=eos)
     if bos is not None:
@@ -59,14 +59,13 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
     return SpecialTokens(loaded.eot_text, begin, eos if "eos_token" in config else loaded.eot_text)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"The file {path} next to the tokenizer cannot be read: {error}.") from error
-    if not isinstance(config, dict):
-        raise InputError(f"The file {path} next to the tokenizer is not a JSON object.")
-    return config
+def other_tokens(folder: Path) -> dict[str, str]:
+    """Read the tokens that templates receive besides `bos_token` and `eos_token`, as in transformers."""
+    path = folder / TOKENIZER_CONFIG
+    config = read_beside(path)
+    if "added_tokens_decoder" not in config:
+        config |= read_beside(folder / "special_tokens_map.json")
+    return {name: text for name in _OTHERS if (text := token_text(config, name, path)) is not None}
 
 
 def token_text(config: dict[str, Any], key: str, path: Path) -> str | None:
@@ -74,7 +73,6 @@ def token_text(config: dict[str, Any], key: str, path: Path) -> str | None:
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
     if token is not None and not (isinstance(text, str) and text):
-        raise InputError(
-            f"{key} of {path} is {shown(token)}, but must be null, text, or an object with the key content."
-        )
+        raise InputError(f"{key} of {path} is {shown(token)}, but must be null, text, or an object with the key "
+                         "content.")  # fmt: skip
     return text

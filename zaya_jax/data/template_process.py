@@ -43,9 +43,8 @@ class _Generation(Extension):
 
 def _environment(marks: tuple[str, str]) -> ImmutableSandboxedEnvironment:
     # The environment of transformers, without the clock and random numbers, so that renderings are reproducible.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[_Generation, loopcontrols])  # fmt: skip
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["generation_marks"] = marks

@@ -1,33 +1,40 @@
 """Train a byte-level BPE tokenizer or load a `tokenizer.json`, and convert text to token ids and back."""
 
 import functools
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import expanded, require_regular
+from zaya_jax.run.files import expanded, read_object, require_regular
+from zaya_jax.run.tokenizer import GENERATION, TOKENIZER_CONFIG
 
 EOT_TEXT = "<|endoftext|>"
 EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # common tokens that end a document
 # Names, in published models, of tokens that begin or end a document or a turn. Texts may write fill-in-the-middle's.
 _CONTROL = re.compile(
-    r"<[|｜](?!fim|repo|file).+[|｜]>|</?(s|bos|eos|pad|\w+_of_turn)>|\[/?(INST|SYSTEM_PROMPT|TOOL_\w+|AVAILABLE_TOOLS)\]"
+    r"<[|｜](?!fim|repo|file).+[|｜]>|<\|\w+>|<\w+\|>|</?(s|bos|eos|pad|\w+_of_\w+|eo[tmd]|im_\w+|system|user|assistant)>|"
+    r"\[/?(INST|SYSTEM_PROMPT|TOOL_\w+|AVAILABLE_TOOLS|[gs]MASK)\]"
 )
 MIN_VOCAB = 257  # every byte and the end-of-text token
 
 _PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
 _JOINED = 16  # tokens; those of a character or a word that is decoded as one are fewer
-# Characters with every byte of UTF-8, which NFC does not change.
-_ALL_BYTES = "".join(map(chr, [*range(0x21, 0x7F), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40),
-                               *range(0xA00, 0xD001, 0x600), 0xD7A0, 0xE000, 0xFB50,
-                               *range(0x10300, 0xE0000, 0x40000), 0x100300]))  # fmt: skip
+# Characters with every byte of UTF-8, which NFC does not change, and white space of which there is more than a space.
+_PROBE = "".join(map(chr, [*b" a  b\n\n c ", *range(0x80), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40),
+                           *range(0xA00, 0xD001, 0x600), 0xD7A0, 0xE000, 0xFB50, *range(0x10300, 0xE0000, 0x40000),
+                           0x100300]))  # fmt: skip
+# A normalizer that does more than to compose characters and to write spaces in another way.
+_REPLACES = re.compile(rb'"type":"(?!NFC"|Prepend"|Sequence"|Replace","pattern":{"String":" "})')
 _BATCH_TEXTS = 256  # enough for all cores, few enough for memory
 
 
@@ -43,17 +50,16 @@ class Tokenizer:
       prefix: ids of the tokens that begin a document: one or none.
     """
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None,
-        eos_text: str | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None,
+                 eos_text: str | None = None, stops: Iterable[str] = ()) -> None:  # fmt: skip
         """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`).
 
         These tokens and those of turns become special, whatever their flags say, so that no text can contain them. They
-        match before a text is normalized.
+        match before a text is normalized. So do `stops`, other tokens that end or begin a turn.
         """
         self._backend = backend
-        ends = [text for text in (eot_text, bos_text, eos_text) if text and backend.token_to_id(text) is not None]
+        names = (eot_text, bos_text, eos_text, *stops)
+        ends = [text for text in names if text and backend.token_to_id(text) is not None]
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         backend.add_special_tokens([
             AddedToken(text, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
@@ -66,7 +72,6 @@ class Tokenizer:
         self.eot = self._known(eot_text)
         self.eot_text = eot_text
         self.prefix = [] if bos_text is None else [self._known(bos_text)]
-        self._dropped: dict[str, bool] = {}  # by character
 
     def _known(self, text: str) -> int:
         token = self.token_id(text)
@@ -88,6 +93,13 @@ class Tokenizer:
         """The texts of the special tokens."""
         return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
 
+    def controls(self, template: str) -> frozenset[str]:
+        """Return the added tokens in a chat template's source, except pairs of tags, which texts may have."""
+        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        found = {text for text in added if text in template and not text.isspace()}
+        closing = {text for text in found if text.startswith("</") and f"<{text[2:]}" in found}
+        return frozenset(found - closing - {f"<{text[2:]}" for text in closing})
+
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding special tokens.
 
@@ -104,43 +116,25 @@ class Tokenizer:
             yield from (encoding.ids for encoding in encodings)
 
     def encode_counted(self, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
-        """Encode like `encode_all`; also return the UTF-8 bytes of each text that have no token, spaces aside."""
-        if self._has_all_bytes:
-            yield from ((tokens, 0) for tokens in self.encode_all(texts))
-            return
-        texts = iter(texts)
-        while batch := list(islice(texts, _BATCH_TEXTS)):
-            encodings = self._backend.encode_batch(batch, add_special_tokens=False)  # not the fast one: with offsets
-            for text, encoding in zip(batch, encodings, strict=True):
-                yield encoding.ids, self._lost(text, encoding)
+        """Encode like `encode_all`; also return the UTF-8 bytes of each text that its tokens do not decode to."""
+        texts, copies = itertools.tee(texts)
+        for text, tokens in zip(texts, self.encode_all(copies), strict=True):
+            known = [] if self._keeps_all else [token for token in tokens if token != self._unknown]
+            yield tokens, 0 if self._keeps_all else _lost(text, self.decode(known))
 
     @functools.cached_property
-    def _has_all_bytes(self) -> bool:
-        """Whether the vocabulary has a token for every byte, so that no text is lost."""
-        return self._lost(_ALL_BYTES, self._backend.encode(_ALL_BYTES, add_special_tokens=False)) == 0
+    def _keeps_all(self) -> bool:
+        """Whether no text is lost: there are tokens for all bytes, and nothing strips or replaces others."""
+        added = self._backend.get_added_tokens_decoder().values()
+        strips = any((token.lstrip or token.rstrip) and not token.special for token in added)
+        normalizer = self._backend.normalizer.__getstate__() if self._backend.normalizer else b""
+        return not (strips or _REPLACES.search(normalizer) or _lost(_PROBE, self.decode(self.encode(_PROBE))))
 
     @functools.cached_property
     def _unknown(self) -> int | None:
         """The token for text that the vocabulary lacks."""
         model = json.loads(self._backend.to_str())["model"]
-        name = model.get("unk_token")
-        return model.get("unk_id") if name is None else self.token_id(name)
-
-    def _lost(self, text: str, encoding: tokenizers.Encoding) -> int:
-        """Count the bytes of a text, spaces aside, that are in no token of its encoding but the unknown one."""
-        lost, place = list[str](), 0
-        if self._unknown is None:  # what has no token shifts the offsets of the tokens after it
-            return sum(len(sign.encode()) for sign in "".join(text.split()) if self._drops(sign))
-        for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token != self._unknown:
-                lost.append(text[place:start])
-                place = max(place, stop)
-        return len("".join("".join([*lost, text[place:]]).split()).encode())
-
-    def _drops(self, sign: str) -> bool:
-        if sign not in self._dropped:
-            self._dropped[sign] = not self.decode(self.encode(sign)).strip()
-        return self._dropped[sign]
+        return self.token_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
 
     def encode_template(self, text: str) -> list[int]:
         """Encode the output of a chat template, in which the names of special tokens become those tokens."""
@@ -191,6 +185,11 @@ class Tokenizer:
         return backend
 
 
+def _lost(text: str, decoded: str) -> int:
+    """Count the bytes of the characters that a text has and its decoded tokens lack."""
+    return sum(len(sign.encode()) * count for sign, count in (Counter(text) - Counter(decoded)).items())
+
+
 def _checked(text: str) -> str:
     try:
         text.encode()
@@ -219,12 +218,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOT_TEXT],  # special tokens come first, so its id is 0
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    # Special tokens come first, so the id of the end-of-text token is 0.
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOT_TEXT], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
     backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend, bos_text=EOT_TEXT)
 
@@ -247,22 +243,42 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     try:
         require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        stops, template = _stops(backend, path), _template(path)
     except InputError:
         raise
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"The tokenizer file {path} cannot be read: {error}.") from error
     known = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
+    eot_text = eot_text or (known[0] if len(known) == 1 else default_eot)
+    for text, role in ((eot_text, "end"), (bos_text, "begin")):
+        if text is not None and backend.token_to_id(_checked(text)) is None:
+            raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
     if eot_text is None:
-        eot_text = known[0] if len(known) == 1 else default_eot
-    if eot_text is not None:
-        for text, role in ((eot_text, "end"), (bos_text, "begin")):
-            if text is not None and backend.token_to_id(_checked(text)) is None:
-                raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
-    else:
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
                          "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
-    return Tokenizer(backend, eot_text, bos_text, eos_text)
+    tokenizer = Tokenizer(backend, eot_text, bos_text, eos_text, stops)
+    return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(template)])
+
+
+def _stops(backend: tokenizers.Tokenizer, path: Path) -> list[str]:
+    """Return the tokens that end a generated text, from the `generation_config.json` beside a tokenizer."""
+    ids = read_beside(path.with_name(GENERATION)).get("eos_token_id")
+    texts = [backend.id_to_token(stop) for stop in (ids if isinstance(ids, list) else [ids])
+             if isinstance(stop, int) and 0 <= stop < backend.get_vocab_size()]  # fmt: skip
+    return [text for text in texts if text is not None]
+
+
+def read_beside(path: Path) -> dict[str, Any]:
+    """Read a JSON object beside a tokenizer, {} if there is no such file."""
+    return read_object(path) if path.is_file() else {}
+
+
+def _template(path: Path) -> str:
+    """Return the chat template beside a tokenizer, as source or in JSON."""
+    template = path.with_name("chat_template.jinja")
+    config = read_beside(path.with_name(TOKENIZER_CONFIG))
+    return template.read_text(encoding="utf-8") if template.is_file() else str(config.get("chat_template"))
 
 
 def tokenizer_path(named: str) -> Path:
@@ -281,10 +297,8 @@ def tokenizer_path(named: str) -> Path:
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     """Raise `InputError` if the tokenizer at `path` has more tokens than the model's `vocab_size`."""
     if tokenizer.vocab_size > vocab_size:
-        raise InputError(
-            f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size ({vocab_size}); "
-            f"raise model.vocab_size to at least {tokenizer.vocab_size}."
-        )
+        raise InputError(f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size "
+                         f"({vocab_size}); raise model.vocab_size to at least {tokenizer.vocab_size}.")  # fmt: skip
 
 
 def vocabulary_warning(tokenizer: Tokenizer, vocab_size: int) -> str | None:

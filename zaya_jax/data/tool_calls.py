@@ -65,16 +65,15 @@ def calls_from_sharegpt(value: Any, where: str) -> Messages:
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = _function(call, where)
-    allowed = {"id", "type", "index", *(["function"] if "function" in call else ["name", "arguments"])}
-    others = [key for key in call if key not in allowed and call[key]]
+    kept = {key: call[key] for key in call.keys() - ({"function"} if "function" in call else {"name", "arguments"})}
+    others = [key for key in kept if key not in ("id", "type", "index") and kept[key]]
     others += [key for key in function if key not in ("name", "arguments") and function[key]]
-    if unread := next(iter(others), None):
-        raise ValueError(f"{where} has {unread}, which is not read; a call has a name and arguments")
+    if others:
+        raise ValueError(f"{where} has {others[0]}, which is not read; a call has a name and arguments")
     key = f"{where}.function.arguments" if "function" in call else f"{where}.arguments"
     arguments = _from_text(function.get("arguments"), key) or {}
     if not isinstance(arguments, dict):
         raise ValueError(f"{key} is {json_kind(arguments)}, but must be an object")
-    kept = call if "function" in call else {key: call[key] for key in call.keys() - {"name", "arguments"}}
     return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
 
 

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from zaya_jax.config.checks import counted
+from zaya_jax.data.chat import render_request
 from zaya_jax.data.conversation import THINK, THINK_END, Conversation, find_special, parse_conversation
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
@@ -109,10 +109,9 @@ def _around_answer(opened: TextModel, conversation: Conversation) -> tuple[str, 
 
 def render(opened: TextModel, conversation: Conversation, *, generation_prompt: bool) -> str:
     """Render a conversation with a model's chat template; InputError if the template cannot."""
-    special = opened.special
-    names: dict[str, Any] = {"messages": conversation, "tools": None, "add_generation_prompt": generation_prompt}
-    names |= {name: text for name, text in (("bos_token", special.bos), ("eos_token", special.eos)) if text}
-    answer = run_template(opened.template, [{"marks": ["", ""], "names": names, "now": time.time()}])
+    texts = {"bos_token": opened.special.bos, "eos_token": opened.special.eos, **(opened.others or {})}
+    names = {"add_generation_prompt": generation_prompt, **{name: text for name, text in texts.items() if text}}
+    answer = run_template(opened.template, [render_request(conversation, names) | {"now": time.time()}])
     if "texts" not in answer:
         reason = answer.get("syntax") or answer.get("compile") or answer.get("render") or "unknown error"
         raise InputError(f"The chat template cannot render the conversation: {reason}.")

@@ -9,8 +9,8 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.checks import shown
 from zaya_jax.config.weight_source import HF, parse_source
 from zaya_jax.data.chat import DEFAULT_TEMPLATE
-from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens
-from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, tokenizer_path
+from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
+from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, read_beside, tokenizer_path
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
@@ -37,6 +37,7 @@ class TextModel(NamedTuple):
       sampling: that of `generation_config.json`, or the default.
       template: source of the chat template; the built-in one if the model has none.
       placement: the devices to generate on, which all have the model.
+      others: more special tokens that templates receive, by name.
       adds_bos: whether texts begin with the token that begins a document, see `find_special_tokens`.
     """
 
@@ -48,6 +49,7 @@ class TextModel(NamedTuple):
     template: str
     placement: Placement
     adds_bos: bool = True
+    others: dict[str, str] | None = None
 
 
 def open_text_model(
@@ -81,7 +83,7 @@ def open_text_model(
     model = weights.load_model(jnp.dtype(dtype))
     placement = decode_placement(model, parallel)
     return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
-                     placement, adds_bos)  # fmt: skip
+                     placement, adds_bos, other_tokens(path.parent))  # fmt: skip
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
@@ -95,14 +97,13 @@ def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
 
 def _end_tokens(folder: Path) -> list[int]:
     """Read the ids that end a text in `config.json` or, often more of them, in `generation_config.json`."""
-    files = [folder / name for name in ("config.json", GENERATION) if (folder / name).is_file()]
-    ids = [read_object(path).get("eos_token_id") for path in files]
+    ids = [read_beside(folder / name).get("eos_token_id") for name in ("config.json", GENERATION)]
     return [token for value in ids if value is not None for token in (value if isinstance(value, list) else [value])]
 
 
 def _sampling(path: Path) -> Sampling:
     """Read the settings of `generation_config.json` that are set."""
-    tree: dict[str, Any] = read_object(path) if path.is_file() else {}
+    tree: dict[str, Any] = read_beside(path)
     values = {name: tree[name] for name in Sampling._fields if isinstance(tree.get(name), int | float)}
     if tree.get("do_sample") is False:
         values["temperature"] = 0.0

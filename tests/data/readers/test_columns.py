@@ -69,7 +69,7 @@ def test_tools_beside_a_conversation_are_read_and_what_would_be_lost_makes_it_ba
 def test_conversations_have_two_names_and_are_noticed_where_text_is_asked_for():
     chat = pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))
     schema = pa.schema([("id", pa.int64()), ("conversations", chat)])
-    assert check_columns("f", schema, "messages") == ["conversations"]
+    assert check_columns("f", schema, "messages") == ["conversations", "id"]
     with pytest.raises(InputError, match=r"no column 'text'; .*; it has 'conversations', and --chat reads conv"):
         check_columns("f", schema, "text")
 

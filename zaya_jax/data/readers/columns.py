@@ -6,14 +6,13 @@ import pyarrow as pa
 
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, even_share
 from zaya_jax.data.readers.values import (
-    FLAGS,
-    SIBLINGS,
     TOOLS,
     find_field,
     is_document,
     rejection,
     sibling_rejection,
     suggest_chat,
+    unread_keys,
 )
 from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
@@ -22,7 +21,7 @@ _BATCH_ROWS = 64  # rows converted to Python objects at a time; one can have meg
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
-    """Return the columns to read: that of the field and, if it has lists, `TOOLS`, `SIBLINGS` and `FLAGS`.
+    """Return the columns to read: that of the field and, if it has lists, all others, which may change what they mean.
 
     Raises:
       InputError: not exactly one column has the name, or its type is neither text nor lists.
@@ -40,7 +39,7 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
             f"its columns are {columns}."
         )
     name = schema.names[index]
-    beside = (TOOLS, *SIBLINGS, *FLAGS) if _holds_lists(kind) else ()
+    beside = schema.names if _holds_lists(kind) else ()
     return [name, *(other for other in beside if other != name and schema.names.count(other) == 1)]
 
 
@@ -70,7 +69,8 @@ def column_documents(
             bad = sibling_rejection(others, field)
             if bad is None and is_document(value):
                 whole = with_tools(value, others.get(TOOLS))
-                yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first)
+                yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first,
+                               unread_keys(others, field))  # fmt: skip
                 continue
             if isinstance(value, UnicodeDecodeError):
                 bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")

@@ -39,6 +39,7 @@ from zaya_jax.data.readers.values import (
     rejection,
     sibling_rejection,
     suggest_chat,
+    unread_keys,
 )
 from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
@@ -96,15 +97,15 @@ def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first:
     for index, (line, size) in enumerate(lines):
         if not line or line.isspace():
             continue
-        value, bad = _parse(line, field)
+        value, bad, *unread = _parse(line, field)
         if bad is None:
-            yield Document(value, file, size, index, first)
+            yield Document(value, file, size, index, first, unread)
         else:
             yield BadDocument(file, first.number + index, *bad)
 
 
-def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
-    """Return the value of the field and, if it cannot be used, the reason."""
+def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, *tuple[str, ...]]:
+    """Return the value of the field; the reason if it cannot be used; and the keys that are not read."""
     try:
         tree = json.loads(line.decode("utf-8"))
         if rb"\u" in line and isinstance(tree, dict):  # only an escape can write an unpaired surrogate
@@ -121,13 +122,14 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
         return "", ("wrong type", f"the line is {json_kind(tree)}, but must be an object")
     name = find_field(field, tree)
     if name is None:
-        return "", ("no field", f"the object has no key {field!r}{suggest_chat(field, tree)}")
+        return "", ("no field", f"the object has no key {field!r}; its keys are {', '.join(map(repr, tree)):.200}"
+                    f"{suggest_chat(field, tree)}")  # fmt: skip
     value = tree[name]
     if not is_document(value):
         return "", rejection(value, name)
     if not isinstance(value, list):
         return value, None
-    return with_tools(value, tree.get(TOOLS)), sibling_rejection(tree, name)
+    return with_tools(value, tree.get(TOOLS)), sibling_rejection(tree, name), *unread_keys(tree, name)
 
 
 def _first_start(unit: Unit) -> int:

@@ -55,6 +55,7 @@ class Document(NamedTuple):
     bytes: int  # size in the input, for progress
     lines_before: int  # number of lines of the unit before the document
     first: FirstLine  # first line of the unit, shared by all its documents
+    unread: Sequence[str] = ()  # keys next to a conversation that are not read
 
     @property
     def line(self) -> int:

@@ -1,5 +1,6 @@
 """Rules that select the field or column of documents, and decide which of its values are usable."""
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
@@ -14,11 +15,10 @@ def is_document(value: object) -> TypeGuard[str | list[Any]]:
 CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
 TOOLS = "tools"  # field next to a conversation that becomes part of it
 # Fields next to a conversation that would change its meaning, and are refused; of the flags, if they are off.
-SIBLINGS = ("functions", "function_calls", "available_tools", "apis", "tools_json", "system", "system_prompt",
-            "system_message", "system_instruction", "documents", "image", "images", "audio", "videos",
-            "chat_template_kwargs")  # fmt: skip
-FLAGS = ("weight", "train", "training", "loss", "label")
-_EMPTY = (None, "", [], {}, "[]", "{}", "null")
+SIBLINGS = re.compile("functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|"
+                      "documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs")  # fmt: skip
+FLAGS = re.compile("weight|train|training|loss|label")
+EMPTY = (None, "", [], {}, "[]", "{}", "null")
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:
@@ -36,15 +36,20 @@ def suggest_chat(field: str, names: Collection[str]) -> str:
 
 def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
     """Return why a conversation with a field of `SIBLINGS` or `FLAGS` cannot be used; None if these are empty."""
-    for name in SIBLINGS:
-        value = beside.get(name)
-        if any(each not in _EMPTY for each in (value.values() if isinstance(value, dict) else [value])):
+    for name, value in beside.items():
+        parts = value.values() if isinstance(value, dict) else [value]
+        if name != field and SIBLINGS.fullmatch(name) and any(each not in EMPTY for each in parts):
             return "unread field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
-    for name in FLAGS:
-        value = beside.get(name)
-        if value is False or value == "false" or (name == "weight" and value not in (None, 1)):
+        is_off = value is False or value == "false" or (name == "weight" and value not in (None, 1))
+        if name != field and FLAGS.fullmatch(name) and is_off:
             return "unread field", f"{name!r} next to {field!r} is {value!r:.50}; leave out what is not trained"
     return None
+
+
+def unread_keys(beside: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Return the keys next to a conversation that are neither empty, nor read, nor ask for what happens anyway."""
+    read = (field, TOOLS, "weight", "train", "training")
+    return tuple(name for name, value in beside.items() if name not in read and value not in EMPTY)
 
 
 def rejection(value: object, field: str) -> tuple[Reason, str]:
