@@ -72,7 +72,7 @@ class Manifest:
     unread_files: dict[str, int] = dataclasses.field(default_factory=dict)  # kind → number of items that are not read
     unread_keys: dict[str, int] = dataclasses.field(
         default_factory=dict
-    )  # key beside or in messages → number of its uses
+    )  # key in or beside messages → its uses
 
     @property
     def special(self) -> SpecialTokens:
