@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zaya_jax.run.digests import digest
 from zaya_jax.run.files import read_json, write_atomically
 
-_FILE = "GENERATION"
+TOKEN = "GENERATION"  # file in a folder of checkpoints
 _LEAP = 1000  # more tokens than any run takes without saving a checkpoint
 
 
@@ -31,7 +31,7 @@ class FencingToken(NamedTuple):
 def read_token(folder: Path) -> FencingToken | None:
     """Return the newest token; None if none was taken (as in a copied folder) or it cannot be read."""
     try:
-        tree = read_json(folder / _FILE)
+        tree = read_json(folder / TOKEN)
         if digest(_canonical_json(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
             return None
         token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()})
@@ -48,7 +48,7 @@ def take_token(folder: Path, checkpoints: Mapping[int, int]) -> FencingToken:
     last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
     token = FencingToken(last + 1, dict(checkpoints))
     text = _canonical_json(token.number, {str(step): number for step, number in token.accepted.items()})
-    write_atomically(folder / _FILE, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
+    write_atomically(folder / TOKEN, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
     return token
 
 
