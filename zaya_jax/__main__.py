@@ -55,7 +55,9 @@ def main(
         return _BAD_INPUT
     typed = "python -m zaya_jax" if sys.argv[0].endswith("__main__.py") else "zaya"
     safe = ["-P"] if typed == "zaya" else []  # an installed command imports nothing from the current folder
-    replace(sys.executable, [sys.executable, *safe, "-m", *COMMANDS[command][0], *rest], {**os.environ, TYPED: typed})
+    module, *verb = COMMANDS[command][0]
+    environment = {**os.environ, TYPED: f"{typed} {command}" if verb else typed}
+    replace(sys.executable, [sys.executable, *safe, "-m", module, *verb, *rest], environment)
     return 0
 
 

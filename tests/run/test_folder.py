@@ -23,7 +23,7 @@ from zaya_jax.config import (
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
-from zaya_jax.run.fencing import TOKEN, take_token
+from zaya_jax.run.fencing import FENCE, take_token
 from zaya_jax.run.files import partial_name
 from zaya_jax.run.folder import (
     CHANGES,
@@ -284,7 +284,8 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_one_that_never_had_any_
         if saved:
             (folder / CHECKPOINTS / "1").mkdir()
     if not saved and (ended or (rows and not token)):
-        evidence = f"{PHASES} names that of step 1" if ended else f"{METRICS} has 1 step, and the run's {TOKEN} is missing"
+        rest = f"{METRICS} has 1 step, and the run's {FENCE} is missing there"
+        evidence = f"{PHASES} names that of step 1" if ended else rest
         said = refused(config, parent, evidence)
         assert said.startswith(f"{folder / CHECKPOINTS} has no checkpoint, but {evidence}")
     else:

@@ -44,9 +44,9 @@ def test_a_configuration_without_suffix_is_one_unless_another_is_named(capsys):
 def typed(monkeypatch):
     """As in the process that `zaya` becomes."""
     monkeypatch.setenv(TYPED, "zaya")
-    typed_name_module._program.cache_clear()
+    typed_name_module._typed.cache_clear()
     yield
-    typed_name_module._program.cache_clear()
+    typed_name_module._typed.cache_clear()
 
 
 def parsers(parser):

@@ -17,7 +17,7 @@ from zaya_jax.run.digests import digest
 from zaya_jax.run.files import read_json, write_atomically
 from zaya_jax.run.signals import warn
 
-TOKEN = "GENERATION"  # file in a folder of checkpoints
+FENCE = "GENERATION"  # file in a folder of checkpoints
 _LEAP = 1000  # more tokens than any run takes without saving a checkpoint
 
 
@@ -33,8 +33,8 @@ class FencingToken(NamedTuple):
 
 
 def read_token(folder: Path) -> FencingToken | None:
-    """Return the newest token; None if none was taken (as in a copied folder), or with a warning if it is unreadable."""
-    path = folder / TOKEN
+    """Return the newest token; None if none was taken (as in a copied folder) or, with a warning, if unreadable."""
+    path = folder / FENCE
     try:
         tree = read_json(path)
         if digest(_canonical_json(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
@@ -61,7 +61,7 @@ def take_token(folder: Path, checkpoints: Mapping[int, int]) -> FencingToken:
     last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
     token = FencingToken(last + 1, dict(checkpoints))
     text = _canonical_json(token.number, {str(step): number for step, number in token.accepted.items()})
-    write_atomically(folder / TOKEN, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
+    write_atomically(folder / FENCE, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
     return token
 
 

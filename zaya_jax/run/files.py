@@ -50,8 +50,13 @@ def read_text(path: str, option: str) -> str:
     """Return the text of a file that `option` names; InputError if it cannot be read or is not UTF-8."""
     try:
         return expanded(path).read_bytes().decode()
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL, too
-        raise InputError(f"{option} {path} cannot be read: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{option} {path} is not UTF-8: the byte at offset {error.start} cannot be decoded."
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise InputError(f"{option} {path} cannot be read: {reason}.") from error
 
 
 def display_path(path: Path) -> str:

@@ -14,7 +14,7 @@ from zaya_jax.config.checks import counted, shown
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
-from zaya_jax.run.fencing import TOKEN
+from zaya_jax.run.fencing import FENCE
 from zaya_jax.run.files import PARTIAL, expanded, locked, write_atomically
 from zaya_jax.run.manifest import Unreadable
 from zaya_jax.run.metrics import read_rows
@@ -186,8 +186,8 @@ def _require_checkpoints(folder: Path) -> None:
         return
     if ends := phase_ends(folder):
         evidence = f"{PHASES} names that of step {max(ends.values())}"
-    elif (rows := read_rows(folder / METRICS)) and not (checkpoints / TOKEN).exists():  # written before the first step
-        evidence = f"{METRICS} has {counted(len(rows), 'step')}, and the run's {TOKEN} is missing there, too"
+    elif (rows := read_rows(folder / METRICS)) and not (checkpoints / FENCE).exists():  # written before the first step
+        evidence = f"{METRICS} has {counted(len(rows), 'step')}, and the run's {FENCE} is missing there, too"
     else:
         return
     raise Unreadable(f"{checkpoints} has no checkpoint, but {evidence}. Mount its file system or restore its content, "
