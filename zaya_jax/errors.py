@@ -67,7 +67,7 @@ def last_words(error: BaseException) -> tuple[str, int]:
     if isinstance(error, InputError):
         return f"{'Error' if error.status == ExitCode.BAD_INPUT else 'Stopped'}: {error}", error.status
     if isinstance(error, OSError | MemoryError):
-        return f"Stopped: {as_sentence(error)}{_advice(error)}", ExitCode.STOPPED
+        return f"Stopped: {as_sentence(error)}{advice(error)}", ExitCode.STOPPED
     if not isinstance(error, RunStopped) and (sentence := _wrong_setting(error)):
         return f"Error: {sentence}", ExitCode.BAD_INPUT
     return f"Stopped: {error}", ExitCode.STOPPED
@@ -76,8 +76,8 @@ def last_words(error: BaseException) -> tuple[str, int]:
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
-def _advice(error: OSError | MemoryError) -> str:
-    """Return what to change when a resource ran out, after the sentence of an error."""
+def advice(error: OSError | MemoryError) -> str:
+    """Return what to change when a resource ran out, to follow the sentence of an error; '' if nothing is known."""
     code = error.errno if isinstance(error, OSError) else errno.ENOMEM
     return f" {_ADVICE[code]}" if code in _ADVICE else ""
 

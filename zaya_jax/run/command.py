@@ -4,25 +4,24 @@ import errno
 import io
 import os
 import select
+import stat
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.errors import ExitCode, as_sentence, is_expected, last_words
+from zaya_jax.errors import ExitCode, advice, as_sentence, is_expected, last_words
 from zaya_jax.run.signals import flush_output, warn
 
-# The reader of a pipe ended (`| head`), or the terminal is gone.
-_GONE = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET}
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
 _outputs: dict[int, "_Output"] = {}  # by descriptor
 
 
 class _Output(io.FileIO):
-    """Writes to a descriptor until nobody can read it any more, and then to nowhere; what a full disk refuses is lost.
+    """Writes to a descriptor until nobody can read it any more, and then to nowhere; what else is refused is lost.
 
     Attributes:
       gone: whether nobody can read it any more.
-      lost: whether a full disk refused something.
+      lost: whether something was refused, as by a full disk.
     """
 
     gone = lost = False
@@ -36,13 +35,14 @@ class _Output(io.FileIO):
                 left = left[written or 0 :]
             return len(content)
         except OSError as error:
-            if error.errno in _FULL:
+            is_terminal_gone = error.errno == errno.EIO and stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
+            if error.errno not in _GONE and not is_terminal_gone:
                 is_first, self.lost = not self.lost, True
                 if is_first and self.fileno() == 1:
-                    warn(f"What is printed to standard output is lost: {as_sentence(error)} Free some space.")
+                    unwritable = "It is not open for writing." if error.errno == errno.EBADF else ""
+                    reason = unwritable or f"{as_sentence(error)}{advice(error)}"
+                    warn(f"What is printed to standard output is lost: {reason}")
                 return len(content)
-            if error.errno not in _GONE:
-                raise
         self.gone = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
@@ -82,7 +82,7 @@ def is_output_read() -> bool:
 
 
 def status_of_output() -> ExitCode:
-    """Return the status of a command whose result is what it prints: `STOPPED` if a full disk refused some of it."""
+    """Return the status of a command whose result is what it prints: `STOPPED` if some of it is lost."""
     flush_output()
     return ExitCode.STOPPED if 1 in _outputs and _outputs[1].lost else ExitCode.OK
 

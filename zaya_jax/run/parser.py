@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from zaya_jax.config.schema import Config
 from zaya_jax.errors import did_you_mean, printable
+from zaya_jax.run.command import status_of_output
 from zaya_jax.run.typed_name import typed_name
 
 _KEYS = {field.name for field in dataclasses.fields(Config)}  # with which overrides begin
@@ -38,6 +39,10 @@ class Parser(argparse.ArgumentParser):
         """Expand the `~` of a path, which shells leave as it is in quotes and after `=`."""
         is_path = action.type is Path or action.metavar in _PATHS
         return super()._get_value(action, os.path.expanduser(arg_string) if is_path else arg_string)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exit; with status 1 if the help that was asked for is lost."""
+        super().exit(status or status_of_output(), message)
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""
