@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+from collections import Counter
 
 import jax
 import numpy as np
@@ -239,6 +240,53 @@ def test_texts_without_tokens_and_prompts_beyond_the_positions_have_answers(expo
     assert model.generate_until([long]) == theirs.generate_until([long])
 
 
+def test_requests_that_lose_their_beginning_are_counted_and_told_once_for_each_task(folder, export, capsys):
+    asked, model, theirs = requests(folder), ours(export), peer(export)
+    model.loglikelihood(asked["loglikelihood"])
+    model.generate_until(asked["generate_until"])
+    expected: dict[str, Counter] = {}
+    for instance in asked["loglikelihood"]:
+        cut = sum(map(len, theirs._encode_pair(*instance.args))) - 1 - theirs.max_length
+        expected.setdefault(instance.task_name, Counter()).update(requests=cut > 0, tokens=max(cut, 0))
+    for instance in asked["generate_until"]:
+        cut = len(theirs.tok_encode(instance.args[0])) - (theirs.max_length - 12)
+        expected.setdefault(instance.task_name, Counter()).update(requests=cut > 0, tokens=max(cut, 0))
+    assert model.truncated == expected
+    assert expected.keys() == {"letters", "endings", "written"}
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Warning: ")]
+    for task, line in zip(expected, said, strict=True):
+        requests_cut, tokens = expected[task].values()
+        assert f" {requests_cut} request" in line
+        assert f" of the task {task} did not fit " in line
+        assert f" {tokens:,} token" in line
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=3),
+                    lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(max_size=3), value, max_size=2),
+                    max_leaves=3)  # fmt: skip
+
+
+@given(key=st.sampled_from(["until", "num_beams", "do_sample", "max_gen_toks", "max_tokens", *Sampling._fields, "x"]),
+       value=JSON)  # fmt: skip
+@example(key="until", value=None)
+@example(key="num_beams", value=4)
+def test_a_setting_of_any_value_is_followed_or_refused_with_its_task_and_its_name(both, key, value):
+    prompt, said = None, ""
+    try:
+        prompt = both[0]._prompt("written", "a", {"do_sample": True, key: value}, 0)
+    except InputError as error:
+        said = str(error)
+    if prompt is None:
+        assert "The task written" in said
+        assert key in said or "new token" in said  # how many, whatever the name of the setting is
+        return
+    assert key != "x"
+    if key == "until":
+        assert prompt.stop == tuple(filter(None, [value] if isinstance(value, str) else value))
+    elif key in Sampling._fields and value is not None:
+        assert getattr(prompt.sampling, key) == value
+
+
 def test_a_task_with_such_a_request_has_no_score_and_the_others_have_theirs(folder, export, tmp_path, capsys):
     tasks = write_tasks(tmp_path / "tasks", items=5)
     items = [json.loads(line) for line in (tasks / "items.jsonl").read_text().splitlines()]
@@ -405,6 +453,7 @@ def test_the_command_prints_and_writes_scores_next_to_a_peers(folder, export, tm
     assert record["not_covered"] == ["Other"]
     assert record["versions"]["lm_eval"] == "0.4.13"
     assert record["settings"]["limit"] == 20
+    assert record["truncated"]["letters"]["requests"] > 0
     assert len(record["fingerprint"]) == 32
 
 
@@ -456,6 +505,7 @@ def test_a_missing_package_names_the_command_that_installs_it(export, capsys, mo
         ("{name: written}", "num_return_sequences: 2", TEMPLATE, "The task written sets num_return_sequences"),
         ("{name: written}", "repetition_penalty: 0.0, do_sample: true", TEMPLATE,
          "The task written's repetition_penalty is 0.0"),
+        ("{name: written}", "num_beams: 4", TEMPLATE, "The task written's num_beams is 4, but must be 1"),
         ("{name: written, max_new_tokens: 128}", "do_sample: false", TEMPLATE,
          "The task written asks for 128 new tokens, but must ask for at least 1 and fewer than the model's 128"),
         ("{name: letters}", "", "{{ raise_exception('no users') }}", "cannot render the conversation: .*no users"),
@@ -477,6 +527,26 @@ def test_a_task_that_cannot_be_answered_is_one_sentence_before_scoring(
                  str(tmp_path / "text")]) == 2  # fmt: skip
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
     assert re.search(said, line)
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "said"),
+    [
+        ("{{question}}", "{% if messages[0].content[:2] == '1 ' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE,
+         "The chat template .*cannot render the conversation: .*no"),
+        ("{{question.words() if question[:2] == '1 ' else question}}", TEMPLATE, "UndefinedError: .*words"),
+    ],
+)  # fmt: skip
+def test_an_error_while_requests_are_made_names_the_task(export, tmp_path, text, template, said, capsys):
+    folder, model = write_tasks(tmp_path / "tasks", items=3), tmp_path / "model"
+    path = folder / "endings.yaml"
+    path.write_text(path.read_text().replace("{{question}}", text))
+    shutil.copytree(export, model)
+    (model / "chat_template.jinja").write_text(template)
+    (tmp_path / "suite.yaml").write_text("tasks: [{name: endings}]\nchat_template: true")
+    assert main([str(model), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert re.search(f"Error: The requests of the task endings cannot be made. {said}", line)
 
 
 def test_the_installed_lm_eval_has_all_tasks_of_the_shipped_suites():

@@ -18,6 +18,7 @@ from zaya_jax.run.files import read_json, write_atomically
 from zaya_jax.run.signals import warn
 
 FENCE = "GENERATION"  # file in a folder of checkpoints
+_warn_once = functools.cache(warn)
 _LEAP = 1000  # more tokens than any run takes without saving a checkpoint
 
 
@@ -46,11 +47,6 @@ def read_token(folder: Path) -> FencingToken | None:
             _warn_once(f"Warning: {error if isinstance(error, InputError) else f'{path} is damaged.'} Without it, "
                        "checkpoints that superseded processes saved count as current.")  # fmt: skip
         return None
-
-
-@functools.cache
-def _warn_once(sentence: str) -> None:
-    warn(sentence)
 
 
 def take_token(folder: Path, checkpoints: Mapping[int, int]) -> FencingToken:

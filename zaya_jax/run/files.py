@@ -55,8 +55,7 @@ def read_text(path: str, option: str) -> str:
             f"{option} {path} is not UTF-8: the byte at offset {error.start} cannot be decoded."
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise InputError(f"{option} {path} cannot be read: {reason}.") from error
+        raise InputError(f"{option} {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def display_path(path: Path) -> str:
