@@ -6,10 +6,11 @@ import os
 import select
 import stat
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.errors import ExitCode, advice, as_sentence, is_expected, last_words
+from zaya_jax.errors import ExitCode, as_sentence, is_expected, last_words
 from zaya_jax.run.signals import flush_output, warn
 
 _GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
@@ -39,8 +40,7 @@ class _Output(io.FileIO):
             if error.errno not in _GONE and not is_terminal_gone:
                 is_first, self.lost = not self.lost, True
                 if is_first and self.fileno() == 1:
-                    unwritable = "It is not open for writing." if error.errno == errno.EBADF else ""
-                    reason = unwritable or f"{as_sentence(error)}{advice(error)}"
+                    reason = as_sentence(error) if error.errno != errno.EBADF else "It is not open for writing."
                     warn(f"What is printed to standard output is lost: {reason}")
                 return len(content)
         self.gone = True
@@ -56,8 +56,10 @@ def prepare_streams() -> None:
     A stream that was closed is /dev/null from now on, or the next file that is opened would take its place. What a
     closed pipe, a terminal that is gone or a full disk cannot take is dropped, and what an encoding lacks is written as
     an escape: neither ends the work of a command. Bytes of the input that are not in its encoding become lone
-    surrogates.
+    surrogates. What asyncio says beside the error by which it lacks a descriptor is left out.
     """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    sys.unraisablehook = _print_unraisable
     for number in range(3):
         try:
             os.fstat(number)
@@ -74,6 +76,12 @@ def prepare_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (as long as the process)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def _print_unraisable(unraisable: Any) -> None:
+    """Print what Python cannot raise, unless it is about an event loop that was never complete."""
+    if getattr(unraisable.object, "__qualname__", "") != "BaseEventLoop.__del__":
+        sys.__unraisablehook__(unraisable)
 
 
 def is_output_read() -> bool:
