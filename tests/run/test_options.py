@@ -103,7 +103,7 @@ def test_a_path_may_begin_with_the_home_folder_after_any_flag(module, words, fla
 
 def test_only_what_is_a_path_begins_with_the_home_folder():
     assert _parser("zaya_jax.checkpoint").parse_args(["ls", "~/run"]).run_dir == Path.home() / "run"
-    assert _parser("zaya_jax.generate").parse_args(["run", "--prompt=~"]).prompt == "~"
+    assert _parser("zaya_jax.generate").parse_args(["run", "--prompt=~"]).prompt == ["~"]
 
 
 def test_a_configuration_may_lie_in_the_home_folder(tmp_path, monkeypatch):
