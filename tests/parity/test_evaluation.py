@@ -42,6 +42,7 @@ from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig, load_suite, named_
 from zaya_jax.generate import decode  # noqa: E402
 from zaya_jax.generate.sampling import Sampling  # noqa: E402
 from zaya_jax.hf.exporter import save_pretrained  # noqa: E402
+from zaya_jax.run.signals import warn_once  # noqa: E402
 
 NAMES = "letters", "endings", "texts", "written"
 SUITE = named_tasks(",".join(NAMES))
@@ -242,6 +243,7 @@ def test_texts_without_tokens_and_prompts_beyond_the_positions_have_answers(expo
 
 def test_requests_that_lose_their_beginning_are_counted_and_told_once_for_each_task(folder, export, capsys):
     asked, model, theirs = requests(folder), ours(export), peer(export)
+    warn_once.cache_clear()
     model.loglikelihood(asked["loglikelihood"])
     model.generate_until(asked["generate_until"])
     expected: dict[str, Counter] = {}

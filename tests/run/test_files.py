@@ -67,7 +67,7 @@ def test_bytes_of_a_path_that_are_no_text_become_escapes_which_json_reads(tmp_pa
 
 @pytest.mark.parametrize(("make", "said"), [
     (Path.mkdir, "cannot be read: Is a directory."),
-    (lambda path: path.write_bytes(b"ab\xff"), "is not UTF-8: the byte at offset 2 cannot be decoded."),
+    (lambda path: path.write_bytes(b"ab\xff"), "cannot be read: the byte at offset 2 is not UTF-8."),
     (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links."),
 ])  # fmt: skip
 def test_a_text_that_cannot_be_read_is_named_with_its_flag_and_the_reason(tmp_path, make, said):

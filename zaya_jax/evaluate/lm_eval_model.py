@@ -31,15 +31,15 @@ from zaya_jax.generate.chat import render, render_prompt
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel, open_text_model
 from zaya_jax.parallel.multihost import is_primary
-from zaya_jax.run.signals import warn
+from zaya_jax.run.signals import warn_once
 
 # Other settings of continuations that tasks may have: read below, or without effect here.
 _IGNORED = {"do_sample", "until", "max_gen_toks", "num_beams", "use_cache", "pad_token_id", "seed"}
-_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one setting
-# The types of settings, and their name in messages. Null is as good as absent.
+# The types of settings, after their name in messages. Null is as good as absent.
 _TYPES = {
-    **dict.fromkeys(Sampling._fields, ((int, float), "a number")), "do_sample": ((bool,), "true or false"),
-    **dict.fromkeys(("top_k", *_LIMITS), ((int,), "a whole number")),
+    **dict.fromkeys(Sampling._fields, ("a number", int, float)), "do_sample": ("true or false", bool),
+    **dict.fromkeys(("top_k", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"),
+                    ("a whole number", int)),
 }  # fmt: skip
 
 
@@ -123,8 +123,7 @@ class ZayaLM(LM):  # type: ignore[misc]
         """See `LM.loglikelihood`."""
         pairs = [self._attempt(request, self._encode_pair, *request.args) for request in requests]
         scores = iter(self.scorer.score(list(filter(None, pairs)), progress=self._progress("log-likelihoods")))
-        self._report_truncated((request.task_name, sum(map(len, pair)) - 1 - self.max_length)
-                               for request, pair in zip(requests, pairs, strict=True) if pair)  # fmt: skip
+        self._report_truncated(requests, (sum(map(len, pair)) - 1 - self.max_length if pair else 0 for pair in pairs))
         return [Score(math.nan, is_greedy=False) if pair is None else next(scores) for pair in pairs]
 
     def _encode_pair(self, context: str, continuation: str) -> Request:
@@ -154,15 +153,15 @@ class ZayaLM(LM):  # type: ignore[misc]
             self.failed.setdefault(request.task_name, []).append(said)
             return None
 
-    def _report_truncated(self, excess: Iterable[tuple[str, int]]) -> None:
-        """Count and tell the requests that are too long, given the task of each and its tokens beyond the most."""
-        too_long = [(task, tokens) for task, tokens in excess if tokens > 0]
-        for task, tokens in too_long:
-            self.truncated.setdefault(task, Counter()).update(requests=1, tokens=tokens)
-        for task in dict.fromkeys(task for task, _ in too_long) if is_primary() else ():
-            requests, tokens = (counted(self.truncated[task][f"{noun}s"], noun) for noun in ("request", "token"))
-            warn(f"Warning: {requests} of the task {task} did not fit into the positions of the model and lost their "
-                 f"beginning, {tokens} in all.")  # fmt: skip
+    def _report_truncated(self, requests: Iterable[Any], excess: Iterable[int]) -> None:
+        """Count and tell the requests that are too long, by their tokens beyond the most that they may have."""
+        for request, tokens in zip(requests, excess, strict=True):
+            if tokens > 0:
+                self.truncated.setdefault(request.task_name, Counter()).update(requests=1, tokens=tokens)
+        for task, count in self.truncated.items() if is_primary() else ():
+            number, length = (counted(count[f"{noun}s"], noun) for noun in ("request", "token"))
+            warn_once(f"Warning: {number} of the task {task} did not fit into the positions of the model and lost "
+                      f"their beginning, {length} in all.")  # fmt: skip
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """See `LM.loglikelihood_rolling`; a text begins after one prefix token, and never with a second one."""
@@ -197,9 +196,9 @@ class ZayaLM(LM):  # type: ignore[misc]
         written = iter(self.writer.write(list(filter(None, prompts)), progress=self._progress("continuations")))
         for (key, request), prompt in zip(missing, prompts, strict=True):
             self._written[key] = self._answer(prompt.tokens, next(written), request.args[1]) if prompt else ""
-        positions = self.opened.model.config.max_positions
-        self._report_truncated((request.task_name, len(prompt.tokens) + prompt.max_new_tokens - positions)
-                               for (_, request), prompt in zip(missing, prompts, strict=True) if prompt)  # fmt: skip
+        most = self.opened.model.config.max_positions
+        excess = (len(each.tokens) + each.max_new_tokens - most if each else 0 for each in prompts)
+        self._report_truncated((request for _, request in missing), excess)
         return [self._written[key] for key in keys]
 
     def _answer(self, prompt: Sequence[int], tokens: list[int], settings: Mapping[str, Any]) -> str:
@@ -225,9 +224,8 @@ class ZayaLM(LM):  # type: ignore[misc]
     def _prompt(self, task: str, context: str, settings: Mapping[str, Any], sample: int) -> Prompt:
         """Make the prompt of a request; InputError if the settings of its task are invalid."""
         where = f"The task {task}'s "
-        for key, (types, named) in _TYPES.items():
-            value = settings.get(key)
-            require(value is None or type(value) in types, f"{where}{key}", value, named)
+        for key, (named, *types) in _TYPES.items():
+            require(type(settings.get(key)) in (type(None), *types), f"{where}{key}", settings.get(key), named)
         until, beams = settings.get("until", []), settings.get("num_beams")
         require(isinstance(until, str) or (isinstance(until, list) and all(isinstance(text, str) for text in until)),
                 f"{where}until", until, "text or a list of texts")  # fmt: skip

@@ -5,7 +5,6 @@ is current only if it was saved with the newest token, or existed when a newer t
 `GENERATION` and in manifests, the token is called `generation`.
 """
 
-import functools
 import json
 import os
 from collections.abc import Mapping
@@ -15,10 +14,9 @@ from typing import NamedTuple
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
 from zaya_jax.run.files import read_json, write_atomically
-from zaya_jax.run.signals import warn
+from zaya_jax.run.signals import warn_once
 
 FENCE = "GENERATION"  # file in a folder of checkpoints
-_warn_once = functools.cache(warn)
 _LEAP = 1000  # more tokens than any run takes without saving a checkpoint
 
 
@@ -44,7 +42,7 @@ def read_token(folder: Path) -> FencingToken | None:
         return token if all(type(number) is int for number in (token.number, *token.accepted.values())) else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if os.path.lexists(path):
-            _warn_once(f"Warning: {error if isinstance(error, InputError) else f'{path} is damaged.'} Without it, "
+            warn_once(f"Warning: {error if isinstance(error, InputError) else f'{path} is damaged.'} Without it, "
                        "checkpoints that superseded processes saved count as current.")  # fmt: skip
         return None
 

@@ -184,14 +184,12 @@ def _require_checkpoints(folder: Path) -> None:
     checkpoints = folder / CHECKPOINTS
     if has_checkpoint(checkpoints):
         return
-    if ends := phase_ends(folder):
-        evidence = f"{PHASES} names that of step {max(ends.values())}"
-    elif (rows := read_rows(folder / METRICS)) and not (checkpoints / FENCE).exists():  # written before the first step
-        evidence = f"{METRICS} has {counted(len(rows), 'step')}, and the run's {FENCE} is missing there, too"
-    else:
-        return
-    raise Unreadable(f"{checkpoints} has no checkpoint, but {evidence}. Mount its file system or restore its content, "
-                     "then rerun the command; to start over, choose another run_dir.")  # fmt: skip
+    ends, rows = phase_ends(folder), read_rows(folder / METRICS)
+    if ends or (rows and not (checkpoints / FENCE).exists()):  # which is written before the first row
+        without = f"{METRICS} has {counted(len(rows), 'step')}, and the run's {FENCE} is missing there, too"
+        why = f"{PHASES} names that of step {max(ends.values())}" if ends else without
+        raise Unreadable(f"{checkpoints} has no checkpoint, but {why}. Mount its file system or restore its content, "
+                         "then rerun the command; to start over, choose another run_dir.")  # fmt: skip
 
 
 def _missing_section(key: str, *configs: Mapping[str, Any]) -> str:

@@ -46,16 +46,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""
-        parser: argparse.ArgumentParser = self
         if unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message):
-            parser = [*self._used()][:2][-1]  # the verb's, whose flags are shown
             message += f".{self._suggest(unknown[1])}"
         elif wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             choices = re.findall(r"[\w-]+", wrong[2])
             message += f".{did_you_mean(wrong[1], choices)}"
         if path := next((text for text in self._typed if text.startswith("-") and os.path.lexists(text)), ""):
             message = f"{message.removesuffix('.')}. A path that begins with - is written ./{path}."
-        argparse.ArgumentParser.error(parser, printable(message))
+        verb = [*self._used()][:2][-1]  # or this parser, if no verb was typed
+        super(Parser, verb).error(printable(message))
 
     def _suggest(self, flag: str) -> str:
         takes_overrides = any(action.dest == "overrides" for parser in self._used() for action in parser._actions)
