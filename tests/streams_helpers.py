@@ -31,7 +31,8 @@ _IMPORTED = ("checkpoint.prune", "data.prepare", "evaluate.command", "generate.c
 class Streams(NamedTuple):
     """What stdin, stdout and stderr are connected to.
 
-    whole: random bytes, or a file; closed: nothing; gone: a pipe whose reader has ended; full: a full disk.
+    whole: random bytes, or a file; closed: nothing; gone: a pipe whose reader has ended; full: a full disk;
+    failing: a file on storage that fails (`EIO`); unwritable: open for reading only.
     """
 
     stdin: str = "whole"
@@ -91,8 +92,9 @@ def _open(streams: Streams, folder: Path) -> list[int | None]:
             reader, writer = os.pipe()
             os.close(reader)
         elif kind != "closed":
-            path, flags = (folder / name, os.O_CREAT) if kind == "whole" else (Path("/dev/full"), 0)
-            writer = os.open(path, flags | (os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_APPEND))
+            path = {"whole": folder / name, "failing": Path("/proc/self/mem")}.get(kind, Path("/dev/full"))
+            mode = os.O_RDONLY if name == "stdin" or kind == "unwritable" else os.O_WRONLY
+            writer = os.open(path, mode | (os.O_CREAT | os.O_APPEND if kind == "whole" else 0))
         descriptors.append(writer)
     return descriptors
 

@@ -21,11 +21,13 @@ from zaya_jax.train.loop import run_training
 
 UNREAD = Streams(stdout="gone", encoding="ascii")
 CLOSED = Streams("closed", "whole", "closed", "latin-1")
+LOST = {"full": "No space left on device", "failing": "Input/output error", "unwritable": "It is not open for writing"}
 LIGHT = ["phases.0.tokens=256", "model.num_layers=1", "model.attention=gqa", "model.router=linear",
          "model.residual_scaling=false", "optimizer.matrices=adamw", "train.batch.micro_batch=4",
          "sample.tokens=1"]  # fmt: skip
 OTHERS = (Streams(), Streams("closed", "closed"), Streams("closed", "closed", "closed"),
           Streams("whole", "gone", "gone"), Streams(stdout="full"), Streams(stdout="full", stderr="full"),
+          Streams(stdout="failing"), Streams(stdout="unwritable"),
           Streams(encoding="latin-1"), Streams(encoding="utf-16"))  # fmt: skip
 
 
@@ -94,9 +96,9 @@ def check(call: Call, outcome: Outcome, status: int) -> None:
     text = outcome.out + outcome.err
     assert "Traceback" not in text, (call, text)
     assert "Exception" not in text, (call, text)
-    is_lost = call.streams.stdout == "full" and status in (ExitCode.OK, ExitCode.STOPPED)
+    is_lost = call.streams.stdout in LOST and status in (ExitCode.OK, ExitCode.STOPPED)
     if is_lost and call.streams.stderr == "whole" and "run" not in call.arguments:  # a supervisor prints to stderr
-        assert "standard output is lost: No space left on device." in outcome.err, (call, outcome)
+        assert f"standard output is lost: {LOST[call.streams.stdout]}." in outcome.err, (call, outcome)
     assert outcome.status in {status, ExitCode.STOPPED if is_lost else status}, (call, outcome)
 
 
@@ -109,12 +111,14 @@ def outcomes(folder):
             calls += [(verb, Call(verb[0], line, streams), status) for line, status in command_lines(folder, verb)
                       if line[-1:] != [unneeded]]  # fmt: skip
     config, run_dir = str(folder / "run.yaml"), str(folder / "run")
+    listed = ["ls", run_dir]
     calls += [(("typed",), Call("zaya_jax.generate", [run_dir, "-"]), ExitCode.BAD_INPUT),
               (("typed",), Call("zaya_jax.generate", [run_dir, "--chat", "--max-new-tokens", "1"]), 0),
               (("trained",), Call("zaya_jax.main", ["--config", config, f"run_dir={folder}/trained", *LIGHT],
                                Streams("closed", "closed", "closed")), 0),
-              (("full",), Call("zaya_jax.checkpoint", ["ls", run_dir], Streams(stdout="full")), ExitCode.STOPPED),
-              (("full",), Call("zaya_jax.main", ["--config", config, "--print-config"], Streams(stdout="full")),
+              *((("lost",), Call("zaya_jax.checkpoint", line, Streams(stdout=kind)), ExitCode.STOPPED)
+                for kind in LOST for line in (listed, ["--help"])),
+              (("lost",), Call("zaya_jax.main", ["--config", config, "--print-config"], Streams(stdout="full")),
                ExitCode.STOPPED)]  # fmt: skip
     prepare = ["prepare", "--input", f"{folder}/corpus", "--suffixes", ".txt", "--tokenizer", f"{folder}/export",
                "--output", f"{folder}/none"]  # fmt: skip
@@ -125,7 +129,7 @@ def outcomes(folder):
     return [(verb, call, status, outcome) for (verb, call, status), outcome in ended]
 
 
-@pytest.mark.parametrize("verb", [*VERBS, ("typed",), ("trained",), ("full",), ("argument",)], ids=" ".join)
+@pytest.mark.parametrize("verb", [*VERBS, ("typed",), ("trained",), ("lost",), ("argument",)], ids=" ".join)
 def test_a_command_ends_with_its_status_and_no_traceback_though_streams_are_closed_or_unread(outcomes, verb):
     for its, call, status, outcome in outcomes:
         if its == verb:

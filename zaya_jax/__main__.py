@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from zaya_jax import __version__
 from zaya_jax.errors import did_you_mean
-from zaya_jax.run.command import prepare_streams
+from zaya_jax.run.command import prepare_streams, status_of_output
 from zaya_jax.run.signals import warn
 from zaya_jax.run.typed_name import TYPED
 
@@ -36,7 +36,8 @@ def main(
       replace: replaces this process by a program with arguments and environment.
 
     Returns:
-      The exit status without a command to run: 0 for the help and the version, 2 for an unknown command.
+      The exit status without a command to run: 0 for the help and the version, or 1 if they are lost; 2 for an unknown
+      command.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for candidates
         from zaya_jax.completion import complete
@@ -45,17 +46,19 @@ def main(
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in {"-h", "--help"}:
         print(_help())
-        return 0
+        return status_of_output()
     if command == "--version":
         print(f"zaya_jax {__version__}")
-        return 0
+        return status_of_output()
     if command not in COMMANDS:
         meant = did_you_mean(command, COMMANDS)
         warn(f"Error: zaya has no command {command!r}.{meant} Its commands are {', '.join(COMMANDS)}.")
         return _BAD_INPUT
     typed = "python -m zaya_jax" if sys.argv[0].endswith("__main__.py") else "zaya"
     safe = ["-P"] if typed == "zaya" else []  # an installed command imports nothing from the current folder
-    replace(sys.executable, [sys.executable, *safe, "-m", *COMMANDS[command][0], *rest], {**os.environ, TYPED: typed})
+    module, *verb = COMMANDS[command][0]
+    environment = {**os.environ, TYPED: f"{typed} {command}" if verb else typed}
+    replace(sys.executable, [sys.executable, *safe, "-m", module, *verb, *rest], environment)
     return 0
 
 

@@ -67,33 +67,43 @@ def last_words(error: BaseException) -> tuple[str, int]:
     if isinstance(error, InputError):
         return f"{'Error' if error.status == ExitCode.BAD_INPUT else 'Stopped'}: {error}", error.status
     if isinstance(error, OSError | MemoryError):
-        return f"Stopped: {as_sentence(error)}{_advice(error)}", ExitCode.STOPPED
+        return f"Stopped: {as_sentence(error)}{_FREE_SPACE if is_disk_full(error) else ''}", ExitCode.STOPPED
     if not isinstance(error, RunStopped) and (sentence := _wrong_setting(error)):
         return f"Error: {sentence}", ExitCode.BAD_INPUT
-    return f"Stopped: {error}", ExitCode.STOPPED
+    return f"Stopped: {error if isinstance(error, RunStopped) else as_sentence(error)}", ExitCode.STOPPED
 
 
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
-def _advice(error: OSError | MemoryError) -> str:
-    """Return what to change when a resource ran out, after the sentence of an error."""
-    code = error.errno if isinstance(error, OSError) else errno.ENOMEM
-    return f" {_ADVICE[code]}" if code in _ADVICE else ""
-
-
-_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, then rerun the command.") | {
+_FREE_SPACE = " Free some space, then rerun the command."
+_LIMITS = {  # the error of a limit → what to change
     errno.EMFILE: "Raise the limit of this process (ulimit -n).",
     errno.ENFILE: "Raise the limit of this machine (sysctl fs.file-max).",
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f).",
     errno.ENOMEM: "No memory is left, or a limit (ulimit -v, a cgroup) is reached. Raise it, or lower data.workers.",
+    errno.EAGAIN: "Raise the limit of processes and threads (ulimit -u, pids.max of a cgroup).",
 }
+# How libraries, which raise other errors than `OSError`, say so.
+_TEXTS = {os.strerror(code): code for code in _LIMITS} | {
+    "failed to map segment": errno.ENOMEM, "error while initializing the extension": errno.ENOMEM,
+    "can't start new thread": errno.EAGAIN,
+}  # fmt: skip
+
+
+def _reached_limit(error: BaseException | None) -> int | None:
+    """Return which limit of `_LIMITS` an error is due to, itself or by what it was raised from; None if none."""
+    if error is None or isinstance(error, MemoryError):
+        return None if error is None else errno.ENOMEM
+    code = error.errno if isinstance(error, OSError) else None
+    said = next((code for text, code in _TEXTS.items() if text in str(error)), None)
+    return (code if code in _LIMITS else said) or _reached_limit(error.__cause__ or error.__context__)
 
 
 def is_expected(error: BaseException) -> bool:
     """Return whether `last_words` says what a person needs to know, so that no traceback is wanted."""
     kinds = (InputError, RunStopped, Preempted, KeyboardInterrupt, OSError, MemoryError)
-    return isinstance(error, kinds) or _wrong_setting(error) is not None
+    return isinstance(error, kinds) or _reached_limit(error) is not None or _wrong_setting(error) is not None
 
 
 def _wrong_setting(error: BaseException) -> str | None:
@@ -143,8 +153,14 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "", suffix: str 
 
 
 def as_sentence(error: BaseException) -> str:
-    """Return the message of an error as one line that ends with a full stop."""
+    """Return the message of an error as a line that ends with a full stop, and what to change if a limit is reached."""
+    # tensorstore adds the specification of the array.
+    text = re.split(r" \[(?:tensorstore_spec|os_error_code|source locations)=", " ".join(str(error).split()))[0]
+    text = text if len(text) <= 300 else f"{text[:100]} … {text[-200:]}"  # the cause comes last
+    limit = _reached_limit(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}."
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    return text if text.endswith(".") else f"{text}."
+        text = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
+    elif limit and not 0 < len(text) <= 100:  # a library's account of all its layers
+        text = os.strerror(limit)
+    sentence = f"{(text or type(error).__name__).removesuffix('.')}."
+    return f"{sentence} {_LIMITS[limit]}" if limit else sentence

@@ -17,7 +17,6 @@ from tests.hf.test_safetensors import VALUES
 from tests.train_helpers import MODEL, ROOT, snapshot
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.prune import prune
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
@@ -25,6 +24,7 @@ from zaya_jax.run.checkpoints import checkpoint_folder, saved_steps
 from zaya_jax.run.digests import digest
 from zaya_jax.run.run import open_run
 from zaya_jax.run.status import track_status
+from zaya_jax.run.table import size_text
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Folders written: shards and index, what is carried along, and that there is a whole folder or none."""
 
+import errno
 import json
 
 import jax
@@ -14,6 +15,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf import exporter as hf_export
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.hf.folder import INDEX, open_folder
+from zaya_jax.hf.output import output_folder
 
 CONFIG = tiny_config("sliding")
 
@@ -135,3 +137,16 @@ def test_nothing_is_written_over(values, tmp_path):
     write_folder(tmp_path / "empty", CONFIG, read_arrays(values), "float32")
     write_folder(tmp_path / "deep" / "er", CONFIG, read_arrays(values), "float32")
     assert bits(tmp_path / "empty") == bits(tmp_path / "deep" / "er")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_export_that_the_system_refuses_names_the_folder_that_was_asked_for(tmp_path, named):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as refused, output_folder(tmp_path / "file" / "export", {}):
+        pytest.fail("It went on.")
+    assert refused.value.filename == str(tmp_path / "file" / "export")
+    full = OSError(errno.ENOSPC, "No space left on device", *([str(tmp_path / "x.partial" / "a")] if named else []))
+    with pytest.raises(OSError, match="No space left") as refused, output_folder(tmp_path / "x", {}):
+        raise full
+    assert refused.value.filename == str(tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections import Counter
 
 import jax
@@ -66,6 +67,7 @@ def test_every_parameter_is_in_a_row_that_accounts_for_its_bytes(sizes):
         # Each device has the embedding's counter of steps.
         assert counted == (pytest.approx(whole, rel=0, abs=4 * mesh.size) if used else {})
         assert bool(text) == bool(used)
+        assert not re.search(r"\s0(\.0+)? \w?B\b", "\n".join(text))  # whatever its size
         assert max(map(len, text), default=0) <= 120 + 30 * (len(used) > 3)
         assert all(name in "\n".join(text) for name in counted)
 

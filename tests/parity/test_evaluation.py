@@ -5,6 +5,7 @@ The tasks are local: their YAML and data are written here, and nothing reads the
 
 import json
 import re
+from collections import Counter
 
 import jax
 import numpy as np
@@ -39,6 +40,7 @@ from zaya_jax.evaluate.scoring import Request  # noqa: E402
 from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig, named_tasks  # noqa: E402
 from zaya_jax.generate import decode  # noqa: E402
 from zaya_jax.generate.sampling import Sampling  # noqa: E402
+from zaya_jax.run.signals import warn_once  # noqa: E402
 
 NAMES = "letters", "endings", "texts", "written"
 SUITE = named_tasks(",".join(NAMES))
@@ -186,6 +188,54 @@ def test_texts_without_tokens_and_prompts_beyond_the_positions_have_answers(expo
     long = request("generate_until", "the model reads a row " * 60, {"until": ["\n"], "max_gen_toks": 9})
     assert len(model.tok_encode(long.args[0])) > 128
     assert model.generate_until([long]) == theirs.generate_until([long])
+
+
+def test_requests_that_lose_their_beginning_are_counted_and_told_once_for_each_task(folder, export, capsys):
+    asked, model, theirs = requests(folder), ours(export), peer(export)
+    warn_once.cache_clear()
+    model.loglikelihood(asked["loglikelihood"])
+    model.generate_until(asked["generate_until"])
+    expected: dict[str, Counter] = {}
+    for instance in asked["loglikelihood"]:
+        cut = sum(map(len, theirs._encode_pair(*instance.args))) - 1 - theirs.max_length
+        expected.setdefault(instance.task_name, Counter()).update(requests=cut > 0, tokens=max(cut, 0))
+    for instance in asked["generate_until"]:
+        cut = len(theirs.tok_encode(instance.args[0])) - (theirs.max_length - 12)
+        expected.setdefault(instance.task_name, Counter()).update(requests=cut > 0, tokens=max(cut, 0))
+    assert model.truncated == expected
+    assert expected.keys() == {"letters", "endings", "written"}
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Warning: ")]
+    for task, line in zip(expected, said, strict=True):
+        requests_cut, tokens = expected[task].values()
+        assert f" {requests_cut} request" in line
+        assert f" of the task {task} did not fit " in line
+        assert f" {tokens:,} token" in line
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=3),
+                    lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(max_size=3), value, max_size=2),
+                    max_leaves=3)  # fmt: skip
+
+
+@given(key=st.sampled_from(["until", "num_beams", "do_sample", "max_gen_toks", "max_tokens", *Sampling._fields, "x"]),
+       value=JSON)  # fmt: skip
+@example(key="until", value=None)
+@example(key="num_beams", value=4)
+def test_a_setting_of_any_value_is_followed_or_refused_with_its_task_and_its_name(both, key, value):
+    prompt, said = None, ""
+    try:
+        prompt = both[0]._prompt("written", "a", {"do_sample": True, key: value}, 0)
+    except InputError as error:
+        said = str(error)
+    if prompt is None:
+        assert "The task written" in said
+        assert key in said or "new token" in said  # how many, whatever the name of the setting is
+        return
+    assert key != "x"
+    if key == "until":
+        assert prompt.stop == tuple(filter(None, [value] if isinstance(value, str) else value))
+    elif key in Sampling._fields and value is not None:
+        assert getattr(prompt.sampling, key) == value
 
 
 def test_a_task_with_such_a_request_has_no_score_and_the_others_have_theirs(folder, export, tmp_path, capsys):

@@ -44,6 +44,7 @@ def test_the_command_prints_and_writes_scores_next_to_a_peers(folder, export, tm
     assert record["not_covered"] == ["Other"]
     assert record["versions"]["lm_eval"] == "0.4.13"
     assert record["settings"]["limit"] == 20
+    assert record["truncated"]["letters"]["requests"] > 0
     assert len(record["fingerprint"]) == 32
 
 
@@ -95,6 +96,7 @@ def test_a_missing_package_names_the_command_that_installs_it(export, capsys, mo
         ("{name: written}", "num_return_sequences: 2", TEMPLATE, "The task written sets num_return_sequences"),
         ("{name: written}", "repetition_penalty: 0.0, do_sample: true", TEMPLATE,
          "The task written's repetition_penalty is 0.0"),
+        ("{name: written}", "num_beams: 4", TEMPLATE, "The task written's num_beams is 4, but must be 1"),
         ("{name: written, max_new_tokens: 128}", "do_sample: false", TEMPLATE,
          "The task written asks for 128 new tokens, but must ask for at least 1 and fewer than the model's 128"),
         ("{name: letters}", "", "{{ raise_exception('no users') }}", "cannot render the conversation: .*no users"),
@@ -116,6 +118,26 @@ def test_a_task_that_cannot_be_answered_is_one_sentence_before_scoring(
                  str(tmp_path / "text")]) == 2  # fmt: skip
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
     assert re.search(said, line)
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "said"),
+    [
+        ("{{question}}", "{% if messages[0].content[:2] == '1 ' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE,
+         "The chat template .*cannot render the conversation: .*no"),
+        ("{{question.words() if question[:2] == '1 ' else question}}", TEMPLATE, "UndefinedError: .*words"),
+    ],
+)  # fmt: skip
+def test_an_error_while_requests_are_made_names_the_task(export, tmp_path, text, template, said, capsys):
+    folder, model = write_tasks(tmp_path / "tasks", items=3), tmp_path / "model"
+    path = folder / "endings.yaml"
+    path.write_text(path.read_text().replace("{{question}}", text))
+    shutil.copytree(export, model)
+    (model / "chat_template.jinja").write_text(template)
+    (tmp_path / "suite.yaml").write_text("tasks: [{name: endings}]\nchat_template: true")
+    assert main([str(model), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert re.search(f"Error: The requests of the task endings cannot be made. {said}", line)
 
 
 def test_the_installed_lm_eval_has_all_tasks_of_the_shipped_suites():

@@ -93,6 +93,43 @@ def test_a_limit_that_is_reached_is_named_with_what_to_change(tmp_path, kind, li
     assert re.fullmatch(rf"Stopped: \S+: {said}", last), last
 
 
+@pytest.mark.parametrize(("limit", "spare", "action", "said"), [
+    ("RLIMIT_AS", 2**25, "import jax", r"\S+: failed to map segment from shared object\. .*\(ulimit -v, a cgroup\).*"),
+    ("RLIMIT_AS", 2**25, "bytearray(2**30)", r"Cannot allocate memory\. .*\(ulimit -v, a cgroup\).*"),
+    ("RLIMIT_NOFILE", 2, "asyncio.run(asyncio.sleep(0))", r"Too many open files\. .*\(ulimit -n\)\."),
+])  # fmt: skip
+def test_a_library_that_reaches_a_limit_ends_a_command_with_one_line(limit, spare, action, said):
+    code = f"""if True:
+        import asyncio, os, resource, numpy
+        from zaya_jax.run.command import prepare_streams, run_command
+        prepare_streams()
+        def run():
+            used = {{"RLIMIT_AS": int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize(),
+                    "RLIMIT_NOFILE": max(map(int, os.listdir("/proc/self/fd")))}}["{limit}"]
+            resource.setrlimit(resource.{limit}, (used + {spare},) * 2)
+            {action}
+        raise SystemExit(run_command(run))
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert re.fullmatch(f"Stopped: {said}\n", done.stderr), done.stderr
+    assert done.returncode == ExitCode.STOPPED
+
+
+@given(st.sampled_from([ValueError, RuntimeError, ImportError]), st.text(max_size=400),
+       st.sampled_from(["File too large", "Too many open files", "can't start new thread"]), st.booleans())  # fmt: skip
+def test_a_limit_is_named_whatever_a_library_says_around_it_or_raises_from_it(kind, text, limit, is_cause):
+    error = kind(text if is_cause else f"{text}: {limit} [tensorstore_spec='{{}}']")
+    error.__cause__ = RuntimeError(limit) if is_cause else None
+    assert is_expected(error)
+    sentence, status = last_words(error)
+    assert re.search(r"Raise the limit .*\(ulimit -[fnu]", sentence)
+    assert "tensorstore_spec" not in sentence
+    assert "\n" not in sentence
+    assert len(sentence) < 500
+    assert status == ExitCode.STOPPED
+    assert last_words(raised(RunStopped(limit))) == (f"Stopped: {limit}", ExitCode.STOPPED)
+
+
 def test_a_pipe_that_is_full_and_does_not_block_gets_everything_once_it_is_read():
     code = "from zaya_jax.run.command import prepare_streams; prepare_streams(); print('x' * 200_000)"
     read, write = os.pipe()

@@ -1,6 +1,8 @@
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +51,18 @@ def test_whatever_is_damaged_of_it_makes_no_other_one(tmp_path_factory, data):
     assert read_token(folder) in (None, token)
     taken = take_token(folder, {100: 1})
     assert taken.number > token.number  # though the file said nothing of it any more
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.symlink_to(path), Path.mkdir, lambda path: path.write_text("{}"),
+                                  lambda path: path.write_bytes(b"\xff")])  # fmt: skip
+def test_a_file_that_is_there_and_cannot_be_read_is_named_once(tmp_path, capsys, harm):
+    harm(tmp_path / "GENERATION")
+    assert read_token(tmp_path) is None
+    said = capsys.readouterr().err
+    assert said.startswith(f"Warning: {tmp_path / 'GENERATION'} ")
+    assert said.count("\n") == 1
+    assert read_token(tmp_path) is None
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_goes_on_where_its_file_is_damaged_or_gone(tmp_path):

@@ -1,11 +1,14 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.train_helpers import change, run_tree, small_run, snapshot
+from tests.train_helpers import STEP, change, run_tree, small_run, snapshot
 from zaya_jax.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -19,7 +22,8 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
+from zaya_jax.run.fencing import FENCE, take_token
 from zaya_jax.run.files import partial_name
 from zaya_jax.run.folder import (
     CHANGES,
@@ -101,6 +105,7 @@ def begun(config):
     with claimed(config) as folder:
         (folder / METRICS).write_text('{"step": 1}\n')
         (folder / CHECKPOINTS).mkdir()
+        take_token(folder / CHECKPOINTS, {})
     return folder
 
 
@@ -267,10 +272,34 @@ def test_a_configuration_that_cannot_be_read_is_refused(config, begun, content):
 def test_a_run_without_a_configuration_is_refused(config, begun, name):
     (begun / CONFIG).unlink()
     if name == METRICS:
-        (begun / CHECKPOINTS).rmdir()
+        shutil.rmtree(begun / CHECKPOINTS)
     else:
         (begun / METRICS).unlink()
     refused(config, begun, f"contains {name} but no {CONFIG}")
+
+
+@given(saved=st.booleans(), token=st.booleans(), rows=st.booleans(), ended=st.booleans())
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_one_that_never_had_any_starts_again(
+    tmp_path_factory, saved, token, rows, ended
+):
+    parent = tmp_path_factory.mktemp("run")
+    config = change(STEP, {"run_dir": str(parent / "run")})
+    with claimed(config) as folder:
+        (folder / CHECKPOINTS).mkdir()
+        (folder / METRICS).write_text('{"step": 1}\n' if rows else "")
+        (folder / PHASES).write_text('{"train": 1}' if ended else "{}")
+        if token:
+            take_token(folder / CHECKPOINTS, {})
+        if saved:
+            (folder / CHECKPOINTS / "1").mkdir()
+    if not saved and (ended or (rows and not token)):
+        rest = f"{METRICS} has 1 step, and the run's {FENCE} is missing there"
+        evidence = f"{PHASES} names that of step 1" if ended else rest
+        said = refused(config, parent, evidence)
+        assert said.startswith(f"{folder / CHECKPOINTS} has no checkpoint, but {evidence}")
+    else:
+        with claimed(config):
+            pass
 
 
 def test_a_file_in_the_way_is_refused(config, tmp_path):

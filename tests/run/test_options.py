@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from zaya_jax.__main__ import COMMANDS, main
 from zaya_jax.completion import _parser
+from zaya_jax.config import load_config
+from zaya_jax.config.shipped import shipped
 from zaya_jax.errors import InputError
 from zaya_jax.run import typed_name as typed_name_module
 from zaya_jax.run.command import run_command
@@ -44,9 +47,9 @@ def test_a_configuration_without_suffix_is_one_unless_another_is_named(capsys):
 def typed(monkeypatch):
     """As in the process that `zaya` becomes."""
     monkeypatch.setenv(TYPED, "zaya")
-    typed_name_module._program.cache_clear()
+    typed_name_module._typed.cache_clear()
     yield
-    typed_name_module._program.cache_clear()
+    typed_name_module._typed.cache_clear()
 
 
 def parsers(parser):
@@ -68,6 +71,45 @@ def test_every_usage_help_and_error_has_the_name_that_was_typed(command, capsys)
             parser.error("Wrong.")
         assert f"\nzaya {command}" in capsys.readouterr().err
     assert TYPED not in os.environ  # of what the command starts
+
+
+@pytest.mark.parametrize(("typed_as", "words", "name"), [
+    ("zaya doctor", ["describe"], "zaya doctor"), ("zaya", ["describe"], "zaya machine describe"),
+    ("zaya", ["memory"], "zaya machine memory"),
+    ("python -m zaya_jax doctor", ["describe"], "python -m zaya_jax doctor"),
+])  # fmt: skip
+@pytest.mark.usefixtures("typed")
+def test_help_and_errors_of_a_verb_have_its_name_as_it_was_typed(typed_as, words, name, monkeypatch, capsys):
+    monkeypatch.setenv(TYPED, typed_as)
+    for flag in ("--help", "--bogus"):
+        with pytest.raises(SystemExit):
+            _parser("zaya_jax.machine").parse_args([*words, flag])
+    said = "".join(capsys.readouterr())
+    assert said.count(f"usage: {name} [-h]") == 2
+    assert f"\n{name}: error: unrecognized arguments: --bogus" in said
+
+
+@pytest.mark.parametrize(("module", "words", "flag"), [
+    ("evaluate", ["run"], "--output"), ("evaluate", ["run"], "--config"), ("report", ["run"], "--output"),
+    ("checkpoint", ["average", "run"], "--output"), ("machine", ["memory"], "--png"),
+])  # fmt: skip
+def test_a_path_may_begin_with_the_home_folder_after_any_flag(module, words, flag):
+    parser = _parser(f"zaya_jax.{module}")
+    for word in ("~", "~/a b", "~/ü/x.json", "/~/x", "x~", "a/~"):
+        for typed_flag in ([flag, word], [f"{flag}={word}"]):
+            options = parser.parse_args([*words, *typed_flag])
+            assert str(getattr(options, flag.removeprefix("--"))) == os.path.expanduser(word)
+
+
+def test_only_what_is_a_path_begins_with_the_home_folder():
+    assert _parser("zaya_jax.checkpoint").parse_args(["ls", "~/run"]).run_dir == Path.home() / "run"
+    assert _parser("zaya_jax.generate").parse_args(["run", "--prompt=~"]).prompt == ["~"]
+
+
+def test_a_configuration_may_lie_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text(f"extends: {shipped('tiny.yaml')}\nseed: 7\n")
+    assert load_config("~/mine.yaml").seed == 7
 
 
 @pytest.mark.usefixtures("typed")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.train_helpers import change, differing, restore, snapshot
-from zaya_jax.errors import Preempted, last_words
+from zaya_jax.errors import InputError, Preempted, last_words
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
@@ -121,6 +121,16 @@ def test_a_finished_run_returns_its_result_again_and_redraws_a_missing_plot(fini
     assert not differing(result.state, finished[1].state)
     assert result.heldout == finished[1].heldout
     assert snapshot(result.run_dir) == before
+
+
+def test_a_finished_run_whose_checkpoints_are_not_mounted_is_left_as_it_is(finished, tmp_path):
+    config = copied_run(finished, tmp_path)
+    shutil.rmtree(tmp_path / "copy" / "checkpoints")
+    (tmp_path / "copy" / "checkpoints").mkdir()
+    before = snapshot(tmp_path / "copy")
+    with pytest.raises(InputError, match=r"copy/checkpoints has no checkpoint, but phases\.json names that of step 12"):
+        run_training(config)
+    assert snapshot(tmp_path / "copy") == before
 
 
 def test_no_checkpoint_is_newer_than_the_plot(finished, tmp_path, monkeypatch):

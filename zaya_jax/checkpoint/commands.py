@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
-from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config.checks import shown
 from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder, list_checkpoints
 from zaya_jax.run.files import expanded
 from zaya_jax.run.manifest import Unreadable, read_manifest
 from zaya_jax.run.run import open_run
+from zaya_jax.run.table import size_text
 
 
 def verify(path: str, every: bool) -> tuple[list[str], bool]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from zaya_jax.errors import printable
 from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.run import open_run
+from zaya_jax.run.table import size_text
 
 
 def list_run(path: Path) -> str:
@@ -31,9 +32,3 @@ def _line(checkpoint: Checkpoint) -> str:
     loss = "-" if checkpoint.heldout_loss is None else f"{checkpoint.heldout_loss:.4f}"
     return (f"{checkpoint.step:>9}  {checkpoint.phase:<14}{checkpoint.tokens:>16,}  {loss:>9}  "
             f"{size_text(checkpoint.size):>10}  {', '.join(notes)}").rstrip()  # fmt: skip
-
-
-def size_text(size: int) -> str:
-    """Format bytes with a decimal unit, such as '47.5 MB'."""
-    power = next((power for power in range(4) if size < 1000 ** (power + 1)), 4)
-    return f"{size:.0f} B" if power == 0 else f"{size / 1000**power:.1f} {'kMGT'[power - 1]}B"

@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
@@ -11,6 +10,7 @@ from zaya_jax.run.checkpoints import CHECKPOINTS, remove, usable_checkpoints
 from zaya_jax.run.folder import lock_folder
 from zaya_jax.run.retention import steps_to_keep
 from zaya_jax.run.run import open_run
+from zaya_jax.run.table import size_text
 
 
 def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:

@@ -14,6 +14,7 @@ import tensorstore
 
 from zaya_jax.checkpoint.digest import array_digest
 from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, unpack_array
+from zaya_jax.errors import as_sentence
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
 from zaya_jax.run.plain_path import plain_path
@@ -61,7 +62,7 @@ class CheckpointReader:
             return self._array(name, where)
         except (ValueError, TypeError, IndexError, OverflowError, OSError) as error:
             self._open.pop(name, None)
-            message = f"The array {name} in {self.folder} cannot be read: {reason(error)}."
+            message = f"The array {name} in {self.folder} cannot be read: {as_sentence(error)}"
             if self._is_damaged(error):
                 raise Damaged(message) from error
             raise Unreadable(f"{message} The checkpoint may be intact.") from error
@@ -98,12 +99,6 @@ def retried(read: Callable[[], T]) -> T:
                 raise
         time.sleep(pause)
     return read()
-
-
-def reason(error: Exception) -> str:
-    """Return what an error of tensorstore says, without the specification of the array that it adds."""
-    text = re.split(r" \[(?:tensorstore_spec|os_error_code|source locations)=", " ".join(str(error).split()))[0]
-    return text if len(text) <= 300 else f"{text[:100]} … {text[-200:]}"  # the cause comes last
 
 
 def _system_error(error: BaseException | None) -> int:

@@ -16,8 +16,7 @@ import numpy as np
 import tensorstore
 
 from zaya_jax.checkpoint.digest import ArrayPart, array_digest
-from zaya_jax.checkpoint.reader import reason
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, as_sentence
 from zaya_jax.run.digests import Digests, digest, leaf_digest, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, list_files, write_manifest
@@ -58,8 +57,7 @@ def write_checkpoint(
     except InputError:
         raise
     except (OSError, ValueError) as error:  # tensorstore's errors are ValueErrors
-        why = getattr(error, "strerror", None) or reason(error)
-        raise InputError(f"{folder} cannot be written: {why}.") from error
+        raise InputError(f"{folder} cannot be written: {as_sentence(error)}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -39,7 +39,7 @@ def find(name: str | Path, folder: Path = Path()) -> Path:
       InputError: there is no such file, and none of that name is shipped.
     """
     require_path("The configuration", str(name))
-    path, names = folder / name, shipped_names("**")
+    path, names = folder / os.path.expanduser(name), shipped_names("**")
     if os.path.exists(path):  # unlike Path.exists, never raises
         return path
     if str(Path(name)) in names:

@@ -70,9 +70,7 @@ class Manifest:
     bos: str | None = None  # token that begins a document, and `bos_token` of templates; None if there is none
     eos: str | None = None  # `eos_token` of templates
     unread_files: dict[str, int] = dataclasses.field(default_factory=dict)  # kind → number of items that are not read
-    unread_keys: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # key in or beside messages → its uses
+    unread_keys: dict[str, int] = dataclasses.field(default_factory=dict)  # key in or beside messages → its uses
 
     @property
     def special(self) -> SpecialTokens:

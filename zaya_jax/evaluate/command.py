@@ -180,7 +180,7 @@ def _score(
     else:
         opened = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig())
         scorer = Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
-        model = None
+        model: Any = None
         if tasks is not None:  # first, since it refuses tasks that cannot be answered
             model = harness.make_model(opened, scorer, tasks, seed=options.seed, rows=options.batch_rows,
                                        progress=progress)  # fmt: skip
@@ -191,6 +191,7 @@ def _score(
             record["texts"] = {name: text_record(loss) for name, loss in losses.items()}
         if tasks is not None:
             record["tasks"] = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
+            record["truncated"] = model.truncated
             record["suite"], record["not_covered"] = to_dict(tasks.suite), list(tasks.suite.not_covered)
         record["settings"] = {"seed": options.seed, "limit": options.limit, "batch_tokens": options.batch_tokens,
                               "batch_rows": options.batch_rows}  # fmt: skip

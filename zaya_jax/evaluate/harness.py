@@ -6,13 +6,14 @@ lm-eval is imported only here and in `lm_eval_model`, and only when tasks are sc
 # lm-eval's own types are checked only where it is installed, and reject what it accepts.
 # pyright: reportTypedDictNotRequiredAccess=false, reportCallIssue=false, reportArgumentType=false
 
+import functools
 import hashlib
 import importlib.util
 import os
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,9 +103,19 @@ def load_tasks(
             if name in loaded.tasks:
                 raise InputError(f"The task {name} is in {entry.name} and in {loaded.entries[name].name}; remove one.")
             _apply(entry, task, seed)
+            task.build_all_requests = functools.partial(_build_requests, name, task.build_all_requests)
             loaded.tasks[name], loaded.entries[name] = task, entry
         loaded.groups.update(members["groups"])
     return loaded
+
+
+def _build_requests(name: str, build: Callable[..., None], *arguments: Any, **settings: Any) -> None:
+    """Make the requests of a task with lm-eval's `build`; an error in them, or of the chat template, names it."""
+    try:
+        build(*arguments, **settings)
+    except Exception as error:  # of any code that a task may have
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise InputError(f"The requests of the task {name} cannot be made. {kind}{as_sentence(error)}") from error
 
 
 def _check_task(name: str, index: Mapping[str, Any], runs_code: bool) -> None:

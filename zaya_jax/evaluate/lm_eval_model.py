@@ -10,7 +10,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
@@ -21,7 +21,7 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
 )
 
 from zaya_jax.config import ParallelConfig
-from zaya_jax.config.checks import counted
+from zaya_jax.config.checks import counted, require
 from zaya_jax.data.conversation import check_pairs
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Score, Scorer
@@ -30,9 +30,17 @@ from zaya_jax.evaluate.writing import ROWS, Prompt, Writer, prompt_seed
 from zaya_jax.generate.chat import render, render_prompt
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel, open_text_model
+from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.signals import warn_once
 
 # Other settings of continuations that tasks may have: read below, or without effect here.
 _IGNORED = {"do_sample", "until", "max_gen_toks", "num_beams", "use_cache", "pad_token_id", "seed"}
+# The types of settings, after their name in messages. Null is as good as absent.
+_TYPES = {
+    **dict.fromkeys(Sampling._fields, ("a number", int, float)), "do_sample": ("true or false", bool),
+    **dict.fromkeys(("top_k", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"),
+                    ("a whole number", int)),
+}  # fmt: skip
 
 
 @register_model("zaya_jax")
@@ -47,6 +55,8 @@ class ZayaLM(LM):  # type: ignore[misc]
       sample: which of them `generate_until` returns. All are drawn at its first call.
       failed: name of a task → a sentence about each of its requests that could not be answered. Their values are NaN or
         empty, so the task must get no score. None to raise the first of them as an `InputError`.
+      truncated: name of a task → number of its `requests` that lose their beginning, as in lm-eval's own models, since
+        they do not fit into the positions, and of the `tokens` that they lose.
     """
 
     tokenizer_name = "zaya_jax"
@@ -84,6 +94,7 @@ class ZayaLM(LM):  # type: ignore[misc]
         self.samples: Mapping[str, int] = {}
         self.sample = 0
         self.failed: dict[str, list[str]] | None = None
+        self.truncated: dict[str, Counter[str]] = {}
         begins = opened.adds_bos if add_bos is None else add_bos
         bos = opened.special.bos
         self._bos, self._adds_bos, self._seed, self._think_end = bos, begins and bos is not None, seed, think_end
@@ -112,6 +123,7 @@ class ZayaLM(LM):  # type: ignore[misc]
         """See `LM.loglikelihood`."""
         pairs = [self._attempt(request, self._encode_pair, *request.args) for request in requests]
         scores = iter(self.scorer.score(list(filter(None, pairs)), progress=self._progress("log-likelihoods")))
+        self._report_truncated(requests, (sum(map(len, pair)) - 1 - self.max_length if pair else 0 for pair in pairs))
         return [Score(math.nan, is_greedy=False) if pair is None else next(scores) for pair in pairs]
 
     def _encode_pair(self, context: str, continuation: str) -> Request:
@@ -141,6 +153,16 @@ class ZayaLM(LM):  # type: ignore[misc]
             self.failed.setdefault(request.task_name, []).append(said)
             return None
 
+    def _report_truncated(self, requests: Iterable[Any], excess: Iterable[int]) -> None:
+        """Count and tell the requests that are too long, by their tokens beyond the most that they may have."""
+        for request, tokens in zip(requests, excess, strict=True):
+            if tokens > 0:
+                self.truncated.setdefault(request.task_name, Counter()).update(requests=1, tokens=tokens)
+        for task, count in self.truncated.items() if is_primary() else ():
+            number, length = (counted(count[f"{noun}s"], noun) for noun in ("request", "token"))
+            warn_once(f"Warning: {number} of the task {task} did not fit into the positions of the model and lost "
+                      f"their beginning, {length} in all.")  # fmt: skip
+
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """See `LM.loglikelihood_rolling`; a text begins after one prefix token, and never with a second one."""
         del disable_tqdm
@@ -163,7 +185,7 @@ class ZayaLM(LM):  # type: ignore[misc]
         keys, seen, missing = [], Counter(), []
         for request in requests:
             context, settings = request.args
-            samples, setting = self.samples.get(request.task_name, 1), repr(sorted(settings.items()))
+            samples, setting = self.samples.get(request.task_name, 1), repr(sorted(settings.items(), key=str))
             first = seen[context, setting] * samples
             seen[context, setting] += 1
             keys.append((context, setting, first + self.sample))
@@ -174,6 +196,9 @@ class ZayaLM(LM):  # type: ignore[misc]
         written = iter(self.writer.write(list(filter(None, prompts)), progress=self._progress("continuations")))
         for (key, request), prompt in zip(missing, prompts, strict=True):
             self._written[key] = self._answer(prompt.tokens, next(written), request.args[1]) if prompt else ""
+        most = self.opened.model.config.max_positions
+        excess = (len(each.tokens) + each.max_new_tokens - most if each else 0 for each in prompts)
+        self._report_truncated((request for _, request in missing), excess)
         return [self._written[key] for key in keys]
 
     def _answer(self, prompt: Sequence[int], tokens: list[int], settings: Mapping[str, Any]) -> str:
@@ -198,11 +223,19 @@ class ZayaLM(LM):  # type: ignore[misc]
 
     def _prompt(self, task: str, context: str, settings: Mapping[str, Any], sample: int) -> Prompt:
         """Make the prompt of a request; InputError if the settings of its task are invalid."""
-        if unknown := sorted(set(normalized := normalize_gen_kwargs(dict(settings))) - {*Sampling._fields, *_IGNORED}):
+        where = f"The task {task}'s "
+        for key, (named, *types) in _TYPES.items():
+            require(type(settings.get(key)) in (type(None), *types), f"{where}{key}", settings.get(key), named)
+        until, beams = settings.get("until", []), settings.get("num_beams")
+        require(isinstance(until, str) or (isinstance(until, list) and all(isinstance(text, str) for text in until)),
+                f"{where}until", until, "text or a list of texts")  # fmt: skip
+        require(beams in (None, 1), f"{where}num_beams", beams, "1, since zaya_jax has no beam search")
+        normalized = normalize_gen_kwargs({key: value for key, value in settings.items() if value is not None})
+        if unknown := sorted({*normalized} - {*Sampling._fields, *_IGNORED}, key=str):
             raise InputError(f"The task {task} sets {unknown[0]} for its continuations, which zaya_jax does not "
                              f"support; it supports {', '.join(Sampling._fields)}, until and max_gen_toks."
                              )  # fmt: skip
-        longest, new = self.opened.model.config.max_positions, int(normalized["max_gen_toks"])
+        longest, new = self.opened.model.config.max_positions, normalized["max_gen_toks"]
         if not 0 < new < longest:
             raise InputError(f"The task {task} asks for {counted(new, 'new token')}, but must ask for at least 1 and "
                              f"fewer than the model's {longest:,} positions. Set max_new_tokens.")  # fmt: skip
@@ -210,8 +243,8 @@ class ZayaLM(LM):  # type: ignore[misc]
         fields = ("repetition_penalty",) if greedy else Sampling._fields
         values = {name: normalized[name] for name in fields if normalized.get(name) is not None}
         sampling = Sampling(temperature=0.0 if greedy else 1.0)._replace(**values)
-        sampling.check(f"The task {task}'s ")
-        stop = tuple(text for text in normalized.get("until") or () if text)
+        sampling.check(where)
+        stop = tuple(filter(None, normalized.get("until", ())))
         # With reasoning, a stop text ends the answer after it, not the reasoning, which lm-eval removes first.
         return Prompt(self.tok_encode(context) or [self.prefix_token_id], prompt_seed(self._seed, context, sample),
                       new, sampling, stop if self._think_end is None else ())  # fmt: skip

@@ -18,7 +18,7 @@ from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.decode import REPLICATED, place
 from zaya_jax.parallel.placement import Placement
-from zaya_jax.run.files import read_object
+from zaya_jax.run.files import read_object, read_text
 from zaya_jax.run.tokenizer import GENERATION
 from zaya_jax.weights.load import is_transformers, open_weights
 from zaya_jax.weights.sources import Weights
@@ -115,10 +115,7 @@ def _sampling(path: Path) -> Sampling:
 def _template(folder: Path) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"The chat template {path} cannot be read: {error}.") from error
+        return read_text(str(path), "The chat template")
     config = folder / "tokenizer_config.json"
     template = read_object(config).get("chat_template") if config.is_file() else None
     if isinstance(template, list):  # of named ones, as transformers writes several

@@ -30,8 +30,8 @@ def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterat
         raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
     partial = folder.with_name(f"{os.fsdecode(os.fsencode(folder.name)[:247])}.partial")  # a name has at most 255 bytes
     _remove_remains(partial)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         yield partial
         for name, content in files.items():
             if isinstance(content, Path):
@@ -40,8 +40,10 @@ def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterat
                 (partial / name).write_text(content, encoding="utf-8", errors="backslashreplace")
         sync_folder(partial)
         partial.replace(folder)
-    except BaseException:
-        shutil.rmtree(partial)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and str(error.filename or partial).startswith(str(partial)):
+            error.filename = str(folder)
         raise
 
 

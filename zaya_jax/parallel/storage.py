@@ -12,7 +12,7 @@ from zaya_jax.model.tree import is_stacked, name_in_layer
 from zaya_jax.parallel.mesh import AXES, nontrivial_axes
 from zaya_jax.parallel.placement import Placement
 from zaya_jax.parallel.rules import LeafPlacement
-from zaya_jax.run.table import format_table
+from zaya_jax.run.table import format_table, size_text
 
 
 class StoredRow(NamedTuple):
@@ -65,7 +65,7 @@ def storage_table(rows: Sequence[StoredRow], sizes: Mapping[str, int]) -> list[s
         return []
     cells = [("stored over", "replicated over", "per device", "gathered"),
              *((named(row.stored_over, row.replicated_over), named(row.replicated_over, row.stored_over),
-                f"{row.bytes / 1e6:,.3f} MB", row.gathered) for row in rows)]  # fmt: skip
+                size_text(row.bytes), row.gathered) for row in rows)]  # fmt: skip
     names = [textwrap.indent(textwrap.fill(", ".join(row.parameters), 100), "    ").splitlines() for row in rows]
     return [line for head, rest in zip(format_table(cells), [[], *names], strict=True) for line in (head, *rest)]
 

@@ -4,25 +4,25 @@ import errno
 import io
 import os
 import select
+import stat
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from zaya_jax.errors import ExitCode, as_sentence, is_expected, last_words
 from zaya_jax.run.signals import flush_output, warn
 
-# The reader of a pipe ended (`| head`), or the terminal is gone.
-_GONE = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET}
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
 _outputs: dict[int, "_Output"] = {}  # by descriptor
 
 
 class _Output(io.FileIO):
-    """Writes to a descriptor until nobody can read it any more, and then to nowhere; what a full disk refuses is lost.
+    """Writes to a descriptor until nobody can read it any more, and then to nowhere; what else is refused is lost.
 
     Attributes:
       gone: whether nobody can read it any more.
-      lost: whether a full disk refused something.
+      lost: whether something was refused, as by a full disk.
     """
 
     gone = lost = False
@@ -36,13 +36,13 @@ class _Output(io.FileIO):
                 left = left[written or 0 :]
             return len(content)
         except OSError as error:
-            if error.errno in _FULL:
+            is_terminal_gone = error.errno == errno.EIO and stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
+            if error.errno not in _GONE and not is_terminal_gone:
                 is_first, self.lost = not self.lost, True
                 if is_first and self.fileno() == 1:
-                    warn(f"What is printed to standard output is lost: {as_sentence(error)} Free some space.")
+                    reason = as_sentence(error) if error.errno != errno.EBADF else "It is not open for writing."
+                    warn(f"What is printed to standard output is lost: {reason}")
                 return len(content)
-            if error.errno not in _GONE:
-                raise
         self.gone = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
@@ -56,8 +56,10 @@ def prepare_streams() -> None:
     A stream that was closed is /dev/null from now on, or the next file that is opened would take its place. What a
     closed pipe, a terminal that is gone or a full disk cannot take is dropped, and what an encoding lacks is written as
     an escape: neither ends the work of a command. Bytes of the input that are not in its encoding become lone
-    surrogates.
+    surrogates. What asyncio says beside the error by which it lacks a descriptor is left out.
     """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    sys.unraisablehook = _print_unraisable
     for number in range(3):
         try:
             os.fstat(number)
@@ -76,13 +78,19 @@ def prepare_streams() -> None:
         sys.stdin.reconfigure(errors="surrogateescape")
 
 
+def _print_unraisable(unraisable: Any) -> None:
+    """Print what Python cannot raise, unless it is about an event loop that was never complete."""
+    if getattr(unraisable.object, "__qualname__", "") != "BaseEventLoop.__del__":
+        sys.__unraisablehook__(unraisable)
+
+
 def is_output_read() -> bool:
     """Return whether somebody may still read what this process prints, as far as it knows."""
     return 1 not in _outputs or not _outputs[1].gone
 
 
 def status_of_output() -> ExitCode:
-    """Return the status of a command whose result is what it prints: `STOPPED` if a full disk refused some of it."""
+    """Return the status of a command whose result is what it prints: `STOPPED` if some of it is lost."""
     flush_output()
     return ExitCode.STOPPED if 1 in _outputs and _outputs[1].lost else ExitCode.OK
 

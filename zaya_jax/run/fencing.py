@@ -6,14 +6,17 @@ is current only if it was saved with the newest token, or existed when a newer t
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
 from zaya_jax.run.files import read_json, write_atomically
+from zaya_jax.run.signals import warn_once
 
-_FILE = "GENERATION"
+FENCE = "GENERATION"  # file in a folder of checkpoints
 _LEAP = 1000  # more tokens than any run takes without saving a checkpoint
 
 
@@ -29,14 +32,18 @@ class FencingToken(NamedTuple):
 
 
 def read_token(folder: Path) -> FencingToken | None:
-    """Return the newest token; None if none was taken (as in a copied folder) or it cannot be read."""
+    """Return the newest token; None if none was taken (as in a copied folder) or, with a warning, if unreadable."""
+    path = folder / FENCE
     try:
-        tree = read_json(folder / _FILE)
+        tree = read_json(path)
         if digest(_canonical_json(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
-            return None
+            raise InputError(f"{path} does not match its checksum.")
         token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()})
         return token if all(type(number) is int for number in (token.number, *token.accepted.values())) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if os.path.lexists(path):
+            warn_once(f"Warning: {error if isinstance(error, InputError) else f'{path} is damaged.'} Without it, "
+                       "checkpoints that superseded processes saved count as current.")  # fmt: skip
         return None
 
 
@@ -48,7 +55,7 @@ def take_token(folder: Path, checkpoints: Mapping[int, int]) -> FencingToken:
     last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
     token = FencingToken(last + 1, dict(checkpoints))
     text = _canonical_json(token.number, {str(step): number for step, number in token.accepted.items()})
-    write_atomically(folder / _FILE, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
+    write_atomically(folder / FENCE, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
     return token
 
 

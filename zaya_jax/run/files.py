@@ -50,12 +50,10 @@ def read_text(path: str, option: str) -> str:
     """Return the text of a file that `option` names; InputError if it cannot be read or is not UTF-8."""
     try:
         return expanded(path).read_bytes().decode()
-    except IsADirectoryError as error:
-        raise InputError(f"{option} {path} is a folder; name its files.") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{option} {path} is not UTF-8: its byte {error.start} cannot be decoded.") from error
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        raise InputError(f"{option} {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL, too
+        invalid = f"the byte at offset {error.start} is not UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        reason = invalid or getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {path} cannot be read: {reason}.") from error
 
 
 def display_path(path: Path) -> str:

@@ -10,12 +10,15 @@ from typing import Any
 import yaml
 
 from zaya_jax.config import Config, flatten_keys, from_dict, to_dict, to_yaml, with_current_keys
-from zaya_jax.config.checks import shown
+from zaya_jax.config.checks import counted, shown
 from zaya_jax.config.data import CORPUS_KEYS
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
+from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
+from zaya_jax.run.fencing import FENCE
 from zaya_jax.run.files import PARTIAL, expanded, locked, write_atomically
+from zaya_jax.run.manifest import Unreadable
+from zaya_jax.run.metrics import read_rows
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -69,13 +72,14 @@ def lock_run(config: Config) -> Iterator[Path]:
     the lock, as after a refused run.
 
     Raises:
-      InputError: another process holds the lock, or the folder contains a run with a different configuration or without
-        one; the folder is left unchanged.
+      InputError: another process holds the lock, or the folder contains a run with a different configuration, without
+        one, or without the checkpoints that it had; the folder is left unchanged.
     """
     folder = run_folder(config)
     existed = folder.exists()
     with lock_folder(folder, "run_dir"):
         _compare(folder, config)
+        _require_checkpoints(folder)
         for left in folder.glob(f"*{PARTIAL}"):
             left.unlink(missing_ok=True)
         try:
@@ -174,6 +178,19 @@ def _compare(folder: Path, config: Config) -> None:
         f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{others} "
         f"Restore the old value{'s' if rest else ''} to resume that run, or choose another run_dir{weights}."
     )
+
+
+def _require_checkpoints(folder: Path) -> None:
+    """Raise `Unreadable` if the checkpoints that the run had are gone, since their file system may not be mounted."""
+    checkpoints = folder / CHECKPOINTS
+    if has_checkpoint(checkpoints):
+        return
+    ends, rows = phase_ends(folder), read_rows(folder / METRICS)
+    if ends or (rows and not (checkpoints / FENCE).exists()):  # which is written before the first row
+        without = f"{METRICS} has {counted(len(rows), 'step')}, and the run's {FENCE} is missing there, too"
+        why = f"{PHASES} names that of step {max(ends.values())}" if ends else without
+        raise Unreadable(f"{checkpoints} has no checkpoint, but {why}. Mount its file system or restore its content, "
+                         "then rerun the command; to start over, choose another run_dir.")  # fmt: skip
 
 
 def _missing_section(key: str, *configs: Mapping[str, Any]) -> str:

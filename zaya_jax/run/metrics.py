@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, as_sentence
 
 _SYNC_BYTES = 2**20  # of rows in memory that trigger a sync between checkpoints
 
@@ -32,7 +32,8 @@ class DiskGuard:
         try:
             yield
         except OSError as error:
-            self._failed[path] = f"{path} cannot be written: {error.strerror or error}."
+            error.filename = None  # the message has `path`
+            self._failed[path] = f"{path} cannot be written: {as_sentence(error)}"
             if not failing:
                 self.say(f"{self._failed[path]} Training continues; unwritten rows stay in memory until the disk "
                          "accepts them.")  # fmt: skip

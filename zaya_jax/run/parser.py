@@ -6,13 +6,16 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from zaya_jax.config.schema import Config
 from zaya_jax.errors import did_you_mean, printable
+from zaya_jax.run.command import status_of_output
 from zaya_jax.run.typed_name import typed_name
 
 _KEYS = {field.name for field in dataclasses.fields(Config)}  # with which overrides begin
+_PATHS = {"CHECKPOINT", "CONFIG", "DIR", "FILE", "FOLDER", "PATH", "RUN", "RUN_DIR"}  # metavars
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,6 +35,15 @@ class Parser(argparse.ArgumentParser):
         self._typed = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Expand the `~` of a path, which shells leave as it is in quotes and after `=`."""
+        is_path = action.type is Path or action.metavar in _PATHS
+        return super()._get_value(action, os.path.expanduser(arg_string) if is_path else arg_string)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exit; with status 1 if the help that was asked for is lost."""
+        super().exit(status or status_of_output(), message)
+
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""
         if unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message):
@@ -41,7 +53,8 @@ class Parser(argparse.ArgumentParser):
             message += f".{did_you_mean(wrong[1], choices)}"
         if path := next((text for text in self._typed if text.startswith("-") and os.path.lexists(text)), ""):
             message = f"{message.removesuffix('.')}. A path that begins with - is written ./{path}."
-        super().error(printable(message))
+        verb = [*self._used()][:2][-1]  # or this parser, if no verb was typed
+        super(Parser, verb).error(printable(message))
 
     def _suggest(self, flag: str) -> str:
         takes_overrides = any(action.dest == "overrides" for parser in self._used() for action in parser._actions)
@@ -55,4 +68,4 @@ class Parser(argparse.ArgumentParser):
         yield self
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                yield from (parser for verb, parser in action.choices.items() if verb in self._typed)
+                yield from (action.choices[word] for word in self._typed if word in action.choices)

@@ -6,6 +6,7 @@ number to a pipe, and a thread reads the pipe.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -136,6 +137,9 @@ def warn(sentence: str) -> None:
         print(_printable(sentence), file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or Python fails to flush at exit and changes the status
+
+
+warn_once = functools.cache(warn)
 
 
 def flush_output() -> None:

@@ -93,3 +93,9 @@ def number(value: float | None, unit: float = 1.0) -> str:
 def percent(fraction: float | None) -> str:
     """Format a fraction as a percentage."""
     return NONE if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def size_text(size: int) -> str:
+    """Format bytes with a decimal unit, such as '47.5 MB'."""
+    power = next((power for power in range(4) if size < 1000 ** (power + 1)), 4)
+    return f"{size:.0f} B" if power == 0 else f"{size / 1000**power:.1f} {'kMGT'[power - 1]}B"

@@ -4,17 +4,21 @@ import functools
 import os
 import re
 
-TYPED = "ZAYA_TYPED"  # `zaya` runs `python -m zaya_jax.ROOM` in its place, and says so here
+# `zaya` runs `python -m zaya_jax.ROOM` in its place, and says so here; `zaya doctor`, a verb of a room, with its name.
+TYPED = "ZAYA_TYPED"
 
 
 def typed_name(text: str) -> str:
     """Return `text`, which names commands as `python -m zaya_jax.ROOM`, with `zaya ROOM` if that was typed."""
-    program = _program()
-    text = text if program is None else text.replace("python -m zaya_jax.main", f"{program} train")
-    return text if program is None else re.sub(r"python -m zaya_jax\.(\w+)", rf"{program} \1", text)
+    if (typed := _typed()) is None:
+        return text
+    program = typed.removesuffix(" doctor")
+    text = text.replace("python -m zaya_jax.main", f"{program} train")
+    text = re.sub(r"python -m zaya_jax\.(\w+)", rf"{program} \1", text)
+    return text if typed == program else text.replace(f"{program} machine describe", typed)
 
 
 @functools.cache
-def _program() -> str | None:
+def _typed() -> str | None:
     """Return the name that was typed; removed from the environment, since nobody typed what this process starts."""
     return os.environ.pop(TYPED, None)
