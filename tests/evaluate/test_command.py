@@ -95,7 +95,7 @@ def test_training_and_text_need_no_lm_eval():
         (["RUN", "--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
         (["RUN", "--text", "EMPTY"], "is empty"),
         (["RUN", "--text", "EMPTY/x"], "cannot be read: No such file or directory."),
-        (["RUN", "--text", "/"], "--text / is a folder; name its files."),
+        (["RUN", "--text", "/"], "--text / cannot be read: Is a directory."),
         (["RUN", "--tasks", "a", "--config", "b"], "--tasks and --config"),
         (["RUN", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["RUN", "--tasks", "a,,b"], "--tasks is 'a,,b', but must be names of tasks"),

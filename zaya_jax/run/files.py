@@ -37,6 +37,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # which a failed write does not name
+        raise
     finally:
         part.unlink(missing_ok=True)
 
