@@ -20,6 +20,7 @@ from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.report import format_report, format_status, report_json
 from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.config import load_config
+from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError
 from zaya_jax.hardware.detection import select_preset
@@ -57,8 +58,7 @@ def _run(options: argparse.Namespace) -> int:
     if shutil.which(options.command[0]) is None:
         raise InputError(f"The command {options.command[0]} was not found.")
     for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
-        if value < 1:
-            raise InputError(f"{flag} is {value}, but must be at least 1.")
+        require(value >= 1, flag, value, "at least 1")
     policy = load_policy(options.policy)
     nodes = Nodes(options.nodes, options.node, options.coordinator)
     command = read_command(options.command, options.processes, options.run_dir, nodes)

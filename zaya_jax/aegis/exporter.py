@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.files import read_object, require_regular
@@ -241,8 +242,7 @@ def serve(run_dir: Path, address: str, port: int) -> None:
     """
     if not run_dir.is_dir():
         raise InputError(f"{run_dir} is not a folder.")
-    if not 0 <= port < 2**16:
-        raise InputError(f"--port is {port}, but must be from 0 to 65535.")
+    require(0 <= port < 2**16, "--port", port, "from 0 to 65535")
     registry = make_registry(run_dir)
     from prometheus_client import start_http_server
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zaya_jax.config.checks import item_keys, require_path, shown
+from zaya_jax.config.checks import item_keys, require, require_path, shown
 from zaya_jax.config.keys import override_keys
 from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.phases import PhaseConfig
@@ -154,8 +154,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    if not isinstance(base, str):
-        raise InputError(f"extends in {path} is {shown(base)}, but must be the path of a configuration.")
+    require(isinstance(base, str), f"extends in {path}", base, "the path of a configuration")
     return _merge(_read(find(base, path.parent), (*readers, path.resolve())), tree)
 
 
@@ -199,8 +198,7 @@ def _names(items: list[Any], cls: Any) -> list[Any]:
 
 
 def _build(cls: type, tree: Any, where: str) -> Any:
-    if not isinstance(tree, dict):
-        raise InputError(f"{where or 'The configuration'} is {shown(tree)}, but must be a section with keys.")
+    require(isinstance(tree, dict), where or "The configuration", tree, "a section with keys")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in tree:
         if current := RENAMED.get((where.rpartition(".")[2], key)):
@@ -242,13 +240,11 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}.{hint}")
         return value
     if origin is tuple:
-        if not isinstance(value, list):
-            raise InputError(f"{where} is {shown(value)}, but must be a list.")
+        require(isinstance(value, list), where, value, "a list")
         keys = item_keys(where, _names(value, args[0]))
         return tuple(_convert(args[0], item, key) for item, key in zip(value, keys, strict=True))
     if origin is Table:
-        if not isinstance(value, dict):
-            raise InputError(f"{where} is {shown(value)}, but must be a section of names and values.")
+        require(isinstance(value, dict), where, value, "a section of names and values")
         # A file that extends another can remove an entry by setting it to null.
         return Table({name: _convert(args[0], item, _join(where, name)) for name, item in value.items()
                       if item is not None})  # fmt: skip

@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.config.checks import counted
+from zaya_jax.config.checks import counted, require
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.data.account import account, account_lines
 from zaya_jax.data.corpus import SPLITS
@@ -40,8 +40,7 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
       InputError: the data cannot be used as configured, an option is not positive, or the plot cannot be written.
     """
     for option, value in (("--step-seconds", step_seconds), ("--max-iops", max_iops)):
-        if not (math.isfinite(value) and value > 0):
-            raise InputError(f"{option} is {value:g}, but must be a finite number greater than 0.")
+        require(0 < value < math.inf, option, value, "a finite number greater than 0")
     prepared = open_sources(config)
     plan = plan_run(config, prepared)
     parts = [_sources(prepared)]

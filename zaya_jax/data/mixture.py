@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from zaya_jax.errors import InputError
+from zaya_jax.config.checks import require
 
 LONGEST_PERIOD = 65_536  # rows
 
@@ -41,8 +41,7 @@ class Mixture:
           InputError: a weight is not finite and above 0.
         """
         for name, weight in weights.items():
-            if not (math.isfinite(weight) and weight > 0):
-                raise InputError(f"The weight of the source {name!r} is {weight}, but must be finite and above 0.")
+            require(0 < weight < math.inf, f"The weight of the source {name!r}", weight, "finite and above 0")
         self.names: tuple[str, ...] = tuple(weights)
         self._per_period = _integers([Fraction(str(weight)) for weight in weights.values()])
         self.period: int = sum(self._per_period)

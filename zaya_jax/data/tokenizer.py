@@ -289,8 +289,7 @@ def tokenizer_path(named: str) -> Path:
     """
     path = expanded(named)
     path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise InputError(f"--tokenizer is {named!r}, but must be a tokenizer.json or a folder that has one.")
+    require(path.is_file(), "--tokenizer", named, "a tokenizer.json or a folder that has one")
     return path
 
 

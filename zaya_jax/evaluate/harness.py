@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, as_sentence, did_you_mean
 from zaya_jax.evaluate.results import MakeProgress
 from zaya_jax.evaluate.scoring import Scorer
@@ -61,8 +62,7 @@ def require_peer(peer: str) -> str:
         raise InputError(f"--peer {peer} needs {', '.join(missing)}. Install what is missing with: "
                          "pip install 'zaya-jax[evaluation,parity]'.")  # fmt: skip
     name = peer.removeprefix(HF_PEER)
-    if not peer.startswith(HF_PEER) or not name:
-        raise InputError(f"--peer is {peer!r}, but must be hf:NAME or hf:FOLDER, such as hf:Qwen/Qwen3-4B.")
+    require(name not in ("", peer), "--peer", peer, "hf:NAME or hf:FOLDER, such as hf:Qwen/Qwen3-4B")
     return name
 
 
@@ -83,8 +83,7 @@ def load_tasks(
     """
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"--task-folder is '{folder}', but must be a folder of YAML files.")
+    require(folder is None or folder.is_dir(), "--task-folder", str(folder), "a folder of YAML files")
     manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=not own_only)
     index = manager.task_index
     for entry in suite.tasks:

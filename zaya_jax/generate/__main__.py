@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.command import is_output_read, prepare_streams, run_command
@@ -72,8 +73,7 @@ def _parser() -> Parser:
 
 def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
-    if options.samples < 1:
-        raise InputError(f"--samples is {options.samples}, but must be at least 1.")
+    require(options.samples >= 1, "--samples", options.samples, "at least 1")
     keep_compilations()
     from zaya_jax.config import ParallelConfig
     from zaya_jax.generate.source import open_text_model

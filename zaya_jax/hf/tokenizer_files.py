@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.data.special_tokens import find_special_tokens, token_text
 from zaya_jax.data.tokenizer import load_tokenizer
-from zaya_jax.errors import InputError
 from zaya_jax.run.files import expanded, json_text, read_object
 from zaya_jax.run.tokenizer import (
     GENERATION,
@@ -37,8 +37,7 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
     if folder is None:
         return {}, special_ids(None)
     folder = expanded(folder)
-    if not folder.is_dir():
-        raise InputError(f"--carry is {str(folder)!r}, but must be an existing folder.")
+    require(folder.is_dir(), "--carry", str(folder), "an existing folder")
     files: dict[str, Path | str] = {path.name: path for path in tokenizer_files(folder)}
     settings, generation = (read_object(folder / name) if name in files else {}
                             for name in (TOKENIZER_CONFIG, GENERATION))  # fmt: skip

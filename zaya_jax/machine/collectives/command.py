@@ -55,8 +55,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     sizes = _sizes(parsed.min_bytes, parsed.max_bytes, parsed.factor)
     if parsed.devices and (parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in AXES)):
         raise InputError("--devices does not go with --axis and the sizes of mesh axes: remove one.")
-    if few := [count for count in parsed.devices if count < 2]:
-        raise InputError(f"--devices is {few[0]}, but must be at least 2.")
+    require(min(parsed.devices, default=2) >= 2, "--devices", min(parsed.devices, default=2), "at least 2")
     config = None
     if parsed.config:
         if parsed.devices or parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in AXES):
@@ -81,8 +80,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:
     first, last = parse_bytes("--min-bytes", least), parse_bytes("--max-bytes", most)
-    if last < first:
-        raise InputError(f"--max-bytes is {most}, but must be at least --min-bytes, {least}.")
+    require(first <= last, "--max-bytes", most, f"at least --min-bytes, {least}")
     require(factor >= 2, "--factor", factor, "at least 2")
     sizes = [first]
     while sizes[-1] * factor <= last:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
@@ -67,8 +68,7 @@ def dry_run(
       InputError: `devices` is below 1, `hardware` is unknown or not `gpu`, a layout or batch does not fit the devices,
         the packages that compile for `gpu` are missing, or `suggest` is asked for without hardware.
     """
-    if devices < 1:
-        raise InputError(f"--devices is {devices}, but must be at least 1.")
+    require(devices >= 1, "--devices", devices, "at least 1")
     config.check()
     if gpu is not None:
         if hardware not in (None, gpu):

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError
+from zaya_jax.config.checks import require
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import recorded_result
@@ -32,8 +32,7 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    if not 0 < parsed.tolerance < 100:
-        raise InputError(f"--tolerance is {parsed.tolerance:g}, but must be above 0 and below 100.")
+    require(0 < parsed.tolerance < 100, "--tolerance", parsed.tolerance, "above 0 and below 100")
     config = load_config(parsed.config, parsed.overrides)
     baseline = recorded_result(VERB, parsed.baseline, config.measurements)
     preset = select_preset(config.preset)

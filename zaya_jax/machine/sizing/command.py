@@ -83,10 +83,8 @@ def _check_request(parsed: argparse.Namespace, config: Config) -> tuple[int, flo
     band = 5.0 if parsed.band is None else parsed.band
     low, high = parsed.layers or (max(1, depth // 2), 2 * depth)
     require(phase in names, "--phase", phase, f"one of {', '.join(names)}")
-    if not 0 < band <= 100:
-        raise InputError(f"--band is {band:g}, but must be above 0 and at most 100.")
-    if not 1 <= low <= high:
-        raise InputError(f"--layers is {low} {high}, but LOW must be at least 1 and at most HIGH.")
+    require(0 < band <= 100, "--band", band, "above 0 and at most 100")
+    require(1 <= low <= high, "--layers", f"{low} {high}", "LOW, at least 1, and HIGH, at least LOW")
     for key in ("init_from", "resume_from"):
         if (source := getattr(config, key)) is not None:
             raise InputError(f"--suggest changes the widths of the model, but those of {key}={source} are fixed: set "
