@@ -67,7 +67,10 @@ def last_words(error: BaseException) -> tuple[str, int]:
     if isinstance(error, InputError):
         return f"{'Error' if error.status == ExitCode.BAD_INPUT else 'Stopped'}: {error}", error.status
     if isinstance(error, OSError | MemoryError):
-        return f"Stopped: {as_sentence(error)}{_FREE_SPACE if is_disk_full(error) else ''}", ExitCode.STOPPED
+        return (
+            f"Stopped: {as_sentence(error)}{_FREE_SPACE if getattr(error, 'errno', None) in _DISK_FULL else ''}",
+            ExitCode.STOPPED,
+        )
     if not isinstance(error, RunStopped) and (sentence := _wrong_setting(error)):
         return f"Error: {sentence}", ExitCode.BAD_INPUT
     return f"Stopped: {error if isinstance(error, RunStopped) else as_sentence(error)}", ExitCode.STOPPED
@@ -76,6 +79,7 @@ def last_words(error: BaseException) -> tuple[str, int]:
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FREE_SPACE = " Free some space, then rerun the command."
 _LIMITS = {  # the error of a limit → what to change
     errno.EMFILE: "Raise the limit of this process (ulimit -n).",
@@ -123,11 +127,6 @@ def _wrong_setting(error: BaseException) -> str | None:
 
 
 _SAID = {"JAX_TRANSFER_GUARD": "Disallowed .* transfer"}
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether a write failed because the disk or the user's quota is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def printable(text: str, longest: int = 10_000) -> str:

@@ -214,7 +214,8 @@ def make_registry(run_dir: Path) -> "CollectorRegistry":
 
     class RunCollector(Collector):
         def collect(self) -> "Iterator[Metric]":
-            families = {name: Metric(name.removesuffix("_total"), text, _kind(name)) for name, text in FAMILIES.items()}
+            families = {key: Metric(key.removesuffix("_total"), text, "counter" if key.endswith("_total") else "gauge")
+                        for key, text in FAMILIES.items()}  # fmt: skip
             for sample in reader.read():
                 families[sample.name].add_sample(sample.name, dict(sample.labels), sample.value)
             yield from (family for family in families.values() if family.samples)
@@ -222,10 +223,6 @@ def make_registry(run_dir: Path) -> "CollectorRegistry":
     registry = CollectorRegistry()
     registry.register(RunCollector())
     return registry
-
-
-def _kind(name: str) -> str:
-    return "counter" if name.endswith("_total") else "gauge"
 
 
 def serve(run_dir: Path, address: str, port: int) -> None:

@@ -65,10 +65,9 @@ def _skipped_rows(config: Config, plan: RunPlan, name: str) -> int:
 
 def account_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the account as one line, and a line more for whatever is left out or changed."""
-    refused = {name: sum(source["refused"].values()) for name, source in found.items()}
     trained, scored = (sum(source[split]["used"] for source in found.values()) for split in ("train", "heldout"))
-    read = sum(refused.values()) + sum(source[split]["documents"] for source in found.values()
-                                       for split in ("train", "heldout"))  # fmt: skip
+    read = sum(sum(source["refused"].values()) + source["train"]["documents"] + source["heldout"]["documents"]
+               for source in found.values())  # fmt: skip
     left = read - trained - scored
     lines = [f"Data: {counted(read, 'document')} in {counted(len(found), 'source')}: {trained:,} trained on, "
              f"{scored:,} evaluated, {left:,} left out{':' if left else '.'}"]  # fmt: skip

@@ -1,5 +1,6 @@
 """Bits per byte of gzip and xz on the held-out text, as a baseline for the model."""
 
+import functools
 import gzip
 import itertools
 import lzma
@@ -49,12 +50,7 @@ def last_window(texts: Iterable[str]) -> bytes:
     return b"".join(reversed(parts))[-WINDOW_BYTES:]
 
 
-def _gzip(text: bytes) -> bytes:
-    return gzip.compress(text, 9, mtime=0)
-
-
-def _xz(text: bytes) -> bytes:
-    return lzma.compress(text, preset=9)
-
-
-_COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"xz": _xz, "gzip": _gzip}
+_COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "xz": functools.partial(lzma.compress, preset=9),
+    "gzip": functools.partial(gzip.compress, compresslevel=9, mtime=0),
+}

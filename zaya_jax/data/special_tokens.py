@@ -43,9 +43,8 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
     if bos is not None:
         begin = None if bos == "none" else bos
     elif "bos_token" in config:
-        begin = token_text(config, "bos_token", path)
-        if not chat and config.get("add_bos_token") is False:
-            begin = None
+        begins = chat or config.get("add_bos_token") is not False
+        begin = token_text(config, "bos_token", path) if begins else None
     else:
         known = [text for text in BOS_TEXTS if text in loaded.specials]
         if len(known) > 1:

@@ -243,7 +243,7 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     try:
         require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        stops, template = _stops(backend, path), _template(path)
+        ends, size, template = end_tokens(path.parent), backend.get_vocab_size(), _template(path)
     except InputError:
         raise
     except Exception as error:  # the library raises bare Exception
@@ -257,16 +257,15 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
                          "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
+    stops = [text for end in ends if isinstance(end, int) and 0 <= end < size and (text := backend.id_to_token(end))]
     tokenizer = Tokenizer(backend, eot_text, bos_text, eos_text, stops)
     return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(template)])
 
 
-def _stops(backend: tokenizers.Tokenizer, path: Path) -> list[str]:
-    """Return the tokens that end a generated text, from the `generation_config.json` beside a tokenizer."""
-    ids = read_beside(path.with_name(GENERATION)).get("eos_token_id")
-    texts = [backend.id_to_token(stop) for stop in (ids if isinstance(ids, list) else [ids])
-             if isinstance(stop, int) and 0 <= stop < backend.get_vocab_size()]  # fmt: skip
-    return [text for text in texts if text is not None]
+def end_tokens(folder: Path) -> list[int]:
+    """Read the ids that end a text in `config.json` or, often more of them, in `generation_config.json`."""
+    ids = [read_beside(folder / name).get("eos_token_id") for name in ("config.json", GENERATION)]
+    return [token for value in ids if value is not None for token in (value if isinstance(value, list) else [value])]
 
 
 def read_beside(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from zaya_jax.config.checks import shown
 from zaya_jax.config.weight_source import HF, parse_source
 from zaya_jax.data.chat import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
-from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, read_beside, tokenizer_path
+from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, end_tokens, load_tokenizer, read_beside, tokenizer_path
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
@@ -75,7 +75,7 @@ def open_text_model(
     special = find_special_tokens(path, chat=True, eot=None, bos=None)
     text = load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)
     check_vocabulary(text, weights.config.vocab_size, path)
-    stops = [text.eot, *_end_tokens(path.parent)]
+    stops = [text.eot, *end_tokens(path.parent)]
     if dtype is None:
         dtype = "float32" if current_target().platform == "cpu" else "bfloat16"
     sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)
@@ -93,12 +93,6 @@ def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
     if path is None or not path.is_file():
         raise InputError(f"{source} has no tokenizer.json; name one with --tokenizer FOLDER.")
     return path
-
-
-def _end_tokens(folder: Path) -> list[int]:
-    """Read the ids that end a text in `config.json` or, often more of them, in `generation_config.json`."""
-    ids = [read_beside(folder / name).get("eos_token_id") for name in ("config.json", GENERATION)]
-    return [token for value in ids if value is not None for token in (value if isinstance(value, list) else [value])]
 
 
 def _sampling(path: Path) -> Sampling:

@@ -95,7 +95,8 @@ def _smoke(output: str | None, time_kernels: TimeKernels) -> dict[str, Any]:
     result = describe_run("smoke test", "", "double precision on the host's CPU", (*plugins, "flax", "optax"))
     machine = run_part("machine", describe_machine)
     sizes = sizes_for(machine.get("platform", "cpu"), machine.get("devices", 1))
-    path = output or str(Path("benchmarks", f"smoke_{_slug(machine.get('device', 'unknown'))}.json"))
+    slug = re.sub(r"[^a-z0-9]+", "_", machine.get("device", "unknown").lower()).strip("_")
+    path = output or str(Path("benchmarks", f"smoke_{slug}.json"))
     result |= {"size": sizes.name, "parts": {"machine": machine}}
     rows = _write(result, path)
     for name, work in parts(sizes, time_kernels).items():
@@ -152,10 +153,6 @@ def _write(result: dict[str, Any], path: str) -> list[comparison.Row]:
     result["comparison"] = comparison.as_json(rows)
     write_result(result, path)
     return rows
-
-
-def _slug(device: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
 def sizes_for(platform: str, devices: int) -> Sizes:

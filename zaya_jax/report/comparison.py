@@ -17,7 +17,7 @@ def loss(subjects: Sequence[Subject]) -> Plot:
     """Plot training and held-out loss, with compressors, skipped steps and faults."""
     traces, marks = list[dict[str, Any]](), list[dict[str, Any]]()
     for subject in subjects:
-        index, hue, label = subject.index, color(subject.index), _label(subject, subjects)
+        index, hue, label = subject.index, color(subject.index), f", {subject.name}" if len(subjects) > 1 else ""
         traces += noisy(subject.metrics.line("loss"), f"training{label}", hue, index)
         if (held := subject.metrics.line("heldout_loss")).steps:
             traces.append(evaluated(held, f"held-out{label}", hue, index))
@@ -61,7 +61,8 @@ def tokens_per_second(subjects: Sequence[Subject]) -> Plot | str:
 
 def data_wait(subjects: Sequence[Subject]) -> Plot | str:
     """Plot the wait for data."""
-    return compare(subjects, "Data wait", "wait for the batch (ms per step)", [_data_wait], timings=True,
+    return compare(subjects, "Data wait", "wait for the batch (ms per step)",
+                   [lambda subject: scaled(subject.timings.line("data_wait"), 1000)], timings=True,
                    note="The wait happens while the previous step runs; only a wait longer than a step costs "
                    "time.")  # fmt: skip
 
@@ -69,7 +70,8 @@ def data_wait(subjects: Sequence[Subject]) -> Plot | str:
 def utilization(subjects: Sequence[Subject]) -> Plot | str:
     """Plot the model FLOPs utilization, or the FLOP/s if no device has a known peak."""
     if any(subject.timings.line("mfu").steps for subject in subjects):
-        return compare(subjects, "MFU", "model FLOPs utilization (%)", [_mfu], timings=True)
+        return compare(subjects, "MFU", "model FLOPs utilization (%)",
+                       [lambda subject: scaled(subject.timings.line("mfu"), 100)], timings=True)  # fmt: skip
     return compare(subjects, "Model FLOP/s", "model FLOP/s", ["flops_per_second"], timings=True,
                    note="MFU is not shown: the peak FLOP/s of these devices is not known.")  # fmt: skip
 
@@ -150,10 +152,6 @@ def _key(metric: str | tuple[str, str]) -> tuple[str, ...]:
     return (metric,) if isinstance(metric, str) else metric
 
 
-def _label(subject: Subject, subjects: Sequence[Subject]) -> str:
-    return f", {subject.name}" if len(subjects) > 1 else ""
-
-
 def _mark(steps: Sequence[int], name: str, hue: str, symbol: str, run: int) -> dict[str, Any]:
     return {"type": "scatter", "mode": "markers", "x": list(steps), "y": [0.97] * len(steps), "yaxis": "y2",
             "name": plain(name), "meta": {"run": run}, "marker": {"symbol": symbol, "size": 10, "color": hue},
@@ -198,11 +196,3 @@ def _batch(subject: Subject) -> Line:
     if len(seen.steps) == 1 and seen.steps[0] == 1:
         line.add(1, seen.values[0])
     return line
-
-
-def _data_wait(subject: Subject) -> Line:
-    return scaled(subject.timings.line("data_wait"), 1000)
-
-
-def _mfu(subject: Subject) -> Line:
-    return scaled(subject.timings.line("mfu"), 100)

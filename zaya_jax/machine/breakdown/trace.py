@@ -58,7 +58,8 @@ def read_trace(folder: Path, module: str = "train_step") -> Trace:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} contains no finished trace. Set profile.start to a step that the run has not "
                          "reached, and let it train to the end of the window.") from error  # fmt: skip
-    kinds = _kinds(entry)
+    kinds = {instruction.name: (instruction_part(place, instruction), instruction.opcode)
+             for place in walk(entry) for instruction in place.instructions}  # fmt: skip
     operations = [(*event, *kinds.get(event[2], (OTHER, ""))) for event in _events(file, module)]
     intervals = [Interval(start, end, part, opcode.startswith(_COLLECTIVES))
                  for start, end, _, part, opcode in operations if opcode not in _CONTAINERS]  # fmt: skip
@@ -66,12 +67,6 @@ def read_trace(folder: Path, module: str = "train_step") -> Trace:
         raise InputError(f"{file} has no operations of the traced program ({module}). On NVIDIA GPUs, command buffers "
                          "hide them: set XLA_FLAGS=--xla_gpu_enable_command_buffer= and trace again.")  # fmt: skip
     return Trace(intervals, entry, *(window[name] for name in ("first_step", "steps", "seconds", "device", "devices")))
-
-
-def _kinds(entry: Place) -> dict[str, tuple[str, str]]:
-    """Return part and opcode of each instruction that runs by itself, by name."""
-    return {instruction.name: (instruction_part(place, instruction), instruction.opcode)
-            for place in walk(entry) for instruction in place.instructions}  # fmt: skip
 
 
 def _events(file: Path, module: str) -> Iterator[tuple[float, float, str]]:

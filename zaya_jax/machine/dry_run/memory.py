@@ -117,16 +117,12 @@ def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
             layers = {name: x for name, x in copy.items() if placement.leaves[name].by_layer}
             gathered = {name: x for name, x in layers.items() if placement.leaves[name].gathered}
             embedding = {name: x for name, x in copy.items() if program.roles[name] == "embedding" and devices > 1}
-            return (layers, gathered, embedding), jax.tree.map(_accumulation, copy)
+            return (layers, gathered, embedding), jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), copy)
         parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
         micro = differentiated(parts)
         return micro, {} if single else reduce_rest(micro, parts, None, placement.leaves, placement.mesh)
 
     return _bytes(_on_one_device(program, gradients_of))
-
-
-def _accumulation(x: jax.Array) -> jax.Array:
-    return x.astype(accumulation_dtype(x.dtype))
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:

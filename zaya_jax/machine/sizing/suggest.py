@@ -90,7 +90,8 @@ def search(
     fitting = [shape for shape in shapes if decodes[shape].memory <= hardware.allocatable]
     points, own, fastest = list[Point](), None, math.inf
     # In this order, only a shape that trains at least as fast as all before it can be on the front.
-    for shape in track("trying", sorted(fitting, key=lambda shape: decodes[shape].step_seconds), _describe):
+    fastest_first = sorted(fitting, key=lambda shape: decodes[shape].step_seconds)
+    for shape in track("trying", fastest_first, lambda x: f"hidden_size {x.hidden_size}, {x.num_layers} layers"):
         changed, is_own = dataclasses.replace(config, model=shape), shape == config.model
         for settings, estimate in _fastest(changed, phase, devices, hardware, math.inf if is_own else fastest):
             change = (*_model_overrides(config.model, shape),
@@ -99,10 +100,6 @@ def search(
             own = points[-1] if is_own else own  # the last one is the fastest
             fastest = min(fastest, points[-1].values[0])
     return [points[index] for index in pareto_front([point.values for point in points])], own
-
-
-def _describe(shape: ModelConfig) -> str:
-    return f"hidden_size {shape.hidden_size}, {shape.num_layers} layers"
 
 
 def _fastest(
