@@ -7,6 +7,7 @@ import pytest
 
 from tests.data_helpers import run_config, small_tokenizer, write_source
 from zaya_jax.config import BatchConfig
+from zaya_jax.config.checks import shown
 from zaya_jax.data.describe import describe, render_row
 from zaya_jax.errors import InputError
 
@@ -66,7 +67,7 @@ def test_skipped_rows_are_told_with_the_phase_that_skips_them(config):
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
 def test_a_step_or_a_storage_of_nothing_is_refused_by_its_option(config, value):
     for option in ("step_seconds", "max_iops"):
-        with pytest.raises(InputError, match=f"^--{option.replace('_', '-')} is {value:g}, "):
+        with pytest.raises(InputError, match=f"^--{option.replace('_', '-')} is {shown(value)}, "):
             describe(config, **{option: value})
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zaya_jax.config.checks import shown
 from zaya_jax.data.mixture import LONGEST_PERIOD, Mixture
 from zaya_jax.errors import InputError
 
@@ -119,6 +120,6 @@ def test_a_small_weight_keeps_a_row_of_the_period(weights, expected):
 @pytest.mark.parametrize("weight", [0, -1.5, math.nan, math.inf])
 def test_a_weight_that_is_no_share_is_named(weight):
     with pytest.raises(
-        InputError, match=f"The weight of the source 'code' is {weight}, but must be finite and above 0"
+        InputError, match=f"The weight of the source 'code' is {shown(weight)}, but must be finite and above 0"
     ):
         Mixture({"web": 1.0, "code": weight})

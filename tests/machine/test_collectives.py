@@ -258,7 +258,7 @@ def test_the_scaling_is_that_of_the_largest_size_which_all_numbers_of_devices_ha
     ("--config configs/tiny.yaml --fsdp 2", "--config has its own layout: leave --devices"),
     ("--config configs/tiny.yaml --max-bytes 1K", "--config has its own sizes: leave --min-bytes"),
     ("--config configs/tiny.yaml", "There is one device, but a collective needs at least two."),
-    ("--max-bytes 4", "--max-bytes is 4, but must be at least --min-bytes, 8."),
+    ("--max-bytes 4", "--max-bytes is '4', but must be at least --min-bytes, 8."),
     ("--min-bytes 8X", "--min-bytes is '8X', but must be a number of bytes, such as 8, 64K, 16M or 1G."),
     ("--factor 1", "--factor is 1, but must be at least 2."),
     ("--devices 1", "--devices is 1, but must be at least 2."),

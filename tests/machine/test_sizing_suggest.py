@@ -279,9 +279,9 @@ def test_larger_micro_batches_are_tried_after_one_that_a_ramp_does_not_allow(mon
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ("--suggest --phase last", "--phase is 'last', but must be one of train."),
-    ("--suggest --band 0", "--band is 0, but must be above 0 and at most 100."),
-    ("--suggest --band nan", "--band is nan, but must be above 0 and at most 100."),
-    ("--suggest --layers 4 3", "--layers is 4 3, but LOW must be at least 1 and at most HIGH."),
+    ("--suggest --band 0", "--band is 0.0, but must be above 0 and at most 100."),
+    ("--suggest --band nan", "--band is .nan, but must be above 0 and at most 100."),
+    ("--suggest --layers 4 3", "--layers is '4 3', but must be LOW, at least 1, and HIGH, at least LOW."),
     ("init_from=runs/x --suggest", "those of init_from=runs/x are fixed: set init_from=null."),
     ("--suggest --png /nowhere/x.png", "--png is '/nowhere/x.png', but must be a file in an existing folder."),
     ("--band 5", "--band needs --suggest."),

@@ -92,7 +92,7 @@ def _grid_rows(losses: dict[Rates, float], matrices: tuple[float, ...]) -> dict[
     return {
         "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in losses.items()],
         "best": {"matrices": best[0], "others": best[1]},
-        "interior": all(min(axis) < x < max(axis) for x, axis in zip(best, (matrices, OTHERS), strict=True)),
+        "interior": _interior(best, matrices, OTHERS),
     }
 
 
@@ -135,3 +135,7 @@ def steps_to(curve: Curve, target: float) -> float | None:
             return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
         before = (step, loss)
     return None
+
+
+def _interior(best: Rates, *axes: tuple[float, ...]) -> bool:
+    return all(min(axis) < value < max(axis) for value, axis in zip(best, axes, strict=True))

@@ -12,6 +12,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.dry_run import report
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.main import main
+from zaya_jax.run.table import size_text
 
 SMALL = ["train.batch.tokens=8192", "train.batch.micro_batch=1", "data.context=64"]
 SMALL += ["model.num_layers=2", "model.vocab_size=512", "model.attention=gqa", "model.router=linear"]
@@ -63,7 +64,7 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     for row in stored:
         over = ["none", "all 8 devices"] if row["replicated_over"] else ["all 8 devices", "none"]
         (line,) = re.findall(rf"^  {over[0]} +{over[1]} +(.*)", table, re.MULTILINE)
-        assert line == f"{row['bytes'] / 1e6:.3f} MB  {row['gathered']}"
+        assert line == f"{size_text(row['bytes'])}  {row['gathered']}"
         assert all(name in table for name in row["parameters"])
     assert "compiled for this layout in 1.5 s, with 2.0 GB of this machine's memory" in table
     assert 1e6 <= estimate().memory.total < 1e9

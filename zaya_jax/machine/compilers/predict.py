@@ -226,7 +226,7 @@ def instruction_cost(place: Place, instruction: Instruction, shares: Shares = WH
         if instruction.kernel.startswith("grouped"):  # one layer of a stack [l, e, p, q]
             rows, shapes = shares.rows, [(dtype, sizes[-3:]) for dtype, sizes in shapes]
         moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
-        flops = share * next((count(shapes) for start, count in _FLOPS if instruction.kernel.startswith(start)), 0.0)
+        flops = share * _kernel_flops(instruction.kernel, shapes)
         fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
         return Cost(f"kernel {family(instruction.kernel)}", moved, flops, ASSUMPTIONS.kernel, fp32)
     if "matmul" in instruction.custom_call or "gemm" in instruction.custom_call:
@@ -292,6 +292,10 @@ _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
     ("grouped", _grouped),
     ("gram", _symmetric),
 )
+
+
+def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
+    return next((count(shapes) for start, count in _FLOPS if kernel.startswith(start)), 0.0)
 
 
 def fusion_bytes(module: Module, instruction: Instruction) -> int:
