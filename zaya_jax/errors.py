@@ -67,10 +67,8 @@ def last_words(error: BaseException) -> tuple[str, int]:
     if isinstance(error, InputError):
         return f"{'Error' if error.status == ExitCode.BAD_INPUT else 'Stopped'}: {error}", error.status
     if isinstance(error, OSError | MemoryError):
-        return (
-            f"Stopped: {as_sentence(error)}{_FREE_SPACE if getattr(error, 'errno', None) in _DISK_FULL else ''}",
-            ExitCode.STOPPED,
-        )
+        advice = " Free some space, then rerun the command." if getattr(error, "errno", None) in _DISK_FULL else ""
+        return f"Stopped: {as_sentence(error)}{advice}", ExitCode.STOPPED
     if not isinstance(error, RunStopped) and (sentence := _wrong_setting(error)):
         return f"Error: {sentence}", ExitCode.BAD_INPUT
     return f"Stopped: {error if isinstance(error, RunStopped) else as_sentence(error)}", ExitCode.STOPPED
@@ -80,7 +78,6 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirect
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FREE_SPACE = " Free some space, then rerun the command."
 _LIMITS = {  # the error of a limit → what to change
     errno.EMFILE: "Raise the limit of this process (ulimit -n).",
     errno.ENFILE: "Raise the limit of this machine (sysctl fs.file-max).",
@@ -101,7 +98,7 @@ def _reached_limit(error: BaseException | None) -> int | None:
         return None if error is None else errno.ENOMEM
     code = error.errno if isinstance(error, OSError) else None
     said = next((code for text, code in _TEXTS.items() if text in str(error)), None)
-    return (code if code in _LIMITS else said) or _reached_limit(error.__cause__ or error.__context__)
+    return (code if code in _LIMITS else said) or _reached_limit(error.__cause__)
 
 
 def is_expected(error: BaseException) -> bool:

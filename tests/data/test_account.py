@@ -181,9 +181,7 @@ def test_skipped_rows_are_counted_for_each_source(tmp_path):
     found = account(config, prepared, plan)
     sources = [int(plan[row]["sources"][0]) for row in [*range(6, 12), *range(13, 17)]]
     assert [found[name]["skipped_rows"] for name in NAMES[:2]] == [sources.count(0), sources.count(1)]
-    assert f"  a: {sources.count(0)} rows skipped (data.skip_rows), whose documents count as trained on" in (
-        account_lines(found)
-    )
+    assert f"  a: {sources.count(0)} rows skipped (data.skip_rows), but counted as trained on" in (account_lines(found))
 
 
 def test_a_source_can_be_evaluated_alone(tmp_path):

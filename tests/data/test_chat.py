@@ -192,6 +192,16 @@ def test_every_content_must_be_written_also_if_it_is_part_of_another_text(number
         rendered(template_of(PARTS, unless=f"loop.index0 == {number}"), SUM)
 
 
+@pytest.mark.parametrize("more", [{"role": "user", "content": "more"}, {"weight": 0}])
+def test_a_template_may_leave_out_reasoning_that_is_not_of_a_trained_last_answer(more):
+    answer = {"role": "assistant", "content": "5", "reasoning": "count"}
+    conversation = [user(), {"role": "assistant", "content": "4"}, user()]
+    conversation += [answer, more] if "role" in more else [answer | more]
+    pieces = rendered(template_of([each for each in PARTS if each != "reasoning"]), parse_conversation(conversation))
+    assert "5" in joined(pieces)
+    assert not of_reasoning(pieces)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_is_not_written_or_not_trained_is_refused(part):
     number = {"content": 5, "reasoning": 7, "tool_calls": 3}[part]
@@ -383,7 +393,7 @@ def test_sharegpt_form_is_read():
     assert parsed[2] == {"role": "assistant", "content": "5", "reasoning": "count"}
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss", "trainable", "loss_mask"])
 @pytest.mark.parametrize("off", [0, False, 0.0])
 def test_an_answer_that_is_not_to_be_trained_is_outside_of_the_loss(key, off):
     answers = [{"role": "assistant", "content": text, key: weight} for text, weight in (("bad", off), ("good", 1))]
@@ -440,7 +450,7 @@ def test_calls_of_tools_are_written_as_the_template_does_or_refused(writes):
         ([user(), assistant(weight=0)], "no assistant message of the conversation is trained"),
         ([assistant(train_detail=[{}])], "message 1 has a train_detail, which is not read; remove it"),
         ([user(function_call={"name": "f"}), assistant()], "message 1 has a function_call, which is not read; write"),
-        ([user(), assistant(trainable=False)], "message 2 has a trainable, which is not read; remove it"),
+        ([user(), assistant(trainable=False)], "no assistant message of the conversation is trained"),
         ([user(), assistant(channel="analysis")], "message 2 has a channel, which is not read; remove it"),
         ([assistant(), assistant(" <think>and on")], "message 2 has a <think> without </think>"),
         ([assistant("\ud800")], "message 1 contains an unpaired surrogate"),

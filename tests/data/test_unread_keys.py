@@ -58,7 +58,7 @@ def test_a_table_gives_the_same_counts_as_lines(tmp_path, tokenizer):
         assert manifest.unread_keys == {"id": 30, "tags": 20}
 
 
-READ = ("role", "content", "tool_call_id")
+READ, FLAGS = ("role", "content", "tool_call_id"), ("weight", "loss_mask")
 names = st.sampled_from(["id", "name", "source", "weight", "reasoning", "images", "loss_mask", "channel", "x", *READ])
 values = st.sampled_from([None, "", [], {}, 0, 1, "text", [1], {"a": 1}, False])
 
@@ -71,7 +71,7 @@ def test_every_key_of_a_message_is_read_counted_or_refused(keys):
     except ValueError as error:
         assert any(key in str(error) for key in keys)  # noqa: PT017 - most are not refused
         return
-    left = {key for key, value in message.items() if value not in (None, "", [], {}) and key not in (*READ, "weight")}
+    left = {key for key, value in message.items() if value not in (None, "", [], {}) and key not in (*READ, *FLAGS)}
     assert Counter(unread_keys(parsed)) == Counter(f"messages[].{key}" for key in left)
 
 
@@ -83,7 +83,7 @@ def test_every_key_beside_a_conversation_is_read_counted_or_refused(beside):
     assert bad is None or any(f"{key!r} next to" in bad[1] for key in given)
 
 
-@pytest.mark.parametrize("key", ["function_call", "images", "loss_mask", "reasoning_details", "channel", "trainable"])
+@pytest.mark.parametrize("key", ["function_call", "images", "mask", "reasoning_details", "channel", "train_detail"])
 def test_a_key_that_changes_what_is_trained_is_named_with_what_to_do(tmp_path, tokenizer, key):
     said = json.loads(json.dumps(SAID))
     said[1][key] = {"name": "f"}

@@ -233,7 +233,7 @@ def test_a_setting_of_any_value_is_followed_or_refused_with_its_task_and_its_nam
         return
     assert key != "x"
     if key == "until":
-        assert prompt.stop == tuple(filter(None, [value] if isinstance(value, str) else value))
+        assert prompt.stop == tuple(filter(None, [value] if isinstance(value, str) else value or ()))
     elif key in Sampling._fields and value is not None:
         assert getattr(prompt.sampling, key) == value
 

@@ -85,12 +85,10 @@ def _source_lines(source: dict[str, Any]) -> list[str]:
     if source["evaluated"] and not source["heldout"]["documents"]:
         lines.append("no document is held out, so the source has no held-out loss (prepare it with a larger --heldout)")
     if source["skipped_rows"]:
-        rows = counted(source["skipped_rows"], "row")
-        lines.append(f"{rows} skipped (data.skip_rows), whose documents count as trained on")
+        lines.append(f"{counted(source['skipped_rows'], 'row')} skipped (data.skip_rows), but counted as trained on")
     lost, total = (sum(source[split][key] for split in ("train", "heldout")) for key in ("lost_bytes", "bytes"))
     if lost:
-        size = counted(total, "byte")
-        lines.append(f"{lost:,} of {size} have no token in the tokenizer, and do not count in bits per byte")
+        lines.append(f"{lost:,} of {total:,} bytes have no token in the tokenizer, and do not count in bits per byte")
     return lines
 
 

@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a template must write."""
+    """A content, reasoning, call or tool, which a template must write."""
 
     name: str  # for messages
     trained: bool | None  # None if the assistant does not write it
@@ -258,7 +258,6 @@ def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, A
         parts.append(_Part(name, trained, optional, set()))
         return f"{_PART}{len(parts) - 1:09}"
 
-    last = max(number for number, message in enumerate(conversation, 1) if message["role"] == "assistant")
     messages = [dict(message) for message in conversation]
     for number, message in enumerate(messages, 1):
         content, calls = message.get("content") or "", message["role"] == "assistant" and message.get("tool_calls")
@@ -266,7 +265,8 @@ def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, A
             start, end = (mark(f"content of message {number}", message, optional=not content.strip()) for _ in range(2))
             message["content"] = _EMPTY_REASONING.sub(rf"\g<0>{start}", content, count=1) + end
         if reasoning := _reasoning(message):  # templates leave out that of earlier answers
-            message["reasoning"] = mark(f"reasoning of message {number}", message, optional=number != last) + reasoning
+            is_earlier = number < len(messages) or message.get("weight") == 0
+            message["reasoning"] = mark(f"reasoning of message {number}", message, optional=is_earlier) + reasoning
         if calls:
             keys = [(call, mark(f"tool_calls of message {number}", message)) for call in calls]
             message["tool_calls"] = [_with(call, arguments={**call["function"]["arguments"], key: key})

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from zaya_jax.data.readers.values import EMPTY, json_kind
+from zaya_jax.data.readers.values import EMPTY, OFF, json_kind
 from zaya_jax.data.tool_calls import calls_from_sharegpt, parse_calls
 
 Conversation = list[dict[str, Any]]
@@ -14,13 +14,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # `from` of a ShareGPT message → role.
 SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_call": "assistant",
             "observation": "tool", "tool": "tool"}  # fmt: skip
-# Keys that say whether a message of the assistant is trained: OpenAI's, axolotl's, ms-swift's.
-_WEIGHTS = ("weight", "train", "training", "loss")
+# Keys that say whether a message of the assistant is trained: OpenAI's, axolotl's, ms-swift's, and their kind.
+_WEIGHTS = ("weight", "train", "training", "loss", "trainable", "trained", "train_on_turn", "loss_mask")
 REASONING = ("reasoning", "reasoning_content", "thinking")
 # Keys that are refused, since they would change what is trained: parts of what is said, and which parts are trained.
 _REFUSED = re.compile("functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
                       "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
-                      "train(ing)?_detail|(loss_)?mask(ed)?|train(able|ed|_on_turn)|ignore|prefix")  # fmt: skip
+                      "train(ing)?_detail|mask(ed)?|ignore|prefix")  # fmt: skip
 _REFUSED_OF_OTHERS = re.compile(f"{_REFUSED.pattern}|tool_calls")
 _READ = ("role", "content", "weight", "tool_call_id", "reasoning", "tool_calls")  # the last two of the assistant
 HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
@@ -62,7 +62,7 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
     pattern = _REFUSED if role == "assistant" else _REFUSED_OF_OTHERS
-    if key := next((key for key, given in value.items() if pattern.fullmatch(key) and given not in EMPTY), None):
+    if key := next((key for key, given in value.items() if pattern.fullmatch(key) and given not in OFF), None):
         advice = "write it as tool_calls" if "function_call" in key else "remove it"
         raise ValueError(f"{where} has a {key}, which is not read; {advice}")
     message = _with_weight(value, where)

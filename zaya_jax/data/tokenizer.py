@@ -96,9 +96,10 @@ class Tokenizer:
     def controls(self, template: str) -> frozenset[str]:
         """Return the added tokens in a chat template's source, except pairs of tags, which texts may have."""
         added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
-        found = {text for text in added if text in template and not text.isspace()}
-        closing = {text for text in found if text.startswith("</") and f"<{text[2:]}" in found}
-        return frozenset(found - closing - {f"<{text[2:]}" for text in closing})
+        longest_first = sorted(filter(None, added), key=len, reverse=True)  # one may be part of another
+        written = re.findall("|".join(map(re.escape, longest_first)), template) if added else []
+        return frozenset(text for text in written if not (text.isalnum() or text.isspace() or
+                         {text.replace("</", "<"), text.replace("<", "</")} & added - {text}))  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding special tokens.
@@ -124,7 +125,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _keeps_all(self) -> bool:
-        """Whether no text is lost: there are tokens for all bytes, and nothing strips or replaces others."""
+        """True if no text is lost: there are tokens for all bytes, and nothing strips or replaces others."""
         added = self._backend.get_added_tokens_decoder().values()
         strips = any((token.lstrip or token.rstrip) and not token.special for token in added)
         normalizer = self._backend.normalizer.__getstate__() if self._backend.normalizer else b""
@@ -243,7 +244,8 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     try:
         require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        ends, size, template = end_tokens(path.parent), backend.get_vocab_size(), _template(path)
+        added, template = backend.get_added_tokens_decoder(), _template(path)
+        stops = [added[end].content for end in end_tokens(path.parent, GENERATION) if end in added]
     except InputError:
         raise
     except Exception as error:  # the library raises bare Exception
@@ -257,14 +259,13 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
                          "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
-    stops = [text for end in ends if isinstance(end, int) and 0 <= end < size and (text := backend.id_to_token(end))]
     tokenizer = Tokenizer(backend, eot_text, bos_text, eos_text, stops)
     return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(template)])
 
 
-def end_tokens(folder: Path) -> list[int]:
-    """Read the ids that end a text in `config.json` or, often more of them, in `generation_config.json`."""
-    ids = [read_beside(folder / name).get("eos_token_id") for name in ("config.json", GENERATION)]
+def end_tokens(folder: Path, *files: str) -> list[int]:
+    """Read the ids that end a text in `files` of a folder, such as `config.json` and `generation_config.json`."""
+    ids = [read_beside(folder / name).get("eos_token_id") for name in files]
     return [token for value in ids if value is not None for token in (value if isinstance(value, list) else [value])]
 
 

@@ -160,8 +160,8 @@ class ZayaLM(LM):  # type: ignore[misc]
                 self.truncated.setdefault(request.task_name, Counter()).update(requests=1, tokens=tokens)
         for task, count in self.truncated.items() if is_primary() else ():
             number, length = (counted(count[f"{noun}s"], noun) for noun in ("request", "token"))
-            warn_once(f"Warning: {number} of the task {task} did not fit into the positions of the model and lost "
-                      f"their beginning, {length} in all.")  # fmt: skip
+            warn_once(f"Warning: {number} of the task {task} did not fit into the positions of the model, so that "
+                      f"{length} at the beginning were left out.")  # fmt: skip
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """See `LM.loglikelihood_rolling`; a text begins after one prefix token, and never with a second one."""
@@ -203,7 +203,7 @@ class ZayaLM(LM):  # type: ignore[misc]
 
     def _answer(self, prompt: Sequence[int], tokens: list[int], settings: Mapping[str, Any]) -> str:
         """Cut a continuation at its stop texts, which may be special tokens, then remove the special tokens left."""
-        tokenizer, stop = self.opened.tokenizer, normalize_gen_kwargs(dict(settings)).get("until")
+        tokenizer, stop = self.opened.tokenizer, _normalized(settings).get("until")
         text = postprocess_generated_text(tokenizer.decode_after(prompt, tokens), stop, self._think_end)
         specials = sorted(tokenizer.specials, key=len, reverse=True)  # one may begin with another
         return re.sub("|".join(map(re.escape, specials)), "", text) if specials else text
@@ -226,11 +226,11 @@ class ZayaLM(LM):  # type: ignore[misc]
         where = f"The task {task}'s "
         for key, (named, *types) in _TYPES.items():
             require(type(settings.get(key)) in (type(None), *types), f"{where}{key}", settings.get(key), named)
-        until, beams = settings.get("until", []), settings.get("num_beams")
-        require(isinstance(until, str) or (isinstance(until, list) and all(isinstance(text, str) for text in until)),
-                f"{where}until", until, "text or a list of texts")  # fmt: skip
+        until, beams = settings.get("until"), settings.get("num_beams")
+        texts = until if isinstance(until, list) else [] if until is None else [until]
+        require(all(isinstance(text, str) for text in texts), f"{where}until", until, "text or a list of texts")
         require(beams in (None, 1), f"{where}num_beams", beams, "1, since zaya_jax has no beam search")
-        normalized = normalize_gen_kwargs({key: value for key, value in settings.items() if value is not None})
+        normalized = _normalized(settings)
         if unknown := sorted({*normalized} - {*Sampling._fields, *_IGNORED}, key=str):
             raise InputError(f"The task {task} sets {unknown[0]} for its continuations, which zaya_jax does not "
                              f"support; it supports {', '.join(Sampling._fields)}, until and max_gen_toks."
@@ -276,3 +276,8 @@ class ZayaLM(LM):  # type: ignore[misc]
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template."""
         return self.opened.template if chat_template else None
+
+
+def _normalized(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task's continuations under their usual names, without those that are null."""
+    return normalize_gen_kwargs({key: value for key, value in settings.items() if value is not None})

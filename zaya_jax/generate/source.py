@@ -75,7 +75,7 @@ def open_text_model(
     special = find_special_tokens(path, chat=True, eot=None, bos=None)
     text = load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)
     check_vocabulary(text, weights.config.vocab_size, path)
-    stops = [text.eot, *end_tokens(path.parent)]
+    stops = [text.eot, *end_tokens(path.parent, "config.json", GENERATION)]
     if dtype is None:
         dtype = "float32" if current_target().platform == "cpu" else "bfloat16"
     sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)

@@ -19,7 +19,7 @@ from zaya_jax.data.readers.unit import InputFile, Unit, reading
 from zaya_jax.errors import InputError
 
 # Comments and submissions of Reddit, as JSON lines: of a month, of a day, or of a subreddit.
-_PUSHSHIFT = re.compile(r"(R[CS](_v2)?_\d{4}-\d\d(-\d\d)?|.+_(comments|submissions))\.(gz|zst|bz2|xz)")
+_PUSHSHIFT = re.compile(r"R[CS](_v2)?_\d{4}-\d\d(-\d\d)?\.(gz|zst|bz2|xz)|.+_(comments|submissions)\.zst")
 _LEAST_UNIT, _MOST_UNIT, _UNITS = 2 * 2**20, 2**30, 512
 
 

@@ -17,8 +17,9 @@ TOOLS = "tools"  # field next to a conversation that becomes part of it
 # Fields next to a conversation that would change its meaning, and are refused; of the flags, if they are off.
 SIBLINGS = re.compile("functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|"
                       "documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs")  # fmt: skip
-FLAGS = re.compile("weight|train|training|loss|label")
+FLAGS = re.compile("weight|train|training|loss|label|loss_mask")
 EMPTY = (None, "", [], {}, "[]", "{}", "null")
+OFF = (*EMPTY, False)  # values of a key that is refused with any other; 0 equals False
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:
@@ -37,8 +38,8 @@ def suggest_chat(field: str, names: Collection[str]) -> str:
 def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
     """Return why a conversation with a field of `SIBLINGS` or `FLAGS` cannot be used; None if these are empty."""
     for name, value in beside.items():
-        parts = value.values() if isinstance(value, dict) else [value]
-        if name != field and SIBLINGS.fullmatch(name) and any(each not in EMPTY for each in parts):
+        parts, empty = (value.values(), EMPTY) if isinstance(value, dict) else ([value], OFF)
+        if name != field and SIBLINGS.fullmatch(name) and any(each not in empty for each in parts):
             return "unread field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
         is_off = value is False or value == "false" or (name == "weight" and value not in (None, 1))
         if name != field and FLAGS.fullmatch(name) and is_off:

@@ -24,7 +24,8 @@ from zaya_jax.machine.result import describe_run
 from zaya_jax.machine.step import place_rows, random_tokens
 from zaya_jax.machine.timing import timed
 from zaya_jax.ops.parts import PARTS
-from zaya_jax.run.folder import CONFIG, PROFILE
+from zaya_jax.run.folder import PROFILE
+from zaya_jax.run.run import Run
 from zaya_jax.train.initialization import initialize
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.profiler import StepProfiler
@@ -48,7 +49,7 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
     if folder.is_dir():
         if overrides:
             raise InputError(f"{source} is a run, whose configuration is fixed: leave out {' '.join(overrides)}.")
-        config, trace = load_config(folder / CONFIG), read_trace(folder / PROFILE)
+        config, trace = Run(folder).config, read_trace(folder / PROFILE)
         if hardware is not None:
             check_largest_batch(config, trace.first_step)
     else:
