@@ -92,13 +92,11 @@ _TEXTS = {os.strerror(code): code for code in _LIMITS} | {
 }  # fmt: skip
 
 
-def _reached_limit(error: BaseException | None) -> int | None:
+def _reached_limit(error: BaseException) -> int | None:
     """Return which limit of `_LIMITS` an error is due to, itself or by what it was raised from; None if none."""
-    if error is None or isinstance(error, MemoryError):
-        return None if error is None else errno.ENOMEM
-    code = error.errno if isinstance(error, OSError) else None
+    code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     said = next((code for text, code in _TEXTS.items() if text in str(error)), None)
-    return (code if code in _LIMITS else said) or _reached_limit(error.__cause__)
+    return (code if code in _LIMITS else said) or (_reached_limit(error.__cause__) if error.__cause__ else None)
 
 
 def is_expected(error: BaseException) -> bool:

@@ -278,6 +278,6 @@ class ZayaLM(LM):  # type: ignore[misc]
         return self.opened.template if chat_template else None
 
 
-def _normalized(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _normalized(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of a task's continuations under their usual names, without those that are null."""
     return normalize_gen_kwargs({key: value for key, value in settings.items() if value is not None})

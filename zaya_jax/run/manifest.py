@@ -196,7 +196,9 @@ def list_names(folder: Path) -> list[str]:
     """
     try:
         return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
         if os.path.islink(folder):
             raise OSError(errno.ESTALE, "the target of this link is gone", str(folder)) from error
     return []
