@@ -95,7 +95,7 @@ sys.argv += [f"run_dir={options.config}.bad", f"seed={options.process}"]
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """The folder of a job of two processes; what each has said of what works, and of what does not."""
-    folder = tmp_path_factory.mktemp("job")
+    folder = tmp_path_factory.mktemp("job #1 of a?b")  # a name that libraries would split
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
         started = start_job(folder, [command(folder, "two", *SHORT)] * 2, code=SEVERAL)

@@ -67,9 +67,10 @@ class EventLog:
         self._id += 1
         now = time.time()
         event = {
-            "v": VERSION, "id": self._id, "time": _utc(now), "unix": round(now, 6),
-            "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt, "kind": kind,
-            "code": code, "severity": str(severity), "cause": cause, "text": printable(text, 500),
+            "v": VERSION, "id": self._id,
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z",
+            "unix": round(now, 6), "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt,
+            "kind": kind, "code": code, "severity": str(severity), "cause": cause, "text": printable(text, 500),
         } | {key: _plain(value) for key, value in details.items() if value is not None}  # fmt: skip
         line = (json.dumps(event, allow_nan=False) + "\n").encode()
         self._files.submit(lambda: self._append(line, sync=severity in (Severity.ERROR, Severity.FATAL)))
@@ -94,7 +95,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     return value
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"

@@ -83,7 +83,8 @@ def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[
         held = {bounds: np.asarray(data) for bounds, data in shards.items()}
         for where in parts:
             wanted = _bounds(read_slice(where), array.shape)
-            home = next((bounds for bounds in held if _within(wanted, bounds)), None)
+            home = next((bounds for bounds in held if all(c <= a and b <= d for (a, b), (c, d)
+                                                          in zip(wanted, bounds, strict=True))), None)  # fmt: skip
             if home is None:
                 not_held.setdefault(name, []).append(where)
             else:
@@ -97,10 +98,6 @@ def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
-
-
-def _within(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ...]) -> bool:
-    return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
 
 
 def assemble(leaf: Any, read: Callable[[str], np.ndarray]) -> jax.Array:

@@ -93,10 +93,6 @@ def _shown(
         text = text[: min(places)]
     elif not ended:
         text = text.rstrip(_UNKNOWN)
-        text = text[: len(text) - max((_overlap(text, end) for end in stop), default=0)]
+        starts = (end[:size] for end in stop for size in range(len(end) + 1))  # of a stop that is not complete yet
+        text = text[: len(text) - max((len(start) for start in starts if text.endswith(start)), default=0)]
     return TextContinuation(text, row.tokens, row.logprobs, row.stopped)
-
-
-def _overlap(text: str, end: str) -> int:
-    """Return the length of the longest beginning of `end` that `text` ends with."""
-    return next((size for size in range(min(len(end), len(text)), 0, -1) if text.endswith(end[:size])), 0)

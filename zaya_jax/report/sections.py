@@ -55,7 +55,8 @@ def make_sections(subjects: Sequence[Subject], config: str | None = None) -> lis
         "Configuration": [
             *([lambda: settings.between_runs(subjects)] if len(subjects) > 1 else []),
             lambda: compared,
-            *_each(subjects, settings.from_parents, settings.changes, _config),
+            *_each(subjects, settings.from_parents, settings.changes,
+                   lambda subject: Text(CONFIG, (subject.path / CONFIG).read_text(encoding="utf-8"))),
         ],
     }  # fmt: skip
     made = [Section(title, list(_blocks(title, makers))) for title, makers in by_title.items()]
@@ -108,7 +109,3 @@ def _flat(made: Any) -> Iterator[Block]:
 def _samples(subject: Subject) -> list[Text]:
     return [Text(f"Continuation of {sample['prompt']!r}", sample["prompt"] + sample["continuation"])
             for sample in subject.summary.get("samples", ())]  # fmt: skip
-
-
-def _config(subject: Subject) -> Text:
-    return Text(CONFIG, (subject.path / CONFIG).read_text(encoding="utf-8"))
