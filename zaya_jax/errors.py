@@ -95,8 +95,8 @@ _TEXTS = {os.strerror(code): code for code in _LIMITS} | {
 def _reached_limit(error: BaseException) -> int | None:
     """Return which limit of `_LIMITS` an error is due to, itself or by what it was raised from; None if none."""
     code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
-    said = next((code for text, code in _TEXTS.items() if text in str(error)), None)
-    return (code if code in _LIMITS else said) or (_reached_limit(error.__cause__) if error.__cause__ else None)
+    named = next((code for text, code in _TEXTS.items() if text in str(error)), None)
+    return (code if code in _LIMITS else named) or (_reached_limit(error.__cause__) if error.__cause__ else None)
 
 
 def is_expected(error: BaseException) -> bool:

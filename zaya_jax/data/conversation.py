@@ -62,7 +62,7 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
     pattern = _REFUSED if role == "assistant" else _REFUSED_OF_OTHERS
-    if key := next((key for key, given in value.items() if pattern.fullmatch(key) and given not in OFF), None):
+    if key := next((key for key, content in value.items() if pattern.fullmatch(key) and content not in OFF), None):
         advice = "write it as tool_calls" if "function_call" in key else "remove it"
         raise ValueError(f"{where} has a {key}, which is not read; {advice}")
     message = _with_weight(value, where)
@@ -100,16 +100,16 @@ def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a message whose only key of `_WEIGHTS` is a `weight` of 0, if it is not trained."""
-    given = {key: message[key] for key in _WEIGHTS if message.get(key) is not None}
+    flags = {key: message[key] for key in _WEIGHTS if message.get(key) is not None}
     rest = {key: x for key, x in message.items() if key not in _WEIGHTS}
-    for key, value in given.items():
+    for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise ValueError(f"{where} has the {key} {value!r:.50}, but must have 0 or 1 (false or true)")
         if value and message["role"] != "assistant" and key != "weight":  # a weight of 1 is often everywhere
             raise ValueError(f"{where} has the {key} {value!r}, but only what the assistant writes is trained")
-    if len({bool(value) for value in given.values()}) > 1:
-        raise ValueError(f"{where} has {' and '.join(given)} that differ")
-    is_untrained = message["role"] == "assistant" and given and not any(given.values())
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise ValueError(f"{where} has {' and '.join(flags)} that differ")
+    is_untrained = message["role"] == "assistant" and flags and not any(flags.values())
     return {**rest, "weight": 0} if is_untrained else rest
 
 

@@ -67,8 +67,8 @@ class RenderWork:
                 continue
             spans = spans or []
             written = {span.reasoning for span in spans} - {None}
-            given = [each for each in conversation if each["role"] == "assistant" and each.get("reasoning")]
-            if outcome in (None, "kept") and len(written) < len(given):
+            reasonings = [each for each in conversation if each["role"] == "assistant" and each.get("reasoning")]
+            if outcome in (None, "kept") and len(written) < len(reasonings):
                 outcome = "earlier_removed"  # by the template
             tokens = np.array([token for span in spans for token in span.tokens], dtype)
             loss_mask = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)

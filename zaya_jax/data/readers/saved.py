@@ -45,17 +45,17 @@ def _compare_rows(folder: Path, files: list[Path]) -> None:
     """
     split = _tree(folder / _STATE).get("_split")
     try:
-        wanted = _tree(folder / _INFO)["splits"][split]["num_examples"]
+        expected = _tree(folder / _INFO)["splits"][split]["num_examples"]
     except (KeyError, TypeError):
         return
-    if not isinstance(wanted, int) or not all(file.is_file() for file in files):
+    if not isinstance(expected, int) or not all(file.is_file() for file in files):
         return
     from zaya_jax.data.readers.arrow import count_rows
 
     rows = sum(count_rows(str(file)) for file in files)
-    if rows < wanted:
+    if rows < expected:
         print(f"data: the saved dataset {folder} has {rows:,} rows, but {_INFO} says that split {split!r} has "
-              f"{wanted:,}. Unless rows were filtered out, save or copy it again.", file=sys.stderr)  # fmt: skip
+              f"{expected:,}. Unless rows were filtered out, save or copy it again.", file=sys.stderr)  # fmt: skip
 
 
 def _json(path: Path, key: str) -> list[Any]:
