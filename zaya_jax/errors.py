@@ -15,6 +15,7 @@ class ExitCode(enum.IntEnum):
     OK = 0
     STOPPED = 1  # the run had to stop, or a check found damage or a difference
     BAD_INPUT = 2
+    SUPERSEDED = 3  # other processes have resumed the run
     HUNG_UP = 129  # 128 + SIGHUP: the terminal is gone
     INTERRUPTED = 130  # Ctrl-C; the shell convention is 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
@@ -40,6 +41,10 @@ class RunStopped(RuntimeError):
     """The run cannot continue. The message says what happened and what to do."""
 
 
+class Superseded(RunStopped):
+    """Other processes have resumed the run, so this one must not write to it any more."""
+
+
 class WorkerLost(RunStopped):
     """A data worker process was killed. The run can still save a checkpoint."""
 
@@ -62,6 +67,8 @@ def last_words(error: BaseException) -> tuple[str, int]:
         return f"Stopped by Ctrl-C. {error}".strip(), ExitCode.INTERRUPTED
     if isinstance(error, Preempted):
         return str(error), error.status
+    if isinstance(error, Superseded):
+        return f"Stopped: {error}", ExitCode.SUPERSEDED
     if isinstance(error, _WRONG_PATH):
         return f"Error: {as_sentence(error)}", ExitCode.BAD_INPUT
     if isinstance(error, InputError):

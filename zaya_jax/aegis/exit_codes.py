@@ -14,6 +14,7 @@ class SupervisorExit(enum.IntEnum):
     DO_NOT_REQUEUE = 93  # the same failure again, or no progress: a person must look
     NO_CHECKPOINT = 94  # every checkpoint is damaged
     BUDGET_SPENT = 95  # too many restarts in an hour
+    SUPERSEDED = 96  # another job has resumed this run and goes on with it
     INTERRUPTED = 130  # Ctrl-C
 
 
@@ -26,5 +27,6 @@ MEANINGS = {
     SupervisorExit.DO_NOT_REQUEUE: "do not requeue",
     SupervisorExit.NO_CHECKPOINT: "no intact checkpoint",
     SupervisorExit.BUDGET_SPENT: "too many restarts",
+    SupervisorExit.SUPERSEDED: "another job has resumed the run: do not requeue",
     SupervisorExit.INTERRUPTED: "interrupted",
 }
