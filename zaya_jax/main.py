@@ -79,7 +79,7 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
     progress.enter(Phase.JOIN)
     process.peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, timeout,
                          progress)  # fmt: skip
-    result = run_training(config, process.peers, progress)
+    result = run_training(config, process.peers, progress, process.leave)
     progress.enter(Phase.FINISH)
     if is_primary() and config.sample.tokens:
         print("Continuing the sample prompt", flush=True)
@@ -109,16 +109,27 @@ class _Process:
 
     def stop(self, number: int) -> None:
         """Exit at once: there is nothing to save, or this is the second signal."""
-        self._leave(f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number))
+        sentence, status = f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number)
+        self.progress.end(status, sentence, is_origin=True)
+        if self.run_dir:
+            folder = Path(os.path.expanduser(self.run_dir))
+            writer = threading.Thread(target=mark_stopped, args=(folder, status, sentence), daemon=True)
+            writer.start()
+            writer.join(1)  # not longer, since the file system may hang
+        self._leave(sentence, status)
 
     def end(self, error: BaseException) -> int:
         """Print why the run ends, and return the exit status."""
+        if self.peers is not None:
+            self.leave(error)
         sentence, status = last_words(error)
         self.progress.end(status, sentence, is_origin=True)
-        if self.peers is not None:
-            self.peers.leave(sentence, status)
         warn(sentence)
         return status
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """Print why the run ends, and end the job at once, from any thread."""
+        self._leave(*last_words(error))
 
     def fail(self, error: Exception) -> NoReturn:
         """End the whole job after an error in this process, which the loss of another process may have caused."""
@@ -136,12 +147,7 @@ class _Process:
         self.peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
 
     def _leave(self, sentence: str, status: int) -> NoReturn:
-        self.progress.end(status, sentence, is_origin=True)
-        if self.run_dir:
-            folder = Path(os.path.expanduser(self.run_dir))
-            writer = threading.Thread(target=mark_stopped, args=(folder, status, sentence), daemon=True)
-            writer.start()
-            writer.join(1)  # not longer, since the file system may hang
+        self.progress.end(status, sentence, is_origin=True)  # ignored if `stop` has left it
         leave = say_and_exit if self.peers is None else self.peers.leave
         leave(sentence, status)
 

@@ -25,11 +25,11 @@ from zaya_jax.checkpoint.orbax_save import start_save
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import InputError, RunStopped, as_sentence
+from zaya_jax.errors import InputError, RunStopped, Superseded, as_sentence
 from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import joined, leaf_digest, uncovered
-from zaya_jax.run.fencing import is_current, take_token, why_superseded
+from zaya_jax.run.fencing import Fence, is_current
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
 from zaya_jax.run.retention import steps_to_keep
@@ -74,11 +74,19 @@ class _Saving:
 
 
 class CheckpointStore:
-    """Saves and retains checkpoints in the folder `checkpoints/` of a run, for the processes that train it."""
+    """Saves and retains checkpoints in the folder `checkpoints/` of a run, for the processes that train it.
+
+    Every method raises `Superseded` when it is about to write after other processes have resumed the run.
+
+    Attributes:
+      folder: of the checkpoints.
+      say: prints one sentence about a problem.
+      fence: the fencing token of these processes, in process 0.
+    """
 
     def __init__(
         self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = (),
-        say: Callable[[str], object] = print,
+        say: Callable[[str], object] = print, leave: Callable[[Superseded], object] = lambda error: None,
     ) -> None:  # fmt: skip
         """Open the folder, which need not exist; nothing is written yet.
 
@@ -87,9 +95,11 @@ class CheckpointStore:
           config: when and what to save and keep.
           pinned: steps whose checkpoints are never removed.
           say: prints one sentence about a problem.
+          leave: ends this process if other processes resume the run, see `Fence`.
         """
         self.folder = folder.resolve()
         self.say = say
+        self.fence = Fence(self.folder, leave)
         self._config, self._pinned = config, set(pinned)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._token = 0
@@ -145,7 +155,7 @@ class CheckpointStore:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
-                token = take_token(self.folder, names.current_tokens(self.folder, self._newest, self.say)).number
+                token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say))
                 for step in self._verified.intersection(self.steps()):
                     (self.folder / str(step) / names.VERIFIED).touch()
                 self._retain()
@@ -198,6 +208,8 @@ class CheckpointStore:
 
     def _prospect(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> _Prospect:
         """Check whether `size` bytes can be saved to `work`; quarantine an unusable folder with the step's name."""
+        if problem := self.fence.check():
+            return _Prospect(problem=problem)
         path = self.folder / str(step)
         try:
             manifest = try_read(path)
@@ -295,8 +307,6 @@ class CheckpointStore:
         need = round(size * _SPARE)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if problem := why_superseded(self.folder, self._token):
-                return problem
             if shutil.disk_usage(self.folder).free < need:
                 names.clean(self.folder)
                 self._retain()
@@ -342,8 +352,7 @@ class CheckpointStore:
         problems = [text for text in all_gather("saved", problem, _PATIENCE) if text]
         verdict = ""
         if is_primary():
-            superseded = why_superseded(self.folder, self._token) if problems else ""
-            verdict = superseded or problems[0] if problems else self._commit(saving)
+            verdict = self.fence.check() or problems[0] if problems else self._commit(saving)
         verdict = all_gather("kept", verdict, _PATIENCE)[0]
         if verdict:
             self.local.discard()
@@ -352,6 +361,7 @@ class CheckpointStore:
             raise SaveFailed(verdict)
         if self._config.verify == "readback":
             self._verified.add(saving.step)
+        self.fence.check()
         if problem := self.local.commit(saving.step):
             (self.say if is_primary() else print)(problem)  # local disks differ between processes
         if is_primary():
@@ -370,7 +380,7 @@ class CheckpointStore:
                 saving.step, self._token, saving.metadata, leaves, list_files(saving.work),
                 file_digests(saving.work) if verifying else {}, self._config.verify == "readback",
             ))  # fmt: skip
-            if problem := why_superseded(self.folder, self._token):
+            if problem := self.fence.check():
                 return problem
             os.rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)
@@ -380,6 +390,7 @@ class CheckpointStore:
 
     def _retain(self) -> None:
         """Apply retention in process 0; checkpoints that cannot be removed stay."""
+        self.fence.check()
         with contextlib.suppress(OSError):
             usable = names.usable_checkpoints(self.folder)
             kept = steps_to_keep(usable, self._config, self._verified) | self._pinned

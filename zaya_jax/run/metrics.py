@@ -20,14 +20,20 @@ _SYNC_BYTES = 2**20  # of rows in memory that trigger a sync between checkpoints
 class DiskGuard:
     """Turns failures to write non-critical files of the run folder into one warning instead of ending the run."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        """Report through `say`: once when writing starts to fail, once when every file is written again."""
-        self.say = say
+    def __init__(self, say: Callable[[str], object], check: Callable[[], object] = lambda: None) -> None:
+        """Guard the files of a run folder.
+
+        Args:
+          say: reports when writing starts to fail, and when every file is written again.
+          check: is called before a file is written; raises `Superseded` if other processes have resumed the run.
+        """
+        self.say, self._check = say, check
         self._failed: dict[Path, str] = {}
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
         """Suppress and report an `OSError` while `path` is being written."""
+        self._check()
         failing = len(self._failed) > 0
         try:
             yield
