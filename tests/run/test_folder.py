@@ -23,7 +23,7 @@ from zaya_jax.config import (
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
-from zaya_jax.run.fencing import FENCE, take_token
+from zaya_jax.run.fencing import FENCE, Fence
 from zaya_jax.run.files import partial_name
 from zaya_jax.run.folder import (
     CHANGES,
@@ -105,7 +105,7 @@ def begun(config):
     with claimed(config) as folder:
         (folder / METRICS).write_text('{"step": 1}\n')
         (folder / CHECKPOINTS).mkdir()
-        take_token(folder / CHECKPOINTS, {})
+        Fence(folder / CHECKPOINTS).take({})
     return folder
 
 
@@ -289,7 +289,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_one_that_never_had_any_
         (folder / METRICS).write_text('{"step": 1}\n' if rows else "")
         (folder / PHASES).write_text('{"train": 1}' if ended else "{}")
         if token:
-            take_token(folder / CHECKPOINTS, {})
+            Fence(folder / CHECKPOINTS).take({})
         if saved:
             (folder / CHECKPOINTS / "1").mkdir()
     if not saved and (ended or (rows and not token)):

@@ -139,6 +139,7 @@ class Attempt:
         if now - self._state_time >= _STATE_EVERY and (self._state is None or self._state.done()):
             self._state_time = now
             shared.notifier.poll()
+            shared.log.flush()
             self._state = shared.files.submit(functools.partial(
                 write_state, shared.folder, attempt=self._log.attempt, state="running",
                 ranks=describe_ranks(self._gang.ranks),

@@ -28,6 +28,7 @@ from zaya_jax.aegis.rollback import plan_rollback, roll_back
 from zaya_jax.aegis.shared import Shared
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
+from zaya_jax.aegis.training_watch import level_changes
 from zaya_jax.aegis.watch import Watch
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
@@ -57,7 +58,7 @@ class Supervisor:
         self._command, self._policy, self._environment = command, policy, environment
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode(errors="surrogateescape")))
         self._shared = Shared(folder, node, policy, timeouts)
-        self._watch = Watch(policy, command.run_dir, self._shared.files)
+        self._watch = Watch(policy, command.run_dir, self._shared.files, level_changes(command.config))
         self._failures: list[tuple[float, Failure]] = []
         self._faults_made = 0  # by a drill
 
@@ -97,7 +98,7 @@ class Supervisor:
             output.flush(1.0)
         shared.notifier.close(_LAST_NEWS)
         if not shared.log.close(_LAST_FILES):
-            shared.outputs[1].say("The run folder does not answer, so it may not have the verdict.")
+            shared.outputs[1].say("The run folder does not answer or is full, so it may lack events or the verdict.")
             shared.outputs[1].flush(1.0)
             os._exit(code)  # closing its files would wait, too
 

@@ -13,7 +13,7 @@ from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.aegis.signatures import match, observe_line
-from zaya_jax.aegis.training_watch import LossWatch, StragglerWatch
+from zaya_jax.aegis.training_watch import LevelChanges, LossWatch, StragglerWatch
 
 _EVERY = 1.0  # seconds between two looks at the machine
 _SILENT = 30.0  # seconds after which a run folder that does not answer is reported
@@ -22,9 +22,16 @@ _SILENT = 30.0  # seconds after which a run folder that does not answer is repor
 class Watch:
     """Watches the machine for as long as the supervisor runs, and output and training attempt by attempt."""
 
-    def __init__(self, policy: Policy, run_dir: Path, files: FileWorker) -> None:
-        """Start to watch the machine, and the disk of `run_dir`, whose files `files` reads and writes."""
-        self._policy, self._run_dir, self._files = policy, run_dir, files
+    def __init__(self, policy: Policy, run_dir: Path, files: FileWorker, changes: LevelChanges = None) -> None:
+        """Start to watch the machine.
+
+        Args:
+          policy: of the supervisor.
+          run_dir: whose disk to watch, too.
+          files: reads and writes the files of `run_dir`.
+          changes: see `LossWatch`.
+        """
+        self._policy, self._run_dir, self._files, self._changes = policy, run_dir, files, changes
         self._kernel_log = None if policy.watch.kernel_log is None else KernelLog(Path(policy.watch.kernel_log))
         telemetry = policy.watch.network_telemetry
         self._network = NetworkWatch(Path(policy.watch.sysfs), policy.watch.link_down_seconds,
@@ -41,7 +48,8 @@ class Watch:
 
     def start_attempt(self) -> None:
         """Forget the losses and times of the attempt before."""
-        self._loss, self._straggler = LossWatch(self._policy.training), StragglerWatch(self._policy.training)
+        policy = self._policy.training
+        self._loss, self._straggler = LossWatch(policy, self._changes), StragglerWatch(policy)
 
     @property
     def pids(self) -> list[int]:

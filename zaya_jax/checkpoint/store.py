@@ -6,7 +6,6 @@ manifest, and finally renames the folder to the checkpoint's name.
 
 import contextlib
 import dataclasses
-import enum
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 
@@ -42,21 +41,6 @@ _SPARE = 1.05  # required free space over the size of the arrays, for metadata
 
 class SaveFailed(Exception):
     """A save failed; the message says why."""
-
-
-class _SaveStatus(enum.StrEnum):
-    """State of the last save, according to process 0."""
-
-    WAITING = enum.auto()  # in progress, or failed and not yet due again
-    DONE = enum.auto()
-    RETRY = enum.auto()
-
-
-class _Prospect(NamedTuple):
-    """Result of process 0's checks before a save."""
-
-    is_saved: bool = False  # the step already has a checkpoint
-    problem: str = ""  # why saving is impossible, if it is
 
 
 @dataclasses.dataclass
@@ -155,7 +139,7 @@ class CheckpointStore:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
-                token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say))
+                token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self._verified.intersection(self.steps()):
                     (self.folder / str(step) / names.VERIFIED).touch()
                 self._retain()
@@ -188,9 +172,8 @@ class CheckpointStore:
         work = self.folder / names.unfinished_name(step, self._token)
         if not problem:  # a single broadcast, since training waits for it
             size = sum(x.nbytes for x in arrays.values())
-            prospect = self._prospect(step, work, size, ready) if is_primary() else _Prospect()
-            is_saved, problem = _Prospect(**broadcast(prospect._asdict()))
-            if is_saved:
+            problem = broadcast(self._why_not(step, work, size, ready) if is_primary() else "")
+            if problem is None:
                 return
         if problem:
             self._failed(step, problem)
@@ -206,21 +189,24 @@ class CheckpointStore:
             saving.problem = as_sentence(error)
         self._in_flight = (step, self._pool.submit(self._finish, saving))
 
-    def _prospect(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> _Prospect:
-        """Check whether `size` bytes can be saved to `work`; quarantine an unusable folder with the step's name."""
-        if problem := self.fence.check():
-            return _Prospect(problem=problem)
+    def _why_not(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> str | None:
+        """Return why `size` bytes cannot be saved to `work`; empty if they can, None if the step is saved already.
+
+        Quarantines an unusable folder with the step's name.
+        """
         path = self.folder / str(step)
         try:
-            manifest = try_read(path)
+            problem, manifest = self.fence.check(), try_read(path)
         except InputError as error:
-            return _Prospect(problem=str(error))
+            return str(error)
+        if problem:
+            return problem
         if manifest is not None and is_current(self.folder, step, manifest.fencing_token):
-            return _Prospect(is_saved=True)
+            return None
         if path.exists():
             with contextlib.suppress(OSError):  # if it stays in the way, the end of the save reports it
                 names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
-        return _Prospect(problem=ready() or self._check_free_space(size) or self._remove_leftovers(work))
+        return ready() or self._check_free_space(size) or self._remove_leftovers(work)
 
     def due(self) -> bool:
         """Return whether to retry a failed save now; the same in all processes.
@@ -230,15 +216,15 @@ class CheckpointStore:
         """
         if self._in_flight is None and not self._problem:
             return False
-        status = self._save_status()
-        if status is _SaveStatus.WAITING:
+        is_retry = self._in_flight is None
+        if self._is_waiting():
             return False
         self.wait()
-        return status is _SaveStatus.RETRY
+        return is_retry
 
     def backing_off(self) -> bool:
         """Return whether a failed save is not yet due again; the same in all processes."""
-        return bool(self._problem) and self._save_status() is _SaveStatus.WAITING
+        return bool(self._problem) and self._is_waiting()
 
     def finish(self, save: Callable[[], None], should_stop: Callable[[], bool]) -> bool:
         """Wait until the last save has succeeded, retrying with `save`, or until `should_stop()`.
@@ -254,13 +240,10 @@ class CheckpointStore:
                 self.wait()
         return not self._problem
 
-    def _save_status(self) -> _SaveStatus:
-        """Return process 0's status in every process."""
-        if self._in_flight is not None:
-            status = _SaveStatus.DONE if self._in_flight[1].done() else _SaveStatus.WAITING
-        else:
-            status = _SaveStatus.RETRY if time.monotonic() >= self._again_at else _SaveStatus.WAITING
-        return _SaveStatus(broadcast(str(status)))
+    def _is_waiting(self) -> bool:
+        """Whether a save is in progress, or failed and not yet due again, according to process 0."""
+        ready = time.monotonic() >= self._again_at if self._in_flight is None else self._in_flight[1].done()
+        return not broadcast(ready)
 
     def wait(self) -> bool:
         """Wait for the save in progress; return whether the last save succeeded.

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -23,7 +23,8 @@ from zaya_jax.run.signals import warn_once
 FENCE = "GENERATION"  # file in a folder of checkpoints
 _LEAP = 1000  # more tokens than any run takes without saving a checkpoint
 _EVERY = 10.0  # seconds between two looks at the file while a process computes or waits
-_TAKER = {"host": os.uname().nodename, "pid": os.getpid(), "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+_STARTED = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+_TAKER = {"host": os.uname().nodename, "pid": os.getpid(), "started": _STARTED}
 
 
 class FencingToken(NamedTuple):
@@ -60,12 +61,26 @@ class Fence:
         self._number, self._content = 0, b""  # of the token, and of the file that has it
         self._lock = threading.Lock()  # only one thread leaves
 
-    def take(self, checkpoints: Mapping[int, int]) -> int:
-        """Take the next token, see `take_token`; return its number."""
+    def take(self, checkpoints: Mapping[int, int]) -> FencingToken:
+        """Take the next token, which supersedes all other processes of this run.
+
+        Args:
+          checkpoints: steps of the checkpoints to accept → tokens that saved them.
+
+        Raises:
+          Superseded: another process has superseded this one.
+          OSError: the token cannot be written.
+        """
         self.check()
-        token = take_token(self._folder, checkpoints)
-        self._number, self._content = token.number, _to_text(token).encode()
-        return token.number
+        previous, newest = read_token(self._folder), max(checkpoints.values(), default=0)
+        # Only the file knows tokens that have saved nothing yet. If it is lost, skip past them.
+        last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
+        accepted = {str(step): number for step, number in checkpoints.items()}
+        tree = {"generation": last + 1, "accepted": accepted, **_TAKER}
+        text = json.dumps({**tree, "digest": digest(json.dumps(tree).encode())}) + "\n"
+        write_atomically(self._folder / FENCE, text)
+        self._number, self._content = last + 1, text.encode()
+        return FencingToken(last + 1, dict(checkpoints), _TAKER)
 
     def check(self) -> str:
         """Compare this process's token with the newest one; do nothing if it has none.
@@ -90,21 +105,21 @@ class Fence:
             self._leave(error)
             raise error
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Also `check` every 10 s in a thread during the block, which may compute, compile or wait for hours."""
+    def watch(self) -> Callable[[], None]:
+        """Also `check` every 10 s in a thread, since steps, compilations and saves may take hours.
+
+        Returns:
+          A function that ends the thread.
+        """
         ended = threading.Event()
 
-        def watch() -> None:
+        def look() -> None:
             while not ended.wait(_EVERY):
-                with contextlib.suppress(Superseded):  # the block's own next check raises it, too
+                with contextlib.suppress(Superseded):  # which the next `check` of the training loop raises, too
                     self.check()
 
-        threading.Thread(target=watch, name="fence", daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
+        threading.Thread(target=look, name="fence", daemon=True).start()
+        return ended.set
 
 
 def read_token(folder: Path) -> FencingToken | None:
@@ -122,23 +137,6 @@ def read_token(folder: Path) -> FencingToken | None:
             warn_once(f"Warning: {error if isinstance(error, InputError) else f'{path} is damaged.'} Without it, "
                        "checkpoints that superseded processes saved count as current.")  # fmt: skip
         return None
-
-
-def take_token(folder: Path, checkpoints: Mapping[int, int]) -> FencingToken:
-    """Take the next token; `checkpoints` maps the steps to accept to the tokens that saved them."""
-    previous = read_token(folder)
-    newest = max(checkpoints.values(), default=0)
-    # Only the file knows tokens that have saved nothing yet. If it is lost, skip past them.
-    last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
-    token = FencingToken(last + 1, dict(checkpoints), _TAKER)
-    write_atomically(folder / FENCE, _to_text(token))
-    return token
-
-
-def _to_text(token: FencingToken) -> str:
-    accepted = {str(step): number for step, number in token.accepted.items()}
-    tree = {"generation": token.number, "accepted": accepted, **token.taker}
-    return json.dumps({**tree, "digest": digest(json.dumps(tree).encode())}) + "\n"
 
 
 def is_current(folder: Path, step: int, number: int) -> bool:

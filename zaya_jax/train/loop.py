@@ -154,7 +154,7 @@ def run_training(
         compiled = enter(CompiledSteps(programs, console.say))
         state, first, base = _initialize_or_resume(config, compiled, folder, prepared, batches, store)
         if is_primary():
-            enter(store.fence.watched())
+            stack.callback(store.fence.watch())
             enter(track_status(folder, store.fence.check))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
         step = int(jax.device_get(state.step))
