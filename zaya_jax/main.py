@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zaya_jax.config import Config, load_config, to_yaml
-from zaya_jax.errors import ExitCode, InputError, is_expected, last_words
+from zaya_jax.errors import ExitCode, InputError, Preempted, is_expected, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import measured_preset
@@ -116,7 +116,7 @@ class _Process:
             writer = threading.Thread(target=mark_stopped, args=(folder, status, sentence), daemon=True)
             writer.start()
             writer.join(1)  # not longer, since the file system may hang
-        self._leave(sentence, status)
+        self.leave(Preempted(sentence, status))
 
     def end(self, error: BaseException) -> int:
         """Print why the run ends, and return the exit status."""
@@ -129,7 +129,10 @@ class _Process:
 
     def leave(self, error: BaseException) -> NoReturn:
         """Print why the run ends, and end the job at once, from any thread."""
-        self._leave(*last_words(error))
+        sentence, status = last_words(error)
+        self.progress.end(status, sentence, is_origin=True)  # ignored if `stop` has left it
+        leave = say_and_exit if self.peers is None else self.peers.leave
+        leave(sentence, status)
 
     def fail(self, error: Exception) -> NoReturn:
         """End the whole job after an error in this process, which the loss of another process may have caused."""
@@ -145,11 +148,6 @@ class _Process:
         self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=not is_peer_loss(error))
         why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
         self.peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
-
-    def _leave(self, sentence: str, status: int) -> NoReturn:
-        self.progress.end(status, sentence, is_origin=True)  # ignored if `stop` has left it
-        leave = say_and_exit if self.peers is None else self.peers.leave
-        leave(sentence, status)
 
 
 def _describe(error: Exception) -> str:

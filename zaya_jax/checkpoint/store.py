@@ -144,10 +144,9 @@ class CheckpointStore:
                     (self.folder / str(step) / names.VERIFIED).touch()
                 self._retain()
             except OSError as error:
-                problem = f"{self.folder} cannot be written: {error.strerror}."
+                problem, token = f"{self.folder} cannot be written: {error.strerror}.", 0
         message: list[Any] = [problem, token]
-        problem, token = broadcast(message)
-        self._token = 0 if problem else token
+        problem, self._token = broadcast(message)
         return problem
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], ready: Callable[[], str] = str) -> None:

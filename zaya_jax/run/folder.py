@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -31,7 +32,6 @@ CHANGES = "changes.jsonl"
 STATUS = "status.json"
 PROFILE = "profile"
 _LOCK = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 # Mount options with which locks hold on one node only: nfs(5), mount.lustre(8), mount.cifs(8), and Linux's
 # documentation of afs, gfs2 and ocfs2.
 _LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock", "nobrl", "flock=local", "localflocks"}
@@ -75,13 +75,10 @@ def why_unlocked(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
     """Return why the lock that this process holds does not keep others out, here or elsewhere; empty if it does."""
     if not is_locked(folder):
         return "file locks do not work"
-    number, named = folder.stat().st_dev, set[str]()
-    with suppress(OSError, ValueError):
-        for line in mounts.read_text(errors="replace").splitlines():
-            _, _, device, *_, options = line.split()
-            if device == f"{os.major(number)}:{os.minor(number)}":
-                named |= _LOCAL_LOCKS.intersection(options.split(","))
-    return f"file locks hold on one node only (mount option {', '.join(sorted(named))})" if named else ""
+    number, text = folder.stat().st_dev, mounts.read_text(errors="replace") if mounts.exists() else ""
+    options = re.findall(rf"^\d+ \d+ {os.major(number)}:{os.minor(number)} .* (\S+)$", text, re.MULTILINE)
+    named = ", ".join(sorted(_LOCAL_LOCKS.intersection(",".join(options).split(","))))
+    return f"file locks hold on one node only (mount option {named})" if named else ""
 
 
 @contextmanager
@@ -101,7 +98,7 @@ def lock_run(config: Config) -> Iterator[Path]:
         try:
             stack.enter_context(lock_folder(folder, "run_dir"))
         except InputError as error:
-            if getattr(error.__cause__, "errno", None) not in _NO_LOCKS:
+            if getattr(error.__cause__, "errno", None) not in (errno.ENOLCK, errno.ENOSYS):
                 raise
         if why := why_unlocked(folder):
             warn(f"Warning: {why} in run_dir ({folder}), so nothing refuses a second training of this run; instead, "

@@ -192,9 +192,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         file.seek(0)
-        content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        file.truncate(file.read().rfind(b"\n") + 1)
         file.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())

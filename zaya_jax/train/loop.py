@@ -50,7 +50,6 @@ from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
-from zaya_jax.train.progress_sink import ProgressSink
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.sinks import open_sinks, require_login, require_sinks
@@ -175,7 +174,7 @@ def run_training(
                         f"{total_steps(config)}.")  # fmt: skip
         trainer = Trainer(
             compiled=compiled, state=state, base=base, first_step=first, batches=batches,
-            evaluators=evaluators, logger=StepLogger(config, [ProgressSink(progress), *sinks, console]), store=store,
+            evaluators=evaluators, logger=StepLogger(config, [*sinks, console], progress), store=store,
             disk=disk, preemption=preemption, progress=progress,
             profiler=profiler,
             draw=lambda path: plot_run(read_rows(folder / METRICS), path, heldout.compressors),
