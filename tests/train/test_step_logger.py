@@ -31,7 +31,7 @@ class Rows:
 
 
 def metrics(skip=0, skipped=0, **more):
-    return {"loss": jnp.float32(2.5), "tokens": jnp.float32(100), "skip": jnp.int32(skip),
+    return {"loss": jnp.float32(2.5), "grad_norm": jnp.float32(1), "tokens": jnp.float32(100), "skip": jnp.int32(skip),
             "skipped": jnp.int32(skipped), "expert_counts": jnp.array([[3, 4]]),
             "grad_norm_by_role": {"router": jnp.float32(1)}, "update_norm_by_role": {"router": jnp.float32(2)},
             **more}  # fmt: skip
@@ -64,7 +64,7 @@ def test_a_step_is_recorded_when_the_next_one_runs(logger):
         assert [row["step"] for row in rows.metrics] == list(range(1, step))
     logger.record({"score": 2.0, "parts": {"a": 1}})
     logger.record()
-    usual = {"phase": "train", "loss": 2.5, "tokens": 100, "skipped": 0}
+    usual = {"phase": "train", "loss": 2.5, "grad_norm": 1, "tokens": 100, "skipped": 0}
     assert rows.metrics == [
         {"step": 1, "tokens_seen": 256, **usual},
         {"step": 2, "tokens_seen": 512, **usual, "loss_by_source": {"corpus": 2.5}, **DETAILS},
