@@ -47,8 +47,8 @@ class EventLog:
         events, content = read_events(path), path.read_bytes() if path.exists() else b""
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
-        whole = content.rfind(b"\n") + 1  # the line after it is torn, as if its writer was killed
-        self._lines = LineFile(path, whole, DiskGuard(lambda sentence: None))  # the trainer reports a full disk
+        # Without a line that was torn when its writer was killed. The trainer reports a full disk.
+        self._lines = LineFile(path, content.rfind(b"\n") + 1, DiskGuard(lambda sentence: None))
         self._dropped = 0
 
     def write(
@@ -77,8 +77,7 @@ class EventLog:
             "unix": round(now, 6), "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt,
             "kind": kind, "code": code, "severity": str(severity), "cause": cause, "text": printable(text, 500),
         } | {key: _plain(value) for key, value in details.items() if value is not None}  # fmt: skip
-        is_severe = severity in (Severity.ERROR, Severity.FATAL)
-        written = self._files.submit(lambda: self._append(event, sync=is_severe))
+        written = self._files.submit(lambda: self._append(event))
         self._dropped += written.done() and written.exception() is not None  # refused, since too many jobs wait
         self._listener(event)
         return self._id
@@ -93,7 +92,7 @@ class EventLog:
         self._files.submit(self._lines.close)
         return self._files.finish(seconds) and not self._lines.waiting
 
-    def _append(self, event: Mapping[str, Any], *, sync: bool) -> None:
+    def _append(self, event: Mapping[str, Any]) -> None:
         self._lines.flush()
         if self._lines.waiting > _MOST_WAITING:
             self._dropped += 1
@@ -101,7 +100,7 @@ class EventLog:
         dropped, self._dropped = self._dropped, 0
         row = {**event, "dropped": dropped} if dropped else event
         self._lines.append_line((json.dumps(row, allow_nan=False) + "\n").encode())
-        if sync:
+        if event["severity"] in (Severity.ERROR, Severity.FATAL):
             self._lines.sync()
 
 
