@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zaya_jax.config import Config, load_config, to_yaml
-from zaya_jax.errors import ExitCode, InputError, is_expected, last_words
+from zaya_jax.errors import ExitCode, InputError, exit_reason, is_expected, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import measured_preset
@@ -114,7 +114,7 @@ class _Process:
     def end(self, error: BaseException) -> int:
         """Print why the run ends, and return the exit status."""
         sentence, status = last_words(error)
-        self.progress.end(status, sentence, is_origin=True)
+        self.progress.end(status, sentence, is_origin=True, reason=exit_reason(error))
         if self.peers is not None:
             self.peers.leave(sentence, status)
         warn(sentence)
