@@ -8,10 +8,12 @@ import threading
 
 from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.run.command import prepare_streams, status_of_output
+from zaya_jax.run.progress_record import Phase, record_from_environment
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
     prepare_streams()
+    record_from_environment()  # a supervisor sees that a trainer has started, also if an import below fails
     use_huge_pages()
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, even of a process that hangs
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
@@ -32,7 +34,6 @@ from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.options import parse_training
-from zaya_jax.run.progress_record import Phase, record_from_environment
 from zaya_jax.run.status import mark_stopped
 from zaya_jax.run.supervised import end_with_supervisor
 
@@ -46,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status, see `ExitCode`.
     """
-    options, process = parse_training(arguments), _Process()
+    process = _Process()
+    try:
+        options = parse_training(arguments)
+    except SystemExit as end:  # of argparse: `--help`, or an invalid option
+        process.progress.end(int(end.code or 0), "The command line was answered.", is_origin=True)
+        raise
     end_with_supervisor()
     with Listener(process.stop):
         try:

@@ -26,9 +26,9 @@ POLICY = Policy()
 
 
 def end(record, status, how=DIRECT, reason=Reason.OTHER, rank=0, was_killed=False):
-    """An end by its record: 'none', 'running' without an exit record, or the exit status in it."""
-    if record == "none":
-        return RankEnd(rank, status, 9.0, was_killed=was_killed)
+    """An end by its record: 'none', 'missing' where one must be, 'running' without an exit record, or its status."""
+    if record in ("none", "missing"):
+        return RankEnd(rank, status, 9.0, was_killed=was_killed, expects_record=record == "missing")
     left = None if record == "running" else ExitRecord(record, "It says why.", True, int(8e9), reason)
     return RankEnd(rank, status, 9.0, 5, Phase.DATA if left is None else Phase.END, left, has_progress=True,
                    is_wrapped=how == WRAPPED, was_killed=was_killed)  # fmt: skip
@@ -57,6 +57,11 @@ TABLE = [
     row("none", 2, code=CONFIGURATION),
     *(row("none", status, code=PREEMPTED) for status in (129, 130, 143)),
     *(row("none", status) for status in CRASHES),
+    # Nor did a training command, whose trainer may have died before: only a status that is an error counts.
+    row("missing", 0),
+    row("missing", 2, code=CONFIGURATION),
+    row("missing", 143, code=PREEMPTED),
+    row("missing", 1),
     # A trainer that ended without an exit record was killed, whatever its command returned.
     *(row("running", status, how) for status in (0, 2, 129, 130, 143, *CRASHES) for how in (DIRECT, WRAPPED)),
     # It had finished: a pipe, a profiler or its own end may still have failed.
@@ -101,7 +106,7 @@ def test_record_status_and_signals_decide(record, status, how, reason, signals, 
         assert verdict(ends, signals, lines, is_saved=saved)[0] == code
 
 
-records = st.sampled_from(["none", "running", 0, 1, 2, 3, 129, 130, 143])
+records = st.sampled_from(["none", "missing", "running", 0, 1, 2, 3, 129, 130, 143])
 statuses = st.sampled_from([0, 1, 2, 3, 75, 93, 94, 129, 130, 137, 141, 143, -6, -9, -11, -13, -15])
 how_ended = st.tuples(records, statuses, st.sampled_from([DIRECT, WRAPPED]), st.sampled_from(Reason), st.booleans())
 samples = st.sampled_from([text for _, _, text in SAMPLES])

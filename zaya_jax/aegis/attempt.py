@@ -50,7 +50,8 @@ class Attempt:
         """
         self._shared, self._policy, self._log, self._watch = shared, shared.policy, shared.log, watch
         self._log.attempt += 1
-        self._group = ProcessGroup(processes, shared.outputs)
+        has_trained = shared.best_step >= 0  # in an attempt before
+        self._group = ProcessGroup(processes, shared.outputs, expects_records=expects_records or has_trained)
         self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes))
         self._hangs = HangWatch(shared.timeouts, expects_records=expects_records)
         self._is_saved = is_saved

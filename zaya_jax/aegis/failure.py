@@ -42,6 +42,7 @@ class RankEnd:
       has_progress: whether a trainer of zaya_jax kept a progress record.
       is_wrapped: whether that trainer was another process than the command, such as one behind a shell.
       was_killed: whether the supervisor killed it.
+      expects_record: whether a trainer must have kept a progress record, as in a training command.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class RankEnd:
     has_progress: bool = False
     is_wrapped: bool = False
     was_killed: bool = False
+    expects_record: bool = False
 
     @property
     def outcome(self) -> int | None:
@@ -62,7 +64,7 @@ class RankEnd:
         trainer kept a record. A trainer that had finished when it died has finished.
         """
         if not self.has_progress:
-            return self.status
+            return None if self.expects_record and self.status == 0 else self.status
         if self.record is None or (self.record.status and not self.is_wrapped and self.record.status != self.status):
             return None
         return self.record.status

@@ -38,15 +38,19 @@ class Rank:
     """
 
     def __init__(
-        self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output]
-    ) -> None:
-        """Start `command` in `environment`; its output goes to `outputs`, stdout and stderr."""
-        self.index = index
+        self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output],
+        *, expects_record: bool = False,
+    ) -> None:  # fmt: skip
+        """Start `command` in `environment`; its output goes to `outputs`, stdout and stderr.
+
+        With `expects_record` it must keep a progress record: without one it has not finished, whatever it returns.
+        """
+        self.index, self._expects_record = index, expects_record
         self._record = os.memfd_create("zaya-progress", os.MFD_CLOEXEC)
         os.truncate(self._record, SIZE)
         path = f"/proc/{os.getpid()}/fd/{self._record}"
         self._variable = os.fsencode(f"{VARIABLE}={path}")
-        self._trainer = (0, -1)  # pid and pidfd of the process that keeps the record, once it is known
+        self._trainer = (-1, -1)  # pid and pidfd of the process that keeps the record, once it is known
         variables = {**environment, VARIABLE: path, "PYTHONUNBUFFERED": "1"}
         try:
             # The supervisor has one thread, so running Python between fork and exec is safe.
@@ -99,9 +103,9 @@ class Rank:
         return True
 
     def _forget_trainer(self) -> None:
-        if self._trainer[0]:
+        if self._trainer[0] >= 0:
             os.close(self._trainer[1])
-        self._trainer = (0, -1)
+        self._trainer = (-1, -1)
 
     def note_end(self, seconds: float | None = None) -> RankEnd:
         """Wait at most `seconds` for the end of the process, reap it, and return how it ended.
@@ -110,7 +114,8 @@ class Rank:
           subprocess.TimeoutExpired: it has not ended.
         """
         status, progress = self.process.wait(seconds), self.progress
-        end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed)
+        end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed,
+                      expects_record=self._expects_record)  # fmt: skip
         self.end = end if progress is None else dataclasses.replace(
             end, step=progress.step if progress.first_step >= 0 else -1, phase=progress.phase,
             record=progress.exit_record, has_progress=True, is_wrapped=progress.pid != self.process.pid,
@@ -136,7 +141,7 @@ class Rank:
     def _send_to_trainer(self, number: int) -> bool:
         """Send a signal to the process that keeps the record; return whether there is one."""
         with contextlib.suppress(ProcessLookupError):
-            if self._trainer[0]:
+            if self._trainer[0] >= 0:
                 signal.pidfd_send_signal(self._trainer[1], number)
                 return True
         return False
@@ -160,15 +165,21 @@ class Rank:
 class ProcessGroup:
     """The processes of one attempt, and a selector that waits for their output and end."""
 
-    def __init__(self, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], outputs: Sequence[Output]) -> None:
-        """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started."""
+    def __init__(
+        self, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], outputs: Sequence[Output],
+        *, expects_records: bool,
+    ) -> None:  # fmt: skip
+        """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started.
+
+        See `Rank` for the other arguments.
+        """
         self.selector = selectors.DefaultSelector()
         self.ranks: list[Rank] = []
         self.final_progress: Progress | None = None  # of the first process, once closed
         self.stuck: list[int] = []  # processes that SIGKILL did not end
         try:
             for index, (command, environment) in enumerate(processes):
-                self.ranks.append(Rank(index, command, environment, outputs))
+                self.ranks.append(Rank(index, command, environment, outputs, expects_record=expects_records))
         except OSError:
             self.kill()
             self.close()
