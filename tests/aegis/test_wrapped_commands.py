@@ -45,6 +45,20 @@ def test_what_fails_after_the_trainer_has_finished_is_said_and_restarts_nothing(
     assert supervised.faults == []
 
 
+def test_a_script_that_runs_on_is_ended_if_its_trainer_failed_and_left_alone_if_it_finished(tmp_path):
+    script = [
+        "sh",
+        "-c",
+        '"$@"; [ -e "$3/go-on" ] && { touch "$3/go-on"; sleep 3; exit; }; touch "$3/go-on"; sleep 300',
+    ]
+    policy = {"timeouts": {**QUICK, "end": 1.0}, "restart": {"delays": [0.0]}}
+    supervised = supervise(tmp_path, [*script, "sh"], 20, "SIGKILL@7", policy=policy)
+    assert supervised.wait() == SupervisorExit.DONE
+    ends = supervised.kinds("end")
+    assert [(end["code"], end["exit_statuses"]) for end in ends] == [("no-exit-record", [-9]), ("finished", [0])]
+    assert len(supervised.faults) == 1
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_request_to_stop_reaches_the_trainer_itself(tmp_path, name):
     supervised = supervise(tmp_path, WRAPPERS[name], 5000)

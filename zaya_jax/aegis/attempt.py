@@ -113,6 +113,8 @@ class Attempt:
             if not is_stopping:
                 self._detect_end(failed[0], now)
             self._kill_at = now + (self._policy.grace_seconds if is_stopping else self._policy.settle_seconds)
+        elif any(rank.has_lost_trainer for rank in self._group.running):
+            self._kill_at = now + self._policy.settle_seconds
         elif (hang := self._find_hang()) is not None:
             self._planned = hang
             self._kill(hang.words)
@@ -228,7 +230,7 @@ class Attempt:
 
     def _find_hang(self) -> Failure | None:
         """Return the failure if a process has been silent for longer than the timeout of its phase."""
-        hang = self._hangs.look(self._group.running)
+        hang = self._hangs.look([rank for rank in self._group.running if not rank.outlives_trainer])
         if hang is None:
             return None
         phase = hang.phase.name.lower()

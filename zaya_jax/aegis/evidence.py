@@ -33,7 +33,7 @@ def collect(
     deadline = time.monotonic() + seconds
     kernel = {rank.index: describe_process(rank.process.pid) for rank in group.running}
     for rank in group.running:
-        if rank.progress is not None:  # the trainer prints its stacks; a command without a record would end
+        if rank.progress is not None and not rank.outlives_trainer:  # it prints its stacks; another command would end
             rank.send(signal.SIGUSR1)
     quiet = time.monotonic() + 2 * _QUIET
     while (now := time.monotonic()) < min(quiet, deadline):

@@ -165,8 +165,10 @@ def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[Fau
 
 def _name(origin: RankEnd) -> str:
     """Return the code of a status."""
-    if origin.status >= 0:
-        return f"exit-{origin.status}" if origin.status else "no-exit-record"
+    if origin.status == 0 or (origin.is_wrapped and origin.status < 0):  # not that of the trainer
+        return "no-exit-record"
+    if origin.status > 0:
+        return f"exit-{origin.status}"
     try:
         return f"signal-{signal.Signals(-origin.status).name}"
     except ValueError:

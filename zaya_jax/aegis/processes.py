@@ -132,6 +132,17 @@ class Rank:
         progress = self.progress
         return None if progress is None else progress.exit_record
 
+    @property
+    def has_lost_trainer(self) -> bool:
+        """Whether the command runs on although the trainer behind it has failed."""
+        return self.outlives_trainer and ((record := self.exit_record) is None or record.status != 0)
+
+    @property
+    def outlives_trainer(self) -> bool:
+        """Whether the command runs on although the trainer behind it has ended, as a script that then evaluates."""
+        pid, file = self._trainer
+        return self.end is None and pid not in (-1, self.process.pid) and bool(select.select([file], [], [], 0)[0])
+
     def send(self, number: int) -> None:
         """Send a signal to the trainer itself, not to a shell around it or to its data workers."""
         if self.progress is None or not self._send_to_trainer(number):
@@ -148,7 +159,7 @@ class Rank:
 
     def kill(self) -> None:
         """Kill the whole session, data workers included, and a trainer that has left it."""
-        self.killed = self.killed or self.end is None
+        self.killed = self.killed or (self.end is None and not self.has_lost_trainer)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._send_to_trainer(signal.SIGKILL)
