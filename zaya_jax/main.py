@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse_training(arguments)
     except SystemExit as end:  # of argparse: `--help`, or an invalid option
-        process.progress.end(int(end.code or 0), "The command line was answered.", is_origin=True)
+        process.progress.end(
+            int(end.code or 0), "The command line is invalid." if end.code else "Finished.", is_origin=True
+        )
         raise
     end_with_supervisor()
     with Listener(process.stop):
