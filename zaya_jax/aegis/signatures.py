@@ -137,7 +137,7 @@ _KERNEL = [
     ("nvswitch-error", _GPU, _WARNING, _SXID + r"Non-[Ff]atal\b"),  # NVIDIA driver, fabric manager
     # Memory and processors of the host, whose node is as faulty as one with a broken GPU.
     ("memory-uncorrectable", _GPU, _ERROR, r"EDAC MC\d{1,4}: [1-9]\d{0,9} UE\b"),  # edac_mc.c
-    ("memory-correctable", _GPU, _WARNING, r"EDAC MC\d{1,4}: [1-9]\d{0,9} CE\b"),  # edac_mc.c
+    ("memory-correctable", _GPU, _INFO, r"EDAC MC\d{1,4}: [1-9]\d{0,9} CE\b"),  # edac_mc.c
     ("machine-check", _GPU, _ERROR,  # mce_amd.c, mce/core.c, cper.c
      r"(?:mce: |\{\d{1,9}\})?\[Hardware Error\]: (?:Uncorrected, software (?:restartable|containable) error|System "
      r"Fatal error|CPU \d{1,5}: Machine Check Exception|event severity: (?:fatal|recoverable))"),
