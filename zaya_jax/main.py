@@ -13,11 +13,17 @@ from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, s
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
     prepare_streams()
-    record_from_environment()  # a supervisor sees that a trainer has started, also if an import below fails
+    record = record_from_environment()  # a supervisor sees that a trainer has started, also if an import below fails
     use_huge_pages()
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, even of a process that hangs
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
-    Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()
+
+    def _stop(number: int) -> None:
+        sentence, status = f"Stopped by {NAMES[number]}.", exit_status(number)
+        record.end(status, sentence, is_origin=True)
+        say_and_exit(sentence, status)
+
+    Listener(_stop).__enter__()
 
 import argparse
 import os
@@ -51,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse_training(arguments)
     except SystemExit as end:  # of argparse: `--help`, or an invalid option
-        process.progress.end(
-            int(end.code or 0), "The command line is invalid." if end.code else "Finished.", is_origin=True
-        )
+        sentence = "The command line is invalid." if end.code else "Finished."
+        process.progress.end(int(end.code or 0), sentence, is_origin=True)
         raise
     end_with_supervisor()
     with Listener(process.stop):
