@@ -142,8 +142,8 @@ def find_failure(
     origin = min(origins, key=lambda end: end.time if end.record is None else min(end.time, end.record.time_ns / 1e9))
     words = "" if origin.record is None else printable(origin.record.sentence, 500)
     fault, code, device = _classify(origin, observations)
-    told = [each for each in lines if each.severity in _SEVERE and each.rank == origin.rank]
-    explanation = f"{told[0].code}: {told[0].text}" if told else ""
+    severe = (each for each in lines if each.severity in _SEVERE and each.rank == origin.rank)
+    explanation = next((f"{each.code}: {each.text}" for each in severe), "")
     return Failure(fault, code, origin.rank, origin.step, words, progress, device, explanation)
 
 
