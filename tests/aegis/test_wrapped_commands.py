@@ -71,6 +71,16 @@ def test_a_request_to_stop_reaches_the_trainer_itself(tmp_path, name):
     assert not left_running(tmp_path)
 
 
+def test_a_trainer_may_save_after_a_signal_has_ended_the_shell_around_it(tmp_path):
+    """As after SIGTERM to all processes of a control group."""
+    supervised = supervise(tmp_path, PIPE, 5000, "slow@3", "group@7")
+    assert supervised.wait() == SupervisorExit.PREEMPTED
+    (end,) = supervised.kinds("end")
+    assert (end["code"], end["exit_statuses"]) == ("exit-143", [-15])
+    assert int((tmp_path / "checkpoint-0").read_text()) == end["last_step"] == 8
+    assert not left_running(tmp_path)
+
+
 def test_a_trainer_that_hangs_in_another_session_is_found_and_killed(tmp_path):
     supervised = supervise(tmp_path, WRAPPERS["session"], 20, "wait@7", policy={"timeouts": QUICK})
     assert supervised.wait() == SupervisorExit.DONE

@@ -140,8 +140,14 @@ class Rank:
     @property
     def outlives_trainer(self) -> bool:
         """Whether the command runs on although the trainer behind it has ended, as a script that then evaluates."""
-        pid, file = self._trainer
-        return self.end is None and pid not in (-1, self.process.pid) and bool(select.select([file], [], [], 0)[0])
+        is_wrapped = self._trainer[0] not in (-1, self.process.pid)
+        return self.end is None and is_wrapped and self.running_trainer is None
+
+    @property
+    def running_trainer(self) -> int | None:
+        """File descriptor that becomes readable when the trainer ends; None if it has, or keeps no record."""
+        file = self._trainer[1]
+        return None if file < 0 or select.select([file], [], [], 0)[0] else file
 
     def send(self, number: int) -> None:
         """Send a signal to the trainer itself, not to a shell around it or to its data workers."""
@@ -211,7 +217,10 @@ class ProcessGroup:
         for key, _ in self.selector.select(seconds):
             if isinstance(key.data, Rank):
                 self.selector.unregister(key.fileobj)
-                ends.append(key.data.note_end())
+                if (trainer := key.data.running_trainer) is None:
+                    ends.append(key.data.note_end())
+                else:  # a shell that a signal has ended, and its trainer, which saves
+                    self.selector.register(trainer, selectors.EVENT_READ, key.data)
             elif isinstance(key.data, tuple):
                 rank, stream = key.data
                 lines += [(rank, line) for line in stream.read()]
