@@ -12,7 +12,7 @@ from zaya_jax.aegis.network import NetworkWatch
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import Rank
-from zaya_jax.aegis.signatures import match, observe_line
+from zaya_jax.aegis.signatures import observe_line
 from zaya_jax.aegis.training_watch import LevelChanges, LossWatch, StragglerWatch
 
 _EVERY = 1.0  # seconds between two looks at the machine
@@ -58,7 +58,7 @@ class Watch:
 
     def read_lines(self, lines: Sequence[tuple[Rank, bytes]]) -> list[Observation]:
         """Return what lines of the processes tell."""
-        seen = (observe_line("trainer", line, rank.index) for rank, line in lines)
+        seen = (observe_line("trainer", line.decode(errors="replace"), rank.index) for rank, line in lines)
         return [each for each in seen if each is not None]
 
     def poll(self, ranks: Sequence[Rank], now: float) -> list[Observation]:
@@ -75,13 +75,15 @@ class Watch:
             seen += [] if bad is None else [bad]
         if len(progress) == len(ranks) > 1:
             seen += self._straggler.look(progress)
-        if now - self._looked < _EVERY:
-            return seen
+        return seen if now - self._looked < _EVERY else [*seen, *self.poll_machine(now)]
+
+    def poll_machine(self, now: float) -> list[Observation]:
+        """Return what is new of the machine at `now` of `time.monotonic`."""
         self._looked = now
-        for line in [] if self._kernel_log is None else self._kernel_log.read():
-            if (signature := match("kernel", line)) is not None:
-                seen.append(signature.observe(line))
-        return [*seen, *self._network.poll(now), *self._host.poll(), *self._gpus.poll(now), *self.poll_folder()]
+        lines = [] if self._kernel_log is None else self._kernel_log.read()
+        seen = [observe_line("kernel", line) for line in lines]
+        return [*(each for each in seen if each is not None), *self._network.poll(now), *self._host.poll(),
+                *self._gpus.poll(now), *self.poll_folder()]  # fmt: skip
 
     def poll_folder(self) -> list[Observation]:
         """Return what is new of the run folder: its free space, and whether its file system answers."""

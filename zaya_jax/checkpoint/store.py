@@ -24,7 +24,7 @@ from zaya_jax.checkpoint.orbax_save import start_save
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import InputError, RunStopped, Superseded, as_sentence
+from zaya_jax.errors import InputError, Reason, RunStopped, Superseded, as_sentence
 from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import joined, leaf_digest, uncovered
@@ -274,7 +274,7 @@ class CheckpointStore:
         if broadcast(failing_seconds > self._config.max_unsaved_seconds):
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
                              f"{failing_seconds:.0f} s, more than checkpoint.max_unsaved_seconds "
-                             f"({self._config.max_unsaved_seconds:g} s); {since}.")  # fmt: skip
+                             f"({self._config.max_unsaved_seconds:g} s); {since}.", Reason.SAVE_FAILED)  # fmt: skip
         self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues; {since}. "
                      f"Retrying in about {self._pause:.0f} s.")  # fmt: skip
         self._problem, self._again_at = problem, time.monotonic() + self._pause

@@ -9,7 +9,7 @@ import jax
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stage_at, step_rows, tokens_before
-from zaya_jax.errors import RunStopped
+from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.run.metrics import MetricSink
 from zaya_jax.run.progress_record import ProgressRecord
 from zaya_jax.train.spikes import REASONS
@@ -76,7 +76,8 @@ class StepLogger:
             raise RunStopped(
                 "The number of skipped steps in a row reached train.max_skipped_steps="
                 f"{config.train.max_skipped_steps} at step {step} (reason for the last one: {reason}). "
-                f"{_advice(config, reason)}"
+                f"{_advice(config, reason)}",
+                Reason.NOT_FINITE if reason == REASONS[1] else Reason.SPIKE,
             )
 
     def sync(self) -> str:
