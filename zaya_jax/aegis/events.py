@@ -16,6 +16,7 @@ from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.errors import printable
 from zaya_jax.run.supervision import EVENTS, VERSION, read_events
+from zaya_jax.run.writing import open_file
 
 # start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
 # recover: the first step after a restart. inject: a fault that a drill made.
@@ -41,7 +42,7 @@ class EventLog:
         events = read_events(folder / EVENTS)
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
-        self._file = os.open(folder / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = open_file(folder / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # torn when its writer was killed
             os.write(self._file, b"\n")

@@ -10,6 +10,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import threading
 import time
 from array import array
@@ -32,6 +33,7 @@ from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
+from zaya_jax.run.writing import PARTIAL, remove
 
 EXAMPLES = 20  # maximum number of skipped documents that the manifest lists
 
@@ -160,9 +162,9 @@ def read_note(folder: Path, number: int) -> UnitNote | None:
 
 def remove_notes(folder: Path) -> None:
     """Remove the notes and lengths of units, which the manifest now contains, and files of killed processes."""
-    for pattern in ("unit-*.json", "unit-*.npy", "*.partial"):
-        for leftover in folder.glob(pattern):
-            leftover.unlink(missing_ok=True)
+    for name in os.listdir(folder):
+        if PARTIAL.fullmatch(name) or re.fullmatch(r"unit-\d+(-\w+)?\.(json|npy)", name):
+            remove(folder / name)
 
 
 def refuse_in_worker() -> None:

@@ -36,6 +36,7 @@ from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_sp
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.files import locked, write_atomically
+from zaya_jax.run.writing import remove
 
 TOKENIZER = "tokenizer.json"
 
@@ -129,7 +130,7 @@ def merge(output: Path) -> Manifest:
         remove_notes(output)
         for leftover in (*output.glob("task-*.json"), output / PLAN, *output.glob(".task-*.lock"),
                          output / ".merge.lock"):  # fmt: skip
-            leftover.unlink(missing_ok=True)
+            remove(leftover)
     return manifest
 
 

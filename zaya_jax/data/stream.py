@@ -1,7 +1,6 @@
 """Read a source epoch by epoch. Each phase continues where the previous one stopped."""
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from zaya_jax.data.items import Items, fit, whole_documents
 from zaya_jax.data.rows import LANES, BinRows, PackedRows, Row, Windows
 from zaya_jax.data.shards import Documents
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import partial_name
+from zaya_jax.run.writing import make_folder, new_file
 
 _ALGORITHM = "best-fit-1"  # version of `pack` in the names of cached plans; change it with the algorithm
 
@@ -184,11 +183,9 @@ def cached_bins(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
     except (OSError, EOFError, ValueError, KeyError, BadZipFile):
         pass  # absent or damaged: packed and written again below
     bins = pack(sizes, capacity)
-    plans.mkdir(parents=True, exist_ok=True)
-    part = partial_name(path)
-    with part.open("wb") as file:
+    make_folder(plans)
+    with new_file(path) as file:
         np.savez(file, members=bins.members, starts=bins.starts)
-    os.replace(part, path)
     return bins
 
 

@@ -15,6 +15,7 @@ from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
 from zaya_jax.run.folder import CONFIG, STATUS, is_locked
 from zaya_jax.run.metrics import finite, read_rows
 from zaya_jax.run.status import RUNNING, read_status
+from zaya_jax.run.writing import make_folder, open_file
 
 
 def follow(
@@ -86,8 +87,8 @@ def finished_steps(run: Path) -> list[int]:
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append a line of JSON durably, after cutting off a line that a kill left incomplete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    make_folder(path.parent)
+    with open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab+") as file:
         file.seek(0)
         content = file.read()
         if not content.endswith(b"\n"):

@@ -5,43 +5,24 @@ import fcntl
 import json
 import os
 import stat
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from zaya_jax.errors import InputError, did_you_mean, printable
+from zaya_jax.run.writing import make_folder, new_file, open_file
 
 _LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
 
 
-PARTIAL = ".partial"  # suffix of a file that is being written
-
-
-def partial_name(path: Path) -> Path:
-    """Return a temporary name for `path` that no other process or thread uses."""
-    # A name has at most 255 bytes, and a character up to 4.
-    return path.with_name(f"{path.name[:25]}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a file so that readers see either the old or the new content, never a part.
 
-    Lone surrogates, which stand for bytes of paths, become escapes, which JSON has, too.
+    Lone surrogates, which stand for bytes of paths, become escapes, which JSON has, too. The umask limits `mode`.
     """
-    part = partial_name(path)
-    try:
-        with part.open("wb") as file:
-            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # which a failed write does not name
-        raise
-    finally:
-        part.unlink(missing_ok=True)
+    with new_file(path, mode) as file:
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def expanded(path: str | Path) -> Path:
@@ -177,9 +158,9 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
 def _locked_file(path: Path, wait: bool) -> IO[str]:
     """Open and lock the file at `path`; retry if its last owner removed it or its folder meanwhile."""
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
-            file = path.open("a")
+            file = open(open_file(path, os.O_RDWR | os.O_CREAT), "a")  # noqa: SIM115 (the caller closes it)
         except FileNotFoundError:
             continue
         try:

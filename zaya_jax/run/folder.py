@@ -16,9 +16,10 @@ from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import PARTIAL, expanded, locked, write_atomically
-from zaya_jax.run.manifest import Unreadable
+from zaya_jax.run.files import expanded, locked, write_atomically
+from zaya_jax.run.manifest import Unreadable, list_names
 from zaya_jax.run.metrics import read_rows
+from zaya_jax.run.writing import PARTIAL, remove
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -80,8 +81,8 @@ def lock_run(config: Config) -> Iterator[Path]:
     with lock_folder(folder, "run_dir"):
         _compare(folder, config)
         _require_checkpoints(folder)
-        for left in folder.glob(f"*{PARTIAL}"):
-            left.unlink(missing_ok=True)
+        for left in filter(PARTIAL.fullmatch, list_names(folder)):
+            remove(folder / left)
         try:
             yield folder
         finally:
@@ -92,7 +93,7 @@ def lock_run(config: Config) -> Iterator[Path]:
 def _remove_unused(folder: Path) -> None:
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [_LOCK]:
-            (folder / _LOCK).unlink()
+            remove(folder / _LOCK)
             folder.rmdir()
 
 

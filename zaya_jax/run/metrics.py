@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zaya_jax.errors import InputError, as_sentence
+from zaya_jax.run.writing import open_file
 
 _SYNC_BYTES = 2**20  # of rows in memory that trigger a sync between checkpoints
 
@@ -156,7 +157,7 @@ class JsonlFile:
     def _write(self) -> None:
         with self._disk.writing(self._path):
             if self._file is None:
-                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                file = open_file(self._path, os.O_RDWR | os.O_CREAT)
                 os.ftruncate(file, self._synced)  # works on a full disk
                 self._file = file
             while self._written < len(self._rows):
