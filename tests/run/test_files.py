@@ -107,7 +107,7 @@ def test_json_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(InputError, match=r"a\.json cannot be read: No such file"):
         read_json(path)
     os.mkfifo(path)
-    with pytest.raises(InputError, match=r"a\.json cannot be read: it is a folder, a pipe"):
+    with pytest.raises(InputError, match=r"a\.json cannot be read: it is a pipe or a device"):
         read_json(path)
 
 

@@ -30,7 +30,7 @@ from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.shards import ShardWriter
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
 from zaya_jax.run.writing import PARTIAL, remove
@@ -150,7 +150,7 @@ class Conversion:
 def read_note(folder: Path, number: int) -> UnitNote | None:
     """Read the note of a finished unit; None if it is unfinished or its files are missing."""
     try:
-        tree = json.loads(_note_path(folder, number).read_text(encoding="utf-8"))
+        tree = json.loads(read_file(_note_path(folder, number)))
         shards = {split: ShardEntry(**entry) for split, entry in tree.pop("shards").items()}
         lengths = {split: FileEntry(**entry) for split, entry in tree.pop("lengths").items()}
         files = [*shards.values(), *lengths.values()]

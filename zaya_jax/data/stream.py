@@ -14,6 +14,7 @@ from zaya_jax.data.items import Items, fit, whole_documents
 from zaya_jax.data.rows import LANES, BinRows, PackedRows, Row, Windows
 from zaya_jax.data.shards import Documents
 from zaya_jax.errors import InputError
+from zaya_jax.run.files import open_regular
 from zaya_jax.run.writing import make_folder, new_file
 
 _ALGORITHM = "best-fit-1"  # version of `pack` in the names of cached plans; change it with the algorithm
@@ -176,7 +177,7 @@ def cached_bins(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
     digest = hashlib.blake2b(np.ascontiguousarray(sizes, "<i8").tobytes(), digest_size=12).hexdigest()
     path = plans / f"{_ALGORITHM}-{digest}-{capacity}.npz"
     try:
-        with np.load(path, allow_pickle=False) as saved:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as saved:
             bins = Bins(saved["members"], saved["starts"])
         if _is_valid(bins, sizes, capacity):
             return bins

@@ -21,7 +21,7 @@ from zaya_jax.data.readers.unit import InputFile
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import expanded, locked, write_atomically
+from zaya_jax.run.files import expanded, locked, read_file, write_atomically
 from zaya_jax.run.writing import new_folder
 
 BASELINES = "baselines.json"
@@ -67,7 +67,7 @@ def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
     path = folder / BASELINES
     try:
         _create_once(path, folder, lambda: _measure_baselines(config, folder.name, path))
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return json.loads(read_file(path)) if path.exists() else {}
     except (InputError, OSError, ValueError) as error:
         print(f"data: gzip and xz were not measured: {error}", file=sys.stderr)
         return {}

@@ -1,6 +1,7 @@
 """Atomic writes, locks and bounded JSON reads for files that several processes share."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -87,13 +88,23 @@ def nearest_path(path: Path) -> str:
 
 def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
     """Return at most `most` bytes of a regular file after the first `skip`, without waiting; raises `OSError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        return os.pread(fd, most, skip)
-    finally:
-        os.close(fd)
+    with open_regular(path) as file:
+        return os.pread(file.fileno(), most, skip)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file, without waiting; raises `OSError`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Open a regular file to read it; `OSError` for anything else, such as a pipe, which would block."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
+    return file
 
 
 def read_json(path: Path) -> Any:
@@ -103,8 +114,7 @@ def read_json(path: Path) -> Any:
       InputError: the file cannot be read, is larger than 64 MiB, or is not JSON.
     """
     try:
-        require_regular(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(_LONGEST_JSON + 1)
         if len(raw) > _LONGEST_JSON:
             raise InputError(f"{path} is larger than the limit of {_LONGEST_JSON:,} bytes for a JSON file.")

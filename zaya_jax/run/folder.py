@@ -16,7 +16,7 @@ from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import expanded, locked, write_atomically
+from zaya_jax.run.files import expanded, locked, open_regular, read_file, write_atomically
 from zaya_jax.run.manifest import Unreadable, list_names
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.writing import PARTIAL, remove
@@ -56,7 +56,7 @@ def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[N
 def is_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares."""
     try:
-        with (folder / _LOCK).open("rb") as file:
+        with open_regular(folder / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
     except BlockingIOError:
         return True
@@ -114,7 +114,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        tree = with_current_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
+        tree = with_current_keys(yaml.safe_load(read_file(path).decode()))
         _recorded(tree)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so the run in this folder cannot be identified.") from error
@@ -135,7 +135,7 @@ def record_changes(folder: Path, config: Config, step: int) -> None:
     if not changes:
         return
     path, line = folder / CHANGES, json.dumps({"step": step, "changes": changes}) + "\n"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    lines = read_file(path).decode().splitlines(keepends=True) if path.exists() else []
     if lines[-1:] != [line]:  # equal if an earlier start was killed before it wrote the configuration
         write_atomically(path, "".join([*lines, line]))
     write_atomically(folder / CONFIG, to_yaml(config))
@@ -152,7 +152,7 @@ def write_phase_ends(folder: Path, config: Config, steps: Collection[int]) -> No
     ends = {phase.name: end for phase, (_, end) in zip(config.phases, phase_steps(config), strict=True)}
     text = json.dumps({name: end for name, end in ends.items() if end in steps}, indent=1) + "\n"
     path = folder / PHASES
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
+    if not path.exists() or read_file(path) != text.encode():
         write_atomically(path, text)
 
 

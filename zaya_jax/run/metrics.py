@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zaya_jax.errors import InputError, as_sentence
+from zaya_jax.run.files import read_file
 from zaya_jax.run.writing import open_file
 
 _SYNC_BYTES = 2**20  # of rows in memory that trigger a sync between checkpoints
@@ -107,7 +108,7 @@ class JsonlFile:
           InputError: a required row is missing or damaged; the file is left unchanged.
         """
         self._path, self._disk = path, disk
-        rows = list(_parse(path.read_bytes())) if path.exists() else []
+        rows = list(_parse(read_file(path))) if path.exists() else []
         # Until its first checkpoint a run starts over, and `resume_from` may then name a checkpoint of another step.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
         if complete:
@@ -176,7 +177,7 @@ def finite(value: Any) -> Any:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows up to the first one that is truncated (by a kill) or damaged."""
-    return [row for row, _ in _parse(path.read_bytes())] if path.exists() else []
+    return [row for row, _ in _parse(read_file(path))] if path.exists() else []
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import MetricSink, read_rows
 from zaya_jax.run.writing import make_folder
@@ -130,7 +130,7 @@ class Mirror:
 
 def _read_step(path: Path) -> int:
     with contextlib.suppress(OSError, ValueError):  # without it, the sink gets all rows
-        return int(path.read_text(encoding="utf-8"))
+        return int(read_file(path))
     return 0
 
 
