@@ -18,6 +18,7 @@ MEMORY = "to memory, or to a file that `run/writing.py` has opened"
 # File → the functions that write or delete, and the reason why others cannot turn them against this user.
 OTHERS = {
     "aegis/drill.py": ("mkdir mkdir open write_text", CHOSEN),
+    "aegis/notify.py": ("fdopen", "an anonymous file in memory"),
     "aegis/processes.py": ("truncate", "of an anonymous file in memory"),
     "aegis/rollback.py": ("TemporaryFile", "a file without a name"),
     "bench/ablations.py": ("TemporaryDirectory", TEMPORARY),
