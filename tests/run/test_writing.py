@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import stat
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,66 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.users_helpers import OTHER, PLANTED, TEAM, VICTIM, content, make_home, needs_root, plant, public_folder, user
 from zaya_jax.errors import InputError, last_words
 from zaya_jax.run import writing
 from zaya_jax.run.files import locked, write_atomically
 from zaya_jax.run.metrics import DiskGuard, JsonlFile
-
-VICTIM, OTHER, TEAM = 20_001, 20_002, 20_003  # two users, and the group of both
-ROOT = Path(__file__).parent.parent.parent
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two other users")
-
-
-@contextlib.contextmanager
-def public_folder() -> Iterator[Path]:
-    """A folder that other users may enter, unlike those of pytest."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    with public_folder() as folder:
-        yield folder
-
-
-@contextlib.contextmanager
-def user(uid: int, groups: tuple[int, ...] = ()) -> Iterator[None]:
-    """Be another user, with the group of the same number, in this thread's process, for the duration of a block."""
-    os.setgroups(groups)
-    os.setegid(uid)
-    os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups([0])
-
-
-def content(folder: Path) -> dict[str, tuple[int, int, int, str | bytes]]:
-    """Everything in a folder: owner, permissions, links and content of each name."""
-    tree = {}
-    for path in sorted(folder.rglob("*")):
-        status = path.lstat()
-        text = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else ""
-        tree[str(path.relative_to(folder))] = (status.st_uid, stat.S_IMODE(status.st_mode), status.st_nlink, text)
-    return tree
-
-
-# What others can put at a path; `home` has files and folders of the victim.
-PLANTED: dict[str, Callable[[Path, Path], object]] = {
-    "link to a file": lambda path, home: path.symlink_to(home / "thesis" / "1"),
-    "link to a folder": lambda path, home: path.symlink_to(home / "thesis"),
-    "link to nothing": lambda path, home: path.symlink_to(home / "new"),
-    "link to itself": lambda path, home: path.symlink_to(path),
-    "hard link": lambda path, home: os.link(home / "thesis" / "1", path),  # protected_hardlinks is not always set
-    "pipe": lambda path, home: os.mkfifo(path, 0o666),
-    "file": lambda path, home: path.write_text("theirs"),
-    "folder": lambda path, home: (path.mkdir(0o777), (path / "1").write_text("theirs")),
-    "folder with a link": lambda path, home: (path.mkdir(0o777), (path / "1").symlink_to(home / "thesis")),
-}  # fmt: skip
 
 
 def _append(path: Path) -> None:
@@ -105,6 +49,12 @@ def _below(path: Path) -> None:
     write_atomically(path / "deep" / "1", "new")
 
 
+@pytest.fixture
+def public() -> Iterator[Path]:
+    with public_folder() as folder:
+        yield folder
+
+
 # What the product does at a name that can be foretold.
 ACTIONS: dict[str, Callable[[Path], object]] = {
     "replace": lambda path: write_atomically(path, "new"),
@@ -125,27 +75,20 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
 def test_what_others_put_at_a_name_harms_nothing_of_this_user(planted, action, mode):
     with public_folder() as base:
         home, place = base / "home", base / "place"
-        (home / "thesis").mkdir(parents=True)
-        (home / "thesis" / "1").write_text("all of it")
+        make_home(home)
         place.mkdir()
-        for path in (home, home / "thesis", home / "thesis" / "1"):
-            os.chown(path, VICTIM, VICTIM)
         os.chown(place, 0, TEAM)
         place.chmod(mode)
-        with user(0 if planted == "hard link" else OTHER, (TEAM,)):
-            PLANTED[planted](place / "name", home)
+        plant(planted, place / "name", home)
         before = content(home)
         refusal = _try(action, place / "name")
-        after = content(home)
-        if planted == "hard link":  # to remove a name of a file lowers the number of its names, and nothing else
-            before, after = ({path: (*entry[:2], entry[3]) for path, entry in tree.items()} for tree in (before, after))
-        assert after == before
+        assert content(home) == before
         assert refusal is None or str(place) in refusal
 
 
 def _try(action: str, path: Path) -> str | None:
     """Do something as the victim; return the sentence that ends it."""
-    with user(VICTIM, (TEAM,)):
+    with user(VICTIM):
         try:
             ACTIONS[action](path)
         except (OSError, InputError) as error:
@@ -194,7 +137,7 @@ def test_a_link_in_a_path_is_followed_if_no_other_user_can_have_planted_it(publi
     os.chown(place / "run", owner, owner, follow_symlinks=False)
     os.chown(place, OTHER, TEAM)
     place.chmod(mode)
-    with user(VICTIM, (TEAM,)):
+    with user(VICTIM):
         refused = contextlib.nullcontext() if followed else pytest.raises(PermissionError, match="of user 20002")
         with refused:
             writing.make_folder(place / "run" / "a")
@@ -306,13 +249,3 @@ def test_a_new_file_is_removed_after_an_error_and_leaves_the_old_one(tmp_path):
     with pytest.raises(ValueError, match="closed file"), writing.new_file(tmp_path / "a") as file:
         file.close()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
-
-
-TRAINER = """
-import os, sys
-uid, group = int(sys.argv[1]), int(sys.argv[2])
-os.setgroups([group]); os.setgid(uid); os.setuid(uid); os.umask(0o002)
-os.environ.update(HOME="/nonexistent")
-from zaya_jax.main import main
-sys.exit(main(sys.argv[3:]))
-"""

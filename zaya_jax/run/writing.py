@@ -156,7 +156,7 @@ def _parent(path: Path, *, create: bool = False) -> Iterator[int]:
         with _closing(folder):
             yield folder
     except OSError as error:
-        if error.errno != errno.EPERM and os.sep not in str(error.filename):  # refusals name their path
+        if os.sep not in str(error.filename) and (error.filename or error.errno != errno.EPERM):  # no refusal
             error.filename, error.filename2 = str(path), None
         raise
 
