@@ -22,9 +22,9 @@ def public_folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def user(uid: int, groups: tuple[int, ...] = (TEAM,)) -> Iterator[None]:
+def user(uid: int, groups: tuple[int, ...] = (TEAM,), mask: int = 0o002) -> Iterator[None]:
     """Be another user, with the group of the same number, for the duration of a block."""
-    mask = os.umask(0o002)
+    mask = os.umask(mask)
     os.setgroups(groups)
     os.setegid(uid)
     os.seteuid(uid)
@@ -73,7 +73,7 @@ PLANTED: dict[str, Callable[[Path, Path], object]] = {
 def plant(kind: str, path: Path, home: Path) -> None:
     """Put something of another user at a path, as deep in a shared folder as that is."""
     hard = kind == "hard link"  # which the kernel does not allow to others, unless fs.protected_hardlinks is 0
-    with user(OTHER):
-        path.parent.mkdir(0o777, parents=True, exist_ok=True)
-    with contextlib.nullcontext() if hard else user(OTHER):
+    with user(OTHER, mask=0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.nullcontext() if hard else user(OTHER, mask=0):
         PLANTED[kind](path, home)

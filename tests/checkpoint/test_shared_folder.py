@@ -134,7 +134,12 @@ def test_a_local_copy_that_cannot_be_private_is_reported_with_its_key_and_not_wr
         with user(VICTIM):
             said = train(run, 0)
         assert len(said) == 1
-        for text in ("checkpoint.local_dir", str(local), f"of user {OTHER}", "Remove it, or choose another folder"):
+        for text in (
+            "checkpoint.local_dir",
+            str(local),
+            f"belongs to user {OTHER}",
+            "Remove it, or choose another folder",
+        ):
             assert text in said[0]
         assert content(home) == before
         assert saved_steps(run / CHECKPOINTS) == [2]

@@ -118,7 +118,7 @@ def test_a_refusal_says_what_is_there_who_owns_it_and_what_to_do(tmp_path, plant
     elif action == "rows" and planted == "folder":
         assert "Is a directory" in said[0]
     else:
-        assert re.search(rf"{path} must be a .* of yours .*, but is \S{{10}} of user {OTHER} .* Remove it", said[0])
+        assert re.search(rf"{path} belongs to user {OTHER} \(\S{{10}}, .* must be a .* of yours .* Remove it", said[0])
     assert (tmp_path / "thesis" / "1").read_text() == "all of it"
 
 
@@ -138,7 +138,9 @@ def test_a_link_in_a_path_is_followed_if_no_other_user_can_have_planted_it(publi
     os.chown(place, OTHER, TEAM)
     place.chmod(mode)
     with user(VICTIM):
-        refused = contextlib.nullcontext() if followed else pytest.raises(PermissionError, match="of user 20002")
+        refused = (
+            contextlib.nullcontext() if followed else pytest.raises(PermissionError, match="belongs to user 20002")
+        )
         with refused:
             writing.make_folder(place / "run" / "a")
             write_atomically(place / "run" / "a" / "b", "text")
@@ -164,7 +166,9 @@ def test_a_private_folder_is_one_that_nobody_else_may_write(public, owner, mode,
     (public / "own").mkdir()
     os.chown(public / "own", owner, owner)
     (public / "own").chmod(mode)
-    refused = contextlib.nullcontext() if accepted else pytest.raises(PermissionError, match="own must be a folder of ")
+    refused = (
+        contextlib.nullcontext() if accepted else pytest.raises(PermissionError, match="must be a folder of yours")
+    )
     with user(VICTIM), refused:
         _private(public / "own")
     assert (public / "own" / "1").exists() == accepted

@@ -36,7 +36,7 @@ _MOST_LINKS = 40  # in a path, as in Linux
 
 def resolved(path: Path) -> Path:
     """Return an absolute path without links; raises `PermissionError` if another user placed one of them."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _parent(path / "_"):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(path, path):
         pass
     return path.resolve()
 
@@ -48,7 +48,7 @@ def make_folder(path: Path) -> None:
       PermissionError: another user placed a link in the path; the message says which.
       OSError: a folder cannot be created; the target of a link never is.
     """
-    with _parent(path / "_", create=True):
+    with _opened(path, path, create=True):
         pass
 
 
@@ -59,7 +59,7 @@ def new_folder(path: Path, partial: Path) -> Iterator[None]:
     An old `partial` is removed first; `path` must not exist, or be an empty folder.
     """
     remove(partial)
-    with _parent(partial, create=True) as folder:
+    with _opened(partial.parent, partial, create=True) as folder:
         os.mkdir(partial.name, dir_fd=folder)
     try:
         yield
@@ -76,14 +76,14 @@ def private_folder(path: Path) -> Iterator[Path]:
       PermissionError: at `path` is a link, or anything that others own or may write.
       OSError: the folder cannot be created or opened.
     """
-    with _parent(path, create=True) as parent:
+    with _opened(path.parent, path, create=True) as parent:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path.name, 0o700, dir_fd=parent)
         folder = os.open(path.name, _ANY, dir_fd=parent)
     with _closing(folder):
         status = os.fstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise _refusal(path, status, "a folder of yours that nobody else may write, and no link")
+            raise _refusal(path, status, "a folder of yours that nobody else can write")
         yield Path(f"/proc/self/fd/{folder}")
 
 
@@ -99,7 +99,7 @@ def new_file(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[IO
       sync: wait until the content is on disk.
     """
     part = f"{path.name[:25]}.{secrets.token_hex(8)}.partial"  # a name has at most 255 bytes, and a character up to 4
-    with _parent(path) as folder:
+    with _opened(path.parent, path) as folder:
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
         try:
             with open(file, "w+b") as content:
@@ -120,7 +120,7 @@ def open_file(path: Path, flags: int) -> int:
       PermissionError: at `path` is a link, or anything else that another user may have prepared.
       OSError: the file cannot be opened.
     """
-    with _parent(path) as folder:
+    with _opened(path.parent, path) as folder:
         place = os.fstat(folder)
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path.name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder))
@@ -129,19 +129,19 @@ def open_file(path: Path, flags: int) -> int:
         status = os.fstat(file)
         team = not place.st_mode & stat.S_IWOTH and (place.st_mode & stat.S_IWGRP or status.st_uid == place.st_uid)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not (team or _is_own(status)):
-            raise _refusal(path, status, "a regular file of yours with one name, and no link")
+            raise _refusal(path, status, "a regular file of yours with one hard link")
         return os.open(f"/proc/self/fd/{file}", flags | os.O_CLOEXEC)
 
 
 def rename(path: Path, target: Path) -> None:
     """Rename a file or a folder; replaces a file or an empty folder at `target`."""
-    with _parent(path) as folder, _parent(target) as new:
+    with _opened(path.parent, path) as folder, _opened(target.parent, target) as new:
         os.rename(path.name, target.name, src_dir_fd=folder, dst_dir_fd=new)
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
     """Remove a file, a link or a folder with its content, if it exists; never what a link points to."""
-    with contextlib.suppress(OSError if ignore_errors else FileNotFoundError), _parent(path) as folder:
+    with contextlib.suppress(OSError if ignore_errors else FileNotFoundError), _opened(path.parent, path) as folder:
         if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
             shutil.rmtree(path.name, ignore_errors, dir_fd=folder)
         else:
@@ -149,12 +149,12 @@ def remove(path: Path, *, ignore_errors: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _parent(path: Path, *, create: bool = False) -> Iterator[int]:
-    """Yield a descriptor of the folder of `path`; name `path` in errors of the block that name no path."""
+def _opened(folder: Path, path: Path, *, create: bool = False) -> Iterator[int]:
+    """Yield a descriptor of a folder; put `path` into errors of the block that name no path."""
     try:
-        folder = _open(path.parent, create)
-        with _closing(folder):
-            yield folder
+        descriptor = _open(folder, create)
+        with _closing(descriptor):
+            yield descriptor
     except OSError as error:
         if os.sep not in str(error.filename) and (error.filename or error.errno != errno.EPERM):  # no refusal
             error.filename, error.filename2 = str(path), None
@@ -179,7 +179,7 @@ def _open(path: Path, create: bool, links: int = 0) -> int:
         if stat.S_ISLNK(status.st_mode) and links < _MOST_LINKS:
             if _is_own(status) or (status.st_uid == place.st_uid and not place.st_mode & 0o022):
                 return _open(path.parent / os.readlink("", dir_fd=link), False, links + 1)
-            raise _refusal(path, status, "no link of another user in a folder that others may write")
+            raise _refusal(path, status, "a folder, or a link of yours")
     code = errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOTDIR
     raise OSError(code, os.strerror(code))
 
@@ -197,6 +197,6 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _refusal(path: Path, status: os.stat_result, must: str) -> PermissionError:
-    found = f"{stat.filemode(status.st_mode)} of user {status.st_uid} with {status.st_nlink} hard links"
-    text = f"{printable(str(path))} must be {must}, but is {found}. Remove it, or choose another folder"
+    found = f"user {status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
+    text = f"{printable(str(path))} belongs to {found}, but must be {must}. Remove it, or choose another folder"
     return PermissionError(errno.EPERM, text)
