@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.test_store import ABOUT, make_state, open_store
+from tests.train_helpers import ROOT, small_run
 from tests.users_helpers import OTHER, PLANTED, TEAM, VICTIM, content, make_home, needs_root, plant, public_folder, user
 from zaya_jax.aegis.__main__ import _environment
 from zaya_jax.aegis.events import EventLog
@@ -16,6 +19,7 @@ from zaya_jax.aegis.evidence import _write
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.state import write_state, write_verdict
+from zaya_jax.config import to_yaml
 from zaya_jax.errors import InputError, as_sentence
 from zaya_jax.evaluate.follow import append_row
 from zaya_jax.hf.output import output_folder
@@ -143,3 +147,40 @@ def test_a_local_copy_that_cannot_be_private_is_reported_with_its_key_and_not_wr
             assert text in said[0]
         assert content(home) == before
         assert saved_steps(run / CHECKPOINTS) == [2]
+
+
+def supervised(uid: int, base: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Train under the supervisor as a user, whose umask leaves files to the group."""
+    home = base / f"home-{uid}"
+    home.mkdir()
+    os.chown(home, uid, uid)
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    # It may read everything, since Python may be in root's home, but write only what the user may.
+    reads = [f"--{kind}-caps=+dac_read_search" for kind in ("inh", "ambient")]
+    return subprocess.run(
+        ["setpriv", f"--reuid={uid}", f"--regid={uid}", f"--groups={TEAM}", *reads, "--",
+         sys.executable, "-m", "zaya_jax.aegis", "run", "--", "/usr/bin/env", sys.executable, "-m", "zaya_jax.main",
+         "--config", str(base / "run.yaml"), f"run_dir={base / 'team' / 'run'}",
+         f"data.cache_dir={base / 'team' / 'cache'}", *overrides],
+        umask=0o002, env={**environment, "HOME": str(home)}, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@needs_root
+@pytest.mark.soak
+def test_the_supervised_training_of_one_member_is_lengthened_by_another():
+    with public_folder() as base:
+        config = small_run(base)
+        for path in (base, *base.rglob("*")):
+            path.chmod(0o755)
+        (base / "run.yaml").write_text(to_yaml(config))
+        (base / "team").mkdir()
+        os.chown(base / "team", VICTIM, TEAM)
+        (base / "team").chmod(0o2775)
+        for uid, steps in ((VICTIM, 4), (OTHER, 8)):
+            done = supervised(uid, base, f"phases.0.tokens={steps * 128}", "checkpoint.every=2")
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        run = base / "team" / "run"
+        assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(1, 9))
+        assert saved_steps(run / CHECKPOINTS)[-1] == 8
+        assert {path.lstat().st_uid for path in (run / CHECKPOINTS).iterdir()} == {VICTIM, OTHER}
