@@ -41,7 +41,7 @@ OTHERS = {
     "data/stream.py": ("savez", MEMORY),
     "evaluate/follow.py": ("open truncate", MEMORY),
     "machine/breakdown/measure.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
-    "machine/collectives/sweep.py": ("open", MEMORY),
+    "machine/collectives/sweep.py": ("open", "the file of --jsonl, which the user names"),
     "machine/compilers/compiled.py": ("TemporaryDirectory write_text", TEMPORARY),
     "machine/compilers/cross_compile.py": ("mkdir rename write_text", TEMPORARY),
     "machine/compilers/stand_ins.py": ("TemporaryDirectory mkdir rename unlink write_text write_text",

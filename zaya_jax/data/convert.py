@@ -10,7 +10,6 @@ import io
 import json
 import multiprocessing
 import os
-import re
 import threading
 import time
 from array import array
@@ -163,7 +162,7 @@ def read_note(folder: Path, number: int) -> UnitNote | None:
 def remove_notes(folder: Path) -> None:
     """Remove the notes and lengths of units, which the manifest now contains, and files of killed processes."""
     for name in os.listdir(folder):
-        if PARTIAL.fullmatch(name) or re.fullmatch(r"unit-\d+(-\w+)?\.(json|npy)", name):
+        if PARTIAL.fullmatch(name) or (name.startswith("unit-") and name.endswith((".json", ".npy"))):
             remove(folder / name)
 
 

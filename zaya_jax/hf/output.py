@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -47,8 +46,7 @@ def _check_remains(partial: Path) -> None:
     """Raise `InputError` for anything but what a killed export of this user left."""
     if not os.path.lexists(partial):
         return
-    status = partial.lstat()
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    is_own = not partial.is_symlink() and partial.is_dir() and partial.stat().st_uid == os.geteuid()
     if not is_own or not all(
         PARTIAL.fullmatch(path.name) or any(map(path.match, _WRITTEN)) for path in partial.iterdir()
     ):

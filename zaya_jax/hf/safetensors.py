@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import require_regular
+from zaya_jax.run.files import open_regular
 from zaya_jax.run.writing import new_file
 
 DTYPES: dict[str, np.dtype] = {
@@ -66,8 +66,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     """
     tensors = dict[str, Stored]()
     try:
-        require_regular(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = 8 + int.from_bytes(file.read(8), "little")
         with safe_open(path, framework="numpy") as file:
             for name in file.offset_keys():  # in their order in the file, which has no gaps

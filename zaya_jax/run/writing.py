@@ -59,8 +59,7 @@ def new_folder(path: Path, partial: Path) -> Iterator[None]:
     An old `partial` is removed first; `path` must not exist, or be an empty folder.
     """
     remove(partial)
-    with _opened(partial.parent, partial, create=True) as folder:
-        os.mkdir(partial.name, dir_fd=folder)
+    make_folder(partial)
     try:
         yield
         rename(partial, path)
@@ -128,7 +127,7 @@ def open_file(path: Path, flags: int) -> int:
     with _closing(file):
         status = os.fstat(file)
         team = not place.st_mode & stat.S_IWOTH and (place.st_mode & stat.S_IWGRP or status.st_uid == place.st_uid)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not (team or _is_own(status)):
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not (team or status.st_uid in (0, os.geteuid())):
             raise _refusal(path, status, "a regular file of yours with one hard link")
         return os.open(f"/proc/self/fd/{file}", flags | os.O_CLOEXEC)
 
@@ -177,7 +176,7 @@ def _open(path: Path, create: bool, links: int = 0) -> int:
     with _closing(link):
         status = os.fstat(link)
         if stat.S_ISLNK(status.st_mode) and links < _MOST_LINKS:
-            if _is_own(status) or (status.st_uid == place.st_uid and not place.st_mode & 0o022):
+            if status.st_uid in (0, os.geteuid()) or (status.st_uid == place.st_uid and not place.st_mode & 0o022):
                 return _open(path.parent / os.readlink("", dir_fd=link), False, links + 1)
             raise _refusal(path, status, "a folder, or a link of yours")
     code = errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOTDIR
@@ -190,10 +189,6 @@ def _closing(descriptor: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _is_own(status: os.stat_result) -> bool:
-    return status.st_uid in (0, os.geteuid())
 
 
 def _refusal(path: Path, status: os.stat_result, must: str) -> PermissionError:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.result import describe_run, print_once
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import is_primary
-from zaya_jax.run.writing import open_file
 
 
 class Sweep(NamedTuple):
@@ -212,7 +210,7 @@ def _measure(
         print_once(text.row(case, halves.get("out_of_place"), halves["in_place"]))
         measured.append(_row(case, mode, timings))
         if rows and is_primary():
-            with open(open_file(rows, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as lines:
+            with rows.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(head | measured[-1]) + "\n")
     print_once(*text.footer(label(collective), columns), "")
     return measured
