@@ -12,12 +12,12 @@ ROOT = Path(zaya_jax.__file__).parent
 PACKAGES = (ROOT, ROOT.parent / "pallas_kernels")
 MODULE = "run/writing.py"
 TEMPORARY = "in a temporary folder with a random name, which only this user may enter"
-CHOSEN = "in a folder that the user chose and that this command creates; it refuses one that exists"
+CHOSEN = "folders that must not exist, and a file that `run/writing.py` has opened"
 MEMORY = "to memory, or to a file that `run/writing.py` has opened"
 
 # File → the functions that write or delete, and the reason why others cannot turn them against this user.
 OTHERS = {
-    "aegis/drill.py": ("mkdir mkdir open write_text", CHOSEN),
+    "aegis/drill.py": ("mkdir mkdir open", CHOSEN),
     "aegis/notify.py": ("fdopen", "an anonymous file in memory"),
     "aegis/processes.py": ("truncate", "of an anonymous file in memory"),
     "aegis/rollback.py": ("TemporaryFile", "a file without a name"),

@@ -42,7 +42,7 @@ class EventLog:
         events = read_events(folder / EVENTS)
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
-        self._file = open_file(folder / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file = open_file(folder / EVENTS, os.O_RDWR | os.O_APPEND)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # torn when its writer was killed
             os.write(self._file, b"\n")

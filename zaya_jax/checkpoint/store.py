@@ -148,7 +148,7 @@ class CheckpointStore:
                 names.clean(self.folder)
                 token = take_token(self.folder, names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self._verified.intersection(self.steps()):
-                    os.close(open_file(self.folder / str(step) / names.VERIFIED, os.O_WRONLY | os.O_CREAT))
+                    os.close(open_file(self.folder / str(step) / names.VERIFIED, os.O_WRONLY))
                 self._retain()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."

@@ -88,7 +88,7 @@ def finished_steps(run: Path) -> list[int]:
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append a line of JSON durably, after cutting off a line that a kill left incomplete."""
     make_folder(path.parent)
-    with open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab+") as file:
+    with open(open_file(path, os.O_RDWR | os.O_APPEND), "ab+") as file:
         file.seek(0)
         content = file.read()
         if not content.endswith(b"\n"):

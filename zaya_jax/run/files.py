@@ -170,7 +170,7 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
     while True:
         make_folder(path.parent)
         try:
-            file = open(open_file(path, os.O_RDWR | os.O_CREAT), "a")  # noqa: SIM115 (the caller closes it)
+            file = open(open_file(path, os.O_RDWR), "a")  # noqa: SIM115 (the caller closes it)
         except FileNotFoundError:
             continue
         try:

@@ -158,7 +158,7 @@ class JsonlFile:
     def _write(self) -> None:
         with self._disk.writing(self._path):
             if self._file is None:
-                file = open_file(self._path, os.O_RDWR | os.O_CREAT)
+                file = open_file(self._path, os.O_RDWR)
                 os.ftruncate(file, self._synced)  # works on a full disk
                 self._file = file
             while self._written < len(self._rows):
