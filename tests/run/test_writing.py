@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.users_helpers import OTHER, PLANTED, TEAM, VICTIM, content, make_home, needs_root, plant, public_folder, user
 from zaya_jax.errors import InputError, last_words
@@ -20,7 +18,8 @@ from zaya_jax.run.metrics import DiskGuard, JsonlFile
 
 
 def _append(path: Path) -> None:
-    os.close(writing.open_file(path, os.O_RDWR | os.O_APPEND))
+    with open(writing.open_file(path, os.O_RDWR | os.O_APPEND), "a") as file:
+        file.write("new")
 
 
 def _rows(path: Path) -> None:
@@ -71,19 +70,21 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
 
 
 @needs_root
-@given(st.sampled_from(sorted(PLANTED)), st.sampled_from(sorted(ACTIONS)), st.sampled_from([0o1777, 0o777, 0o2775]))
-def test_what_others_put_at_a_name_harms_nothing_of_this_user(planted, action, mode):
-    with public_folder() as base:
-        home, place = base / "home", base / "place"
-        make_home(home)
-        place.mkdir()
-        os.chown(place, 0, TEAM)
-        place.chmod(mode)
-        plant(planted, place / "name", home)
-        before = content(home)
-        refusal = _try(action, place / "name")
-        assert content(home) == before
-        assert refusal is None or str(place) in refusal
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_others_put_at_a_name_harms_nothing_of_this_user(planted, action):
+    for mode in (0o1777, 0o777, 0o2775):
+        with public_folder() as base:
+            home, place = base / "home", base / "place"
+            make_home(home)
+            place.mkdir()
+            os.chown(place, 0, TEAM)
+            place.chmod(mode)
+            plant(planted, place / "name", home)
+            before = content(home)
+            refusal = _try(action, place / "name")
+            assert content(home) == before
+            assert refusal is None or str(place) in refusal
 
 
 def _try(action: str, path: Path) -> str | None:
@@ -155,6 +156,27 @@ def test_the_target_of_a_link_is_not_created(tmp_path):
     with pytest.raises(FileNotFoundError):
         writing.make_folder(tmp_path / "link" / "a")
     assert not (tmp_path / "gone").exists()
+
+
+@needs_root
+@pytest.mark.parametrize(("owner", "place_owner", "mode", "accepted"), [
+    (VICTIM, OTHER, 0o777, True), (0, OTHER, 0o1777, True), (OTHER, VICTIM, 0o777, False), (OTHER, OTHER, 0o777, False),
+    (OTHER, VICTIM, 0o2775, True), (OTHER, OTHER, 0o755, True), (OTHER, VICTIM, 0o755, False),
+])  # fmt: skip
+def test_a_file_is_continued_if_only_its_user_or_the_team_could_put_it_there(
+    public, owner, place_owner, mode, accepted
+):  # fmt: skip
+    (public / "place").mkdir()
+    os.chown(public / "place", place_owner, TEAM)
+    (public / "place").chmod(mode)
+    path = public / "place" / "name"
+    path.write_text("old ")
+    path.chmod(0o666)
+    os.chown(path, owner, owner)
+    refused = contextlib.nullcontext() if accepted else pytest.raises(PermissionError, match=f"{path} belongs to user")
+    with user(VICTIM), refused:
+        _append(path)
+    assert path.read_text() == ("old new" if accepted else "old ")
 
 
 @needs_root
