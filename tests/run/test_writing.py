@@ -119,7 +119,7 @@ def test_a_refusal_says_what_is_there_who_owns_it_and_what_to_do(tmp_path, plant
     elif action == "rows" and planted == "folder":
         assert "Is a directory" in said[0]
     else:
-        assert re.search(rf"{path} belongs to user {OTHER} \(\S{{10}}, .* must be a .* of yours .* Remove it", said[0])
+        assert re.search(rf"{path} belongs to user {OTHER} \(\S{{10}}, .* must be a .* of yours.* Remove it", said[0])
     assert (tmp_path / "thesis" / "1").read_text() == "all of it"
 
 
@@ -268,6 +268,15 @@ def test_names_of_unfinished_files_cannot_be_foretold(tmp_path):
             names |= set(map(str, os.listdir(tmp_path))) - {"☃" * 80}
     assert len(names) == 3
     assert all(writing.PARTIAL.fullmatch(name) for name in names)
+
+
+def test_a_name_that_was_foretold_all_the_same_is_not_written_through(tmp_path, monkeypatch):
+    (tmp_path / "thesis").write_text("all of it")
+    monkeypatch.setattr(writing.secrets, "token_hex", lambda size: "0" * 16)
+    (tmp_path / f"a.{'0' * 16}.partial").symlink_to("thesis")
+    with pytest.raises(FileExistsError):
+        write_atomically(tmp_path / "a", "new")
+    assert (tmp_path / "thesis").read_text() == "all of it"
 
 
 def test_a_new_file_is_removed_after_an_error_and_leaves_the_old_one(tmp_path):

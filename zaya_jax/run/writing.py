@@ -82,7 +82,7 @@ def private_folder(path: Path) -> Iterator[Path]:
     with _closing(folder):
         status = os.fstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise _refusal(path, status, "a folder of yours that nobody else can write")
+            raise _refusal(path, status, "a folder of yours, and no link, that nobody else can write")
         yield Path(f"/proc/self/fd/{folder}")
 
 
