@@ -26,7 +26,7 @@ class Supervised:
 
     def __init__(
         self, folder: Path, command: list[str], processes: int = 1, policy: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None, flags: Sequence[str] = (),
+        environment: dict[str, str] | None = None, flags: Sequence[str] = (), module: str = "zaya_jax.aegis",
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         rules = {"timeouts": PATIENT, "settle_seconds": 1.0, **(policy or {})}
@@ -35,7 +35,7 @@ class Supervised:
         self.began = time.monotonic()
         with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(folder / "policy.yaml"), "--run-dir",
+                [sys.executable, "-m", module, "run", "--policy", str(folder / "policy.yaml"), "--run-dir",
                  str(self.run_dir), "--processes", str(processes), *flags, "--", *command],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**os.environ, **(environment or {})},
             )  # fmt: skip

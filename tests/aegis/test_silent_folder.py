@@ -12,18 +12,23 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.file_worker import FileWorker
 
 
-def silence(supervised):
-    """Make the next write of the supervisor wait, as for a server that is gone: nobody reads the pipe."""
-    os.mkfifo(supervised.folder / "state.json.partial")
+def supervise_silent(folder, *arguments, **options):
+    return supervise_light(folder, *arguments, module="tests.aegis.silent_supervisor",
+                           environment={"SILENT": str(folder / "silent")}, **options)  # fmt: skip
+
+
+def silence(supervised, folder):
+    """Make the next write of the supervisor wait, as for a server that is gone."""
+    (folder / "silent").touch()
     while time.time() - (supervised.folder / "state.json").stat().st_mtime < 1.8:  # it is written every second
         assert supervised.process.poll() is None, supervised.said
         time.sleep(0.01)
 
 
 def test_faults_are_dealt_with_while_the_folder_is_silent(tmp_path):
-    supervised = supervise_light(tmp_path, 350, "SIGKILL@200", "wait@250:1", processes=2, policy={"timeouts": QUICK})
+    supervised = supervise_silent(tmp_path, 350, "SIGKILL@200", "wait@250:1", processes=2, policy={"timeouts": QUICK})
     supervised.wait_for(supervised.folder / "state.json")
-    silence(supervised)
+    silence(supervised, tmp_path)
     lines = len(supervised.events)
     supervised.wait_for(tmp_path / "checkpoint-0")
     assert supervised.wait() == SupervisorExit.DONE
@@ -35,21 +40,20 @@ def test_faults_are_dealt_with_while_the_folder_is_silent(tmp_path):
 
 
 def test_what_happened_is_written_once_the_folder_answers(tmp_path):
-    supervised = supervise_light(tmp_path, 300, "SIGKILL@200")
+    supervised = supervise_silent(tmp_path, 300, "SIGKILL@200")
     supervised.wait_for(supervised.folder / "state.json")
-    silence(supervised)
+    silence(supervised, tmp_path)
     supervised.wait_for(tmp_path / "done-SIGKILL-200")
-    with (supervised.folder / "state.json.partial").open("rb") as pipe:
-        pipe.read()
+    (tmp_path / "silent").unlink()
     assert supervised.wait() == SupervisorExit.DONE
     assert [event["code"] for event in supervised.kinds("end")] == ["signal-SIGKILL", "finished"]
     assert supervised.verdict["exit_code"] == 0
 
 
 def test_a_request_to_stop_is_heeded_while_the_folder_is_silent(tmp_path):
-    supervised = supervise_light(tmp_path, 5000)
+    supervised = supervise_silent(tmp_path, 5000)
     supervised.wait_for(supervised.folder / "state.json")
-    silence(supervised)
+    silence(supervised, tmp_path)
     supervised.process.terminate()
     assert supervised.wait() == SupervisorExit.PREEMPTED
 

@@ -112,6 +112,15 @@ def test_a_copy_says_nothing_of_the_checkpoint_that_it_is_of(tmp_path):
     assert [checkpoint.is_verified for checkpoint in usable_checkpoints(tmp_path / "run")] == [True, False]
 
 
+def test_names_that_are_no_copies_stay_in_the_folder_of_the_copies(tmp_path):
+    save(tmp_path, [1])
+    home = copy_of(tmp_path, 1).parent
+    (home / "notes").mkdir()
+    (home / "7.partial").mkdir()
+    save(tmp_path, [2])
+    assert sorted(path.name for path in home.iterdir()) == ["2", "notes"]
+
+
 def test_runs_on_one_node_do_not_share_a_copy(tmp_path):
     for name in ("a", "b"):
         with open_store(tmp_path / name, local_dir=str(tmp_path / "node")) as store:

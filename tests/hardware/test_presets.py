@@ -78,7 +78,7 @@ def test_the_line_is_of_what_the_environment_has_now():
 
 
 def test_compilations_are_kept_in_the_cache_of_the_person(tmp_path):
-    expected = str(tmp_path / "zaya_jax" / f"compiled-{cpu_digest()}")
+    expected = str(tmp_path / "zaya_jax" / f"xla-{cpu_digest()}")
     for variables in ({"XDG_CACHE_HOME": str(tmp_path)}, {"HOME": str(tmp_path.parent), "XDG_CACHE_HOME": ""}):
         environment = dict(variables)
         keep_compilations(environment)
@@ -189,7 +189,7 @@ assert os.environ["ZAYA_PRESET"] == "mi355x"
     apply_preset(PRESETS["mi355x"], expected)
     assert done.stdout == f"{describe_preset(expected)}\n"
     assert "; set otherwise: NCCL_IB_TIMEOUT=23" in done.stdout
-    assert list((tmp_path / "zaya_jax").glob("compiled-*/jit__lambda*"))
+    assert list((tmp_path / "zaya_jax").glob("xla-*/jit__lambda*"))
 
 
 def test_a_program_of_ones_own_is_told_that_there_is_none(capsys, monkeypatch):

@@ -92,7 +92,7 @@ def limited(kind: int, limit: int, *command: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "limit", "said"), [
-    (resource.RLIMIT_NOFILE, 5, r"Too many open files\. Raise the limit of this process \(ulimit -n\)\."),
+    (resource.RLIMIT_NOFILE, 6, r"Too many open files\. Raise the limit of this process \(ulimit -n\)\."),
     (resource.RLIMIT_FSIZE, 1000, r"File too large\. Raise the limit of file sizes \(ulimit -f\)\."),
 ])  # fmt: skip
 def test_a_limit_that_is_reached_is_named_with_what_to_change(tmp_path, kind, limit, said):

@@ -27,7 +27,6 @@ from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
 from zaya_jax.run.fencing import FENCE, Fence
-from zaya_jax.run.files import partial_name
 from zaya_jax.run.folder import (
     CHANGES,
     CONFIG,
@@ -58,11 +57,10 @@ def claimed(config):
 def test_what_a_killed_process_was_writing_is_removed(tmp_path):
     config = small_run(tmp_path)
     with claimed(config) as folder:
-        partial_name(folder / "status.json").write_text("{")
-        (folder / "notes.txt").write_text("mine")
+        (folder / f"status.json.{'0' * 16}.partial").write_text("{")
+        (folder / "notes.partial").write_text("mine")
     with lock_run(config):
-        assert not [path for path in folder.iterdir() if path.name.endswith(".partial")]
-        assert (folder / "notes.txt").exists()
+        assert [path.name for path in folder.glob("*.partial")] == ["notes.partial"]
 
 
 def test_a_refused_run_leaves_no_new_folder_and_every_other_as_it_was(tmp_path):

@@ -5,7 +5,6 @@ import os
 import random
 import shlex
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -22,13 +21,14 @@ from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
-from zaya_jax.errors import ExitCode, InputError
+from zaya_jax.errors import ExitCode, InputError, as_sentence
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.command import prepare_streams, run_command
 from zaya_jax.run.files import expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.supervision import AEGIS
+from zaya_jax.run.writing import private_folder
 
 _EXAMPLES = """examples:
   python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml
@@ -113,14 +113,15 @@ def _drill(options: argparse.Namespace) -> int:
 def _environment(run_dir: Path) -> dict[str, str]:
     """Return the environment of the processes, with a compilation cache of the run unless one is set.
 
-    A restart then compiles nothing. The cache contains native code, so only its owner may enter the folder.
+    A restart then compiles nothing. The cache contains native code, so each user of a run has a private one.
     """
-    cache = run_dir / AEGIS / "compiled"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    status = cache.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise InputError(f"{cache} must be a folder that only you may enter, since compiled code is run from it. "
-                         "Remove it, or set JAX_COMPILATION_CACHE_DIR.")  # fmt: skip
+    cache = run_dir / AEGIS / f"compiled-{os.geteuid()}"
+    try:
+        with private_folder(cache):
+            pass
+    except OSError as error:
+        why = "The folder holds compiled code; to use another, set JAX_COMPILATION_CACHE_DIR."
+        raise InputError(f"{as_sentence(error)} {why}") from error
     return {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}
 
 

@@ -37,6 +37,7 @@ from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.progress_record import Phase
 from zaya_jax.run.supervision import EVENTS, read_events
+from zaya_jax.run.writing import open_file
 
 CRASHES = ("sigkill", "sigsegv", "sigabrt", "exit1", "exit137", "exception")
 HANGS = ("wait", "global-lock", "sigstop")
@@ -106,7 +107,7 @@ class Drill:
         timeouts = {phase.name.lower(): self.hang_seconds for phase in _STEP} | {"floor": self.hang_seconds}
         unlimited = {"per_hour": 100_000, "delays": [0.0], "same_failure": 1000, "no_progress": 1000}
         policy = {"timeouts": timeouts, "restart": unlimited}
-        (self.folder / "policy.yaml").write_text(dump_yaml(policy), encoding="utf-8")
+        write_atomically(self.folder / "policy.yaml", dump_yaml(policy))
         say(f"The undisturbed run: {counted(steps, 'step')} in {counted(self.processes, 'process', 'es')}.")
         quiet = self._train("undisturbed", ())
         say(f"The disturbed run: {counted(len(self.faults), 'fault')}.")
@@ -127,7 +128,7 @@ class Drill:
         environment = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
                        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ, MARKS: str(marks)}  # fmt: skip
         log = self.folder / f"{name}.log"
-        with log.open("wb") as file:
+        with open(open_file(log, os.O_WRONLY), "wb") as file:
             status = subprocess.run(  # noqa: S603 (an argument list, without a shell)
                 argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.errors import printable
+from zaya_jax.run.files import read_file
 from zaya_jax.run.metrics import DiskGuard, LineFile
 from zaya_jax.run.supervision import EVENTS, VERSION, read_events
 
@@ -44,7 +45,7 @@ class EventLog:
         """
         self._node, self._files, self._listener = node, files, listener
         path = folder / EVENTS
-        events, content = read_events(path), path.read_bytes() if path.exists() else b""
+        events, content = read_events(path), read_file(path) if path.exists() else b""
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
         # Without a line that was torn when its writer was killed. The trainer reports a full disk.

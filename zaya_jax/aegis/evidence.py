@@ -1,6 +1,5 @@
 """Evidence, collected before processes are killed: the stacks of all threads, the last lines, and the kernel's view."""
 
-import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -8,6 +7,8 @@ from pathlib import Path
 
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.processes import ProcessGroup, describe_process
+from zaya_jax.run.files import write_atomically
+from zaya_jax.run.writing import make_folder, remove
 
 EVIDENCE = "evidence"
 _KEPT = 20  # folders of evidence
@@ -55,9 +56,9 @@ def collect(
 def _write(folder: Path, name: str, content: Mapping[str, bytes]) -> list[str]:
     """Write files to the folder `name` of evidence; return their paths relative to `folder`."""
     target = folder / EVIDENCE / name
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     for file, text in content.items():
-        (target / file).write_bytes(text)
+        write_atomically(target / file, text)
     _prune(folder / EVIDENCE)
     return [f"{EVIDENCE}/{name}/{file}" for file in content]
 
@@ -66,4 +67,4 @@ def _prune(folder: Path) -> None:
     """Remove all but the newest folders of evidence."""
     attempts = [path for path in folder.iterdir() if path.name.removeprefix("attempt-").isdecimal()]
     for path in sorted(attempts, key=lambda path: int(path.name.removeprefix("attempt-")))[:-_KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path, ignore_errors=True)

@@ -19,7 +19,7 @@ from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
-from zaya_jax.run.files import read_object, require_regular
+from zaya_jax.run.files import open_regular, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.goodput import measure_goodput
 from zaya_jax.run.manifest import saved_at
@@ -134,8 +134,7 @@ def _rows(run_dir: Path, now: float) -> Iterator[Sample]:
 
 def read_last_row(path: Path) -> dict[str, Any]:
     """Return the last complete row among the last 256 KiB of a file of rows; empty if there is none."""
-    require_regular(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
         lines = file.read(_TAIL).splitlines()
     for line in reversed(lines):

@@ -15,6 +15,7 @@ from zaya_jax.errors import printable
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress_record import Phase
 from zaya_jax.run.supervision import STATE, VERDICT
+from zaya_jax.run.writing import new_file
 
 
 def describe_ranks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
@@ -35,13 +36,8 @@ def _describe(rank: Rank) -> dict[str, Any]:
 
 def write_state(folder: Path, **state: Any) -> None:
     """Replace `state.json`, without waiting for the disk; a full disk is ignored."""
-    path = folder / STATE
-    part = path.with_name(f"{STATE}.partial")
-    try:
-        part.write_text(json.dumps({"unix": time.time(), "pid": os.getpid(), **state}) + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError:
-        return
+    with contextlib.suppress(OSError), new_file(folder / STATE, sync=False) as file:
+        file.write((json.dumps({"unix": time.time(), "pid": os.getpid(), **state}) + "\n").encode())
 
 
 def write_verdict(folder: Path, code: SupervisorExit, why: str, attempts: int, step: int) -> None:

@@ -6,7 +6,8 @@ the checkpoint's digests.
 
 import json
 import math
-import shutil
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import numpy as np
 from zaya_jax.checkpoint.digest import array_digest, assemble
 from zaya_jax.run.digests import Digests, digest, read_slice, slice_text
 from zaya_jax.run.files import expanded, read_json
+from zaya_jax.run.writing import new_folder, private_folder, remove
 
 _INDEX = "index.json"
+_COPY = re.compile(r"\d+(\.partial)?")  # what is removed
 
 
 class LocalCopies:
@@ -56,22 +59,10 @@ class LocalCopies:
         staged, self._staged = self._staged, {}
         if self._home is None or not staged:
             return ""
-        part = self._home / f"{step}.partial"
         try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            index = []
-            for number, ((name, where), data) in enumerate(staged.items()):
-                np.ascontiguousarray(data).tofile(part / str(number))
-                index.append([name, where])
-            (part / _INDEX).write_text(json.dumps(index), encoding="utf-8")
-            shutil.rmtree(self._home / str(step), ignore_errors=True)
-            part.rename(self._home / str(step))
-            for path in self._home.iterdir():
-                if path.name != str(step):
-                    shutil.rmtree(path, ignore_errors=True)
+            with private_folder(self._home) as home:
+                _write(home, step, staged)
         except (OSError, ValueError) as error:  # ValueError: an invalid path
-            shutil.rmtree(part, ignore_errors=True)
             warned, self._warned = self._warned, True
             why = getattr(error, "strerror", None) or str(error)
             return "" if warned else (
@@ -92,6 +83,19 @@ class LocalCopies:
             return {name: _array(name, leaf, files, digests[name]) for name, leaf in abstract.items()}
         except (OSError, ValueError, KeyError, TypeError):  # also raised by a damaged index
             return None
+
+
+def _write(home: Path, step: int, staged: Mapping[tuple[str, str], np.ndarray]) -> None:
+    """Write the copy of a step into this run's private folder, and remove other copies there."""
+    part = home / f"{step}.partial"
+    with new_folder(home / str(step), part):
+        for number, data in enumerate(staged.values()):
+            np.ascontiguousarray(data).tofile(part / str(number))
+        (part / _INDEX).write_text(json.dumps(list(staged)), encoding="utf-8")
+        remove(home / str(step))
+    for name in os.listdir(home):
+        if _COPY.fullmatch(name) and name != str(step):
+            remove(home / name, ignore_errors=True)
 
 
 def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests: Mapping[str, str]) -> jax.Array:

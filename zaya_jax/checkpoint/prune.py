@@ -1,11 +1,11 @@
 """Remove checkpoints of a run on command."""
 
-import shutil
 from pathlib import Path
 
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
+from zaya_jax.run import writing
 from zaya_jax.run.checkpoints import CHECKPOINTS, remove, usable_checkpoints
 from zaya_jax.run.folder import lock_folder
 from zaya_jax.run.retention import steps_to_keep
@@ -53,7 +53,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
             if target.name.isdecimal():
                 remove(folder, int(target.name))
             else:
-                shutil.rmtree(target)
+                writing.remove(target)
     names = ", ".join(target.name for target in gone) or "nothing"
     left = f" Damaged checkpoints were kept: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
     return f"{'Would remove' if dry_run else 'Removed'} {names} ({size_text(size)}).{left}"

@@ -32,6 +32,7 @@ from zaya_jax.run.fencing import Fence, is_current
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
 from zaya_jax.run.retention import steps_to_keep
+from zaya_jax.run.writing import make_folder, open_file, remove, rename, resolved
 
 _PATIENCE = 600  # seconds that processes wait for each other at the end of a save
 _FAREWELL = 60  # seconds to wait for a save in progress after another error
@@ -81,7 +82,7 @@ class CheckpointStore:
           say: prints one sentence about a problem.
           leave: ends this process if other processes resume the run, see `Fence`.
         """
-        self.folder = folder.resolve()
+        self.folder = resolved(folder)
         self.say = say
         self.fence = Fence(self.folder, leave)
         self._config, self._pinned = config, set(pinned)
@@ -137,11 +138,11 @@ class CheckpointStore:
         problem, token = "", 0
         if is_primary():
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 names.clean(self.folder)
                 token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self._verified.intersection(self.steps()):
-                    (self.folder / str(step) / names.VERIFIED).touch()
+                    os.close(open_file(self.folder / str(step) / names.VERIFIED, os.O_WRONLY))
                 self._retain()
             except OSError as error:
                 problem, token = f"{self.folder} cannot be written: {error.strerror}.", 0
@@ -202,7 +203,7 @@ class CheckpointStore:
             return problem
         if manifest is not None and is_current(self.folder, step, manifest.fencing_token):
             return None
-        if path.exists():
+        if os.path.lexists(path):
             with contextlib.suppress(OSError):  # if it stays in the way, the end of the save reports it
                 names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
         return ready() or self._check_free_space(size) or self._remove_leftovers(work)
@@ -288,7 +289,7 @@ class CheckpointStore:
         """Explain why `size` bytes cannot be saved; empty if they can. Applies retention if space is short."""
         need = round(size * _SPARE)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             if shutil.disk_usage(self.folder).free < need:
                 names.clean(self.folder)
                 self._retain()
@@ -300,9 +301,8 @@ class CheckpointStore:
     def _remove_leftovers(self, work: Path) -> str:
         """Remove leftovers of an earlier attempt; return why that, or writing there, is impossible."""
         try:
-            for path in (work, *self.folder.glob(f"{work.name}.*")):
-                if path.exists():
-                    shutil.rmtree(path)
+            for path in (work, *self.folder.glob(f"{work.name}.*tmp*")):
+                remove(path)
             # If Orbax cannot create its folder, its threads hang and keep the process from exiting.
             work.mkdir()
             work.rmdir()
@@ -323,7 +323,7 @@ class CheckpointStore:
             saving.wait()
             if verifying:
                 folder = saving.work / DIGESTS
-                folder.mkdir(exist_ok=True)
+                make_folder(folder)
                 write_atomically(folder / f"process_{jax.process_index()}.json", json.dumps(own_digests))
                 sync_folder(folder)
             saving.parts.clear()
@@ -364,7 +364,7 @@ class CheckpointStore:
             ))  # fmt: skip
             if problem := self.fence.check():
                 return problem
-            os.rename(saving.work, self.folder / str(saving.step))
+            rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)
         except (OSError, ValueError) as error:
             return as_sentence(error)

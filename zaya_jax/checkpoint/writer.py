@@ -5,8 +5,6 @@ The layout is Orbax's, so the same code reads both.
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, list_files, write_manifest
 from zaya_jax.run.plain_path import plain_path
 from zaya_jax.run.progress import WorkProgress
+from zaya_jax.run.writing import make_folder, new_folder
 
 
 def write_checkpoint(
@@ -43,23 +42,20 @@ def write_checkpoint(
         raise InputError(f"{folder} already exists; choose a new run folder.")
     work = folder.with_name(f"{folder.name}.partial")
     try:
-        shutil.rmtree(work, ignore_errors=True)
-        (work / DIGESTS).mkdir(parents=True)
-        digests = _write_parts(work / STATE, leaves, parts)
-        text = json.dumps(digests).encode()
-        write_atomically(work / DIGESTS / "process_0.json", text.decode())
-        sync_folder(work / DIGESTS)
-        described = {name: dict(leaf) | {"digest": leaf_digest(digests[name])} for name, leaf in leaves.items()}
-        write_manifest(work, Manifest(step, 0, dict(metadata), described, list_files(work),
-                                      {f"{DIGESTS}/process_0.json": digest(text)}, read_back=False))  # fmt: skip
-        os.rename(work, folder)
+        with new_folder(folder, work):
+            make_folder(work / DIGESTS)
+            digests = _write_parts(work / STATE, leaves, parts)
+            text = json.dumps(digests).encode()
+            write_atomically(work / DIGESTS / "process_0.json", text.decode())
+            sync_folder(work / DIGESTS)
+            described = {name: dict(leaf) | {"digest": leaf_digest(digests[name])} for name, leaf in leaves.items()}
+            write_manifest(work, Manifest(step, 0, dict(metadata), described, list_files(work),
+                                          {f"{DIGESTS}/process_0.json": digest(text)}, read_back=False))  # fmt: skip
         sync_folder(folder.parent)
     except InputError:
         raise
     except (OSError, ValueError) as error:  # tensorstore's errors are ValueErrors
         raise InputError(f"{folder} cannot be written: {as_sentence(error)}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[ArrayPart]) -> Digests:

@@ -29,9 +29,10 @@ from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.shards import ShardWriter
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
+from zaya_jax.run.writing import PARTIAL, remove
 
 EXAMPLES = 20  # maximum number of skipped documents that the manifest lists
 
@@ -148,7 +149,7 @@ class Conversion:
 def read_note(folder: Path, number: int) -> UnitNote | None:
     """Read the note of a finished unit; None if it is unfinished or its files are missing."""
     try:
-        tree = json.loads(_note_path(folder, number).read_text(encoding="utf-8"))
+        tree = json.loads(read_file(_note_path(folder, number)))
         shards = {split: ShardEntry(**entry) for split, entry in tree.pop("shards").items()}
         lengths = {split: FileEntry(**entry) for split, entry in tree.pop("lengths").items()}
         files = [*shards.values(), *lengths.values()]
@@ -160,9 +161,9 @@ def read_note(folder: Path, number: int) -> UnitNote | None:
 
 def remove_notes(folder: Path) -> None:
     """Remove the notes and lengths of units, which the manifest now contains, and files of killed processes."""
-    for pattern in ("unit-*.json", "unit-*.npy", "*.partial"):
-        for leftover in folder.glob(pattern):
-            leftover.unlink(missing_ok=True)
+    for name in os.listdir(folder):
+        if PARTIAL.fullmatch(name) or (name.startswith("unit-") and name.endswith((".json", ".npy"))):
+            remove(folder / name)
 
 
 def refuse_in_worker() -> None:

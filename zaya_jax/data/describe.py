@@ -20,6 +20,7 @@ from zaya_jax.data.trimming import Outcome
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.plot import legend_beside, panels
 from zaya_jax.run.table import format_table
+from zaya_jax.run.writing import make_folder
 
 _BINS = 60  # of the histogram
 _SHOWN = 600  # maximum characters of a document in a sample
@@ -152,7 +153,7 @@ def _plot_lengths(plan: RunPlan, path: Path) -> None:
     longest = max((int(tokens.max(initial=1)) for tokens in lengths.values()), default=1)
     edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with panels(path, "Lengths of the documents of each phase and source") as (panel,):
             for label, tokens in lengths.items():
                 panel.hist(tokens, bins=edges.tolist(), histtype="step", label=label)

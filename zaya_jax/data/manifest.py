@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.files import read_file, write_atomically
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"  # settings of a preparation in progress
@@ -126,7 +126,7 @@ def read_manifest(folder: Path, remedy: str) -> Manifest:
       InputError: the manifest cannot be read, or a file is missing or has another size.
     """
     try:
-        tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        tree = json.loads(read_file(folder / MANIFEST))
         version = tree["format"]
         manifest = _parse(tree) if version == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

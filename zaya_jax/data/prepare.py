@@ -35,7 +35,8 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_special_tokens
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.files import locked, write_atomically
+from zaya_jax.run.files import locked, read_file, write_atomically
+from zaya_jax.run.writing import remove
 
 TOKENIZER = "tokenizer.json"
 
@@ -129,7 +130,7 @@ def merge(output: Path) -> Manifest:
         remove_notes(output)
         for leftover in (*output.glob("task-*.json"), output / PLAN, *output.glob(".task-*.lock"),
                          output / ".merge.lock"):  # fmt: skip
-            leftover.unlink(missing_ok=True)
+            remove(leftover)
     return manifest
 
 
@@ -274,7 +275,7 @@ def _difference(key: str) -> str:
 
 def _read_plan(output: Path) -> dict[str, Any]:
     try:
-        plan = json.loads((output / PLAN).read_text(encoding="utf-8"))
+        plan = json.loads(read_file(output / PLAN))
         if plan["format"] != FORMAT:
             raise ValueError(f"it has format {plan['format']}, but this version reads format {FORMAT}")
         for key in ("bos", "eos"):  # absent in older plans, where `eot` served as both

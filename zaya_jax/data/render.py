@@ -22,6 +22,7 @@ from zaya_jax.data.tool_calls import split_tools
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
 from zaya_jax.run.files import locked, write_atomically
+from zaya_jax.run.writing import make_folder
 
 _CHECKS = 3  # version of what `Template.render` refuses; older renderings are not used
 
@@ -114,7 +115,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
 
 def _render(folder: Path, manifest: Manifest, split: Split, template: Template, limit: int | None, target: Path,
             inputs: str) -> None:  # fmt: skip
-    target.mkdir(exist_ok=True)
+    make_folder(target)
     write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
     shards = manifest.split(split).shards
     work = RenderWork(target / TOKENIZER, manifest.special, template, limit, folder, split)

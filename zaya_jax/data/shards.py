@@ -2,11 +2,10 @@
 
 import bisect
 import functools
-import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import IO, NamedTuple, Self
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -15,8 +14,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from zaya_jax.data.corpus import Split
 from zaya_jax.data.manifest import Manifest, ShardEntry, describe_file
 from zaya_jax.errors import InputError, RunStopped, as_sentence
-from zaya_jax.run.files import partial_name
 from zaya_jax.run.plain_path import plain_path
+from zaya_jax.run.writing import new_file
 
 _WRITER_OPTIONS = "group_size:1,zstd:3"  # one record per chunk, so that a random read decodes only that record
 _MAX_OPEN = 16384  # shards
@@ -44,7 +43,8 @@ class ShardWriter:
     """Writes one shard atomically; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._part = path, partial_name(plain_path(path.parent) / path.name)
+        self._path, self._new = path, new_file(path)
+        self._file: IO[bytes] | None = None
         self._writer: ArrayRecordWriter | None = None
         self.documents = 0
 
@@ -58,7 +58,8 @@ class ShardWriter:
         except RuntimeError:  # the file is deleted anyway
             pass
         finally:
-            self._part.unlink(missing_ok=True)
+            if self._file is not None:  # unfinished, so `new_file` removes it
+                self._new.__exit__(RuntimeError, RuntimeError(), None)
 
     def write(self, record: bytes) -> None:
         """Append a record.
@@ -67,10 +68,12 @@ class ShardWriter:
           RunStopped: the record cannot be written.
         """
         try:
-            writer = self._writer or ArrayRecordWriter(str(self._part), _WRITER_OPTIONS)
-            self._writer = writer
+            self._file = self._file or self._new.__enter__()
+            # By its descriptor, since another user may have replaced a file with this name.
+            path = f"/proc/self/fd/{self._file.fileno()}"
+            writer = self._writer = self._writer or ArrayRecordWriter(path, _WRITER_OPTIONS)
             writer.write(record)
-        except RuntimeError as error:  # raised by the library's C++ code
+        except (OSError, RuntimeError) as error:  # the latter raised by the library's C++ code
             raise self._failed(error) from error
         self.documents += 1
 
@@ -80,15 +83,14 @@ class ShardWriter:
         Raises:
           RunStopped: the shard cannot be written.
         """
-        if self._writer is None:
+        if self._writer is None or self._file is None:
             return None
         try:
             self._writer.close()
             self._writer = None
-            with self._part.open("rb") as file:
-                os.fsync(file.fileno())
-            entry = describe_file(self._part)
-            self._part.replace(self._path)
+            entry = describe_file(Path(f"/proc/self/fd/{self._file.fileno()}"))
+            self._file = None
+            self._new.__exit__(None, None, None)
         except (OSError, RuntimeError) as error:
             raise self._failed(error) from error
         return ShardEntry(self._path.name, entry.bytes, entry.digest, documents=self.documents)

@@ -17,6 +17,7 @@ from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from zaya_jax.data.verify import verify_files
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import expanded
+from zaya_jax.run.writing import make_folder
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def open_sources(config: Config) -> Prepared:
     """
     cache = expanded(config.data.cache_dir)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        make_folder(cache)
     except OSError as error:
         raise InputError(f"The folder data.cache_dir ({cache}) cannot be written: {error.strerror}.") from error
     if config.data.sources:

@@ -1,7 +1,6 @@
 """Read a source epoch by epoch. Each phase continues where the previous one stopped."""
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,8 @@ from zaya_jax.data.items import Items, fit, whole_documents
 from zaya_jax.data.rows import LANES, BinRows, PackedRows, Row, Windows
 from zaya_jax.data.shards import Documents
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import partial_name
+from zaya_jax.run.files import open_regular
+from zaya_jax.run.writing import make_folder, new_file
 
 _ALGORITHM = "best-fit-1"  # version of `pack` in the names of cached plans; change it with the algorithm
 
@@ -177,18 +177,16 @@ def cached_bins(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
     digest = hashlib.blake2b(np.ascontiguousarray(sizes, "<i8").tobytes(), digest_size=12).hexdigest()
     path = plans / f"{_ALGORITHM}-{digest}-{capacity}.npz"
     try:
-        with np.load(path, allow_pickle=False) as saved:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as saved:
             bins = Bins(saved["members"], saved["starts"])
         if _is_valid(bins, sizes, capacity):
             return bins
     except (OSError, EOFError, ValueError, KeyError, BadZipFile):
         pass  # absent or damaged: packed and written again below
     bins = pack(sizes, capacity)
-    plans.mkdir(parents=True, exist_ok=True)
-    part = partial_name(path)
-    with part.open("wb") as file:
+    make_folder(plans)
+    with new_file(path) as file:
         np.savez(file, members=bins.members, starts=bins.starts)
-    os.replace(part, path)
     return bins
 
 

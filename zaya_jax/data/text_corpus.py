@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -22,7 +21,8 @@ from zaya_jax.data.readers.unit import InputFile
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import expanded, locked, write_atomically
+from zaya_jax.run.files import expanded, locked, read_file, write_atomically
+from zaya_jax.run.writing import new_folder
 
 BASELINES = "baselines.json"
 
@@ -67,7 +67,7 @@ def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
     path = folder / BASELINES
     try:
         _create_once(path, folder, lambda: _measure_baselines(config, folder.name, path))
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return json.loads(read_file(path)) if path.exists() else {}
     except (InputError, OSError, ValueError) as error:
         print(f"data: gzip and xz were not measured: {error}", file=sys.stderr)
         return {}
@@ -99,9 +99,7 @@ def _content(config: Config, corpus: Corpus) -> str:
 
 def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None:
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process; the lock excludes a running one
-    partial.mkdir()
-    try:
+    with new_folder(folder, partial):  # a partial one is a killed process's, since the lock excludes a running one
         vocab_size, files = config.model.vocab_size, [str(corpus.root / file) for file in corpus.hashes]
         units = list(cut_texts([InputFile("text", file, os.path.getsize(file)) for file in files], _UNIT_BYTES))
         print(f"data: training a tokenizer of {vocab_size} tokens on {counted(len(corpus.train), 'file')}",
@@ -118,7 +116,3 @@ def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None
             raise InputError(f"A file in {corpus.root} changed while the corpus was prepared; rerun the command.")
         write_merged(partial, len(units), kind="tokens", inputs=content, special=special, content=content)
         remove_notes(partial)
-        os.replace(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import expanded, read_object, require_regular
+from zaya_jax.run.files import expanded, read_object, require_regular, write_atomically
 from zaya_jax.run.tokenizer import GENERATION, TOKENIZER_CONFIG
 
 EOT_TEXT = "<|endoftext|>"
@@ -177,7 +177,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON in the format of the `tokenizers` library."""
-        path.write_text(self._backend.to_str(pretty=False), encoding="utf-8")
+        write_atomically(path, self._backend.to_str(pretty=False))
 
     @functools.cached_property
     def _template(self) -> tokenizers.Tokenizer:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zaya_jax.data.manifest import FileEntry, Manifest, describe_file, json_digest
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import locked, write_atomically
+from zaya_jax.run.files import locked, read_file, write_atomically
 
 _BATCH_FILES = 64  # files
 
@@ -57,7 +57,7 @@ def _stamp(folder: Path, entry: FileEntry) -> list[object]:
 
 def _read(path: Path) -> dict[str, list[object]]:
     try:
-        notes = json.loads(path.read_text(encoding="utf-8"))
+        notes = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return notes if isinstance(notes, dict) else {}

@@ -17,6 +17,7 @@ from zaya_jax.evaluate.scoring import Progress
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.metrics import finite
 from zaya_jax.run.table import format_table
+from zaya_jax.run.writing import make_folder
 
 FOLDER = "evaluations"  # in a run folder
 _LONGEST_NAME = 100  # characters of the tasks' names
@@ -88,7 +89,7 @@ def evaluation_name(scored: Sequence[str], settings: Mapping[str, Any]) -> str:
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON; InputError if the file cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_atomically(path, json.dumps(finite(dict(record)), indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}.") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zaya_jax.hardware.detection import cpu_digest
 from zaya_jax.hardware.presets import PRESETS, Preset, Setting
+from zaya_jax.run.writing import private_folder
 
 APPLIED = "ZAYA_PRESET"  # environment variable with the name of the applied preset
 
@@ -36,10 +37,10 @@ def keep_compilations(environment: MutableMapping[str, str] = os.environ) -> Non
     home = environment.get("XDG_CACHE_HOME") or (environment.get("HOME") and f"{environment['HOME']}/.cache")
     if not home or "JAX_COMPILATION_CACHE_DIR" in environment:
         return
-    folder = Path(home) / "zaya_jax" / f"compiled-{cpu_digest()}"
-    with contextlib.suppress(OSError):  # such as a home that belongs to another user, in a container
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
+    folder = Path(home) / "zaya_jax" / f"xla-{cpu_digest()}"
+    # Compiled code is run from it, so it must be this user's; the home in a container may be another's.
+    with contextlib.suppress(OSError), private_folder(folder) as opened:
+        if os.access(opened, os.W_OK | os.X_OK):
             environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)
 
 

@@ -21,7 +21,7 @@ from zaya_jax.hf.tensors import Tensor, tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.run.files import json_text
+from zaya_jax.run.files import json_text, write_atomically
 from zaya_jax.run.progress import WorkProgress
 
 Layout = Literal["hf", "legacy"]
@@ -106,7 +106,7 @@ def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype
     write_tensors(folder, files, read, dtype)
     index = {"metadata": {"total_size": sum(tensor.bytes for tensor in described.values())},
              "weight_map": {row.name: name for name, shard in files.items() for row in shard}}  # fmt: skip
-    (folder / INDEX).write_text(json_text(index), encoding="utf-8")
+    write_atomically(folder / INDEX, json_text(index))
 
 
 def write_tensors(folder: Path, files: Mapping[str, list[Tensor]], read: Read, dtype: np.dtype) -> None:

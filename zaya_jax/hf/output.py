@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import expanded, sync_folder
+from zaya_jax.run.files import expanded, sync_folder, write_atomically
 from zaya_jax.run.tokenizer import TOKENIZER_FILES
+from zaya_jax.run.writing import PARTIAL, new_folder, resolved
 
 _WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", "model.safetensors.index.json", "config.json",
             "adapter_config.json", *TOKENIZER_FILES)  # fmt: skip
@@ -25,32 +25,29 @@ def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterat
     Raises:
       InputError: `folder` is not empty, or `FOLDER.partial` was not left by an interrupted export.
     """
-    folder = expanded(folder).resolve()
+    folder = resolved(expanded(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
     partial = folder.with_name(f"{os.fsdecode(os.fsencode(folder.name)[:247])}.partial")  # a name has at most 255 bytes
-    _remove_remains(partial)
+    _check_remains(partial)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for name, content in files.items():
-            if isinstance(content, Path):
-                shutil.copyfile(content, partial / name)
-            else:
-                (partial / name).write_text(content, encoding="utf-8", errors="backslashreplace")
-        sync_folder(partial)
-        partial.replace(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and str(error.filename or partial).startswith(str(partial)):
+        with new_folder(folder, partial):
+            yield partial
+            for name, content in files.items():
+                write_atomically(partial / name, content.read_bytes() if isinstance(content, Path) else content)
+            sync_folder(partial)
+    except OSError as error:
+        if str(error.filename or partial).startswith(str(partial)):
             error.filename = str(folder)
         raise
 
 
-def _remove_remains(partial: Path) -> None:
-    """Remove leftovers of a killed export, and nothing else."""
-    if not partial.exists():
+def _check_remains(partial: Path) -> None:
+    """Raise `InputError` for anything but what a killed export of this user left."""
+    if not os.path.lexists(partial):
         return
-    if not partial.is_dir() or not all(any(path.match(form) for form in _WRITTEN) for path in partial.iterdir()):
+    is_own = not partial.is_symlink() and partial.is_dir() and partial.stat().st_uid == os.geteuid()
+    if not is_own or not all(
+        PARTIAL.fullmatch(path.name) or any(map(path.match, _WRITTEN)) for path in partial.iterdir()
+    ):
         raise InputError(f"{partial} exists and was not left by an interrupted export. Move or delete it, then rerun.")
-    shutil.rmtree(partial)

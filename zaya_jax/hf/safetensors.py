@@ -8,7 +8,6 @@ are all in memory.
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import require_regular
+from zaya_jax.run.files import open_regular
+from zaya_jax.run.writing import new_file
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -66,8 +66,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     """
     tensors = dict[str, Stored]()
     try:
-        require_regular(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = 8 + int.from_bytes(file.read(8), "little")
         with safe_open(path, framework="numpy") as file:
             for name in file.offset_keys():  # in their order in the file, which has no gaps
@@ -108,8 +107,7 @@ def write_file(path: Path, described: Mapping[str, Described], content: Iterable
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors to the size of their dtype
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with new_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         names = iter(described)
         for name, pieces in content:
@@ -120,6 +118,3 @@ def write_file(path: Path, described: Mapping[str, Described], content: Iterable
                 raise ValueError(f"The tensor {name} has {written} bytes, but {described[name].bytes} were declared.")
         if (missing := next(names, None)) is not None:
             raise ValueError(f"The tensor {missing} was declared but not written.")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

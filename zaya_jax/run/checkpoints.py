@@ -13,13 +13,13 @@ A file `PINNED` in a checkpoint protects it from removal. A file `VERIFIED` reco
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.errors import InputError, did_you_mean
+from zaya_jax.run import writing
 from zaya_jax.run.fencing import is_current, read_token
 from zaya_jax.run.files import expanded, read_json, require_existing
 from zaya_jax.run.manifest import Damaged, Manifest, has_manifest, list_names, read_manifest, try_read
@@ -101,18 +101,15 @@ def clean(folder: Path) -> None:
     for path in map(folder.joinpath, list_names(folder)):
         if not _LEFT_OVER.fullmatch(path.name):
             continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        writing.remove(path, ignore_errors=True)
 
 
 def remove(folder: Path, step: int) -> None:
     """Remove a checkpoint; a rename hides it before its files are deleted."""
     gone = folder / f"{step}.deleted"
-    shutil.rmtree(gone, ignore_errors=True)
-    (folder / str(step)).rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    writing.remove(gone, ignore_errors=True)
+    writing.rename(folder / str(step), gone)
+    writing.remove(gone, ignore_errors=True)
 
 
 def quarantine(folder: Path, step: int, why: str) -> Path:
@@ -120,7 +117,7 @@ def quarantine(folder: Path, step: int, why: str) -> Path:
     base = f"{step}.{why}-{time.strftime('%Y%m%dT%H%M%S')}"
     paths = (folder / f"{base}{'' if n == 0 else f'-{n}'}" for n in range(1000))
     target = next(path for path in paths if not path.exists())
-    (folder / str(step)).rename(target)
+    writing.rename(folder / str(step), target)
     return target
 
 

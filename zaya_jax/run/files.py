@@ -1,47 +1,29 @@
 """Atomic writes, locks and bounded JSON reads for files that several processes share."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import stat
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from zaya_jax.errors import InputError, Reason, did_you_mean, printable
+from zaya_jax.run.writing import make_folder, new_file, open_file
 
 _LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
 
 
-PARTIAL = ".partial"  # suffix of a file that is being written
-
-
-def partial_name(path: Path) -> Path:
-    """Return a temporary name for `path` that no other process or thread uses."""
-    # A name has at most 255 bytes, and a character up to 4.
-    return path.with_name(f"{path.name[:25]}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a file so that readers see either the old or the new content, never a part.
 
-    Lone surrogates, which stand for bytes of paths, become escapes, which JSON has, too.
+    Lone surrogates, which stand for bytes of paths, become escapes, which JSON has, too. The umask limits `mode`.
     """
-    part = partial_name(path)
-    try:
-        with part.open("wb") as file:
-            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # which a failed write does not name
-        raise
-    finally:
-        part.unlink(missing_ok=True)
+    with new_file(path, mode) as file:
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def expanded(path: str | Path) -> Path:
@@ -106,13 +88,23 @@ def nearest_path(path: Path) -> str:
 
 def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
     """Return at most `most` bytes of a regular file after the first `skip`, without waiting; raises `OSError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        return os.pread(fd, most, skip)
-    finally:
-        os.close(fd)
+    with open_regular(path) as file:
+        return os.pread(file.fileno(), most, skip)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file, without waiting; raises `OSError`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Open a regular file to read it; `OSError` for anything else, such as a pipe, which would block."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
+    return file
 
 
 def read_json(path: Path) -> Any:
@@ -122,8 +114,7 @@ def read_json(path: Path) -> Any:
       InputError: the file cannot be read, is larger than 64 MiB, or is not JSON.
     """
     try:
-        require_regular(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(_LONGEST_JSON + 1)
         if len(raw) > _LONGEST_JSON:
             raise InputError(f"{path} is larger than the limit of {_LONGEST_JSON:,} bytes for a JSON file.")
@@ -178,9 +169,9 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
 def _locked_file(path: Path, wait: bool) -> IO[str]:
     """Open and lock the file at `path`; retry if its last owner removed it or its folder meanwhile."""
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
-            file = path.open("a")
+            file = open(open_file(path, os.O_RDWR), "a")  # noqa: SIM115 (the caller closes it)
         except FileNotFoundError:
             continue
         try:

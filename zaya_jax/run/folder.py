@@ -19,10 +19,11 @@ from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import PARTIAL, expanded, locked, write_atomically
-from zaya_jax.run.manifest import Unreadable
+from zaya_jax.run.files import expanded, locked, open_regular, read_file, write_atomically
+from zaya_jax.run.manifest import Unreadable, list_names
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
+from zaya_jax.run.writing import PARTIAL, remove
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -62,7 +63,7 @@ def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[N
 def is_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares."""
     try:
-        with (folder / _LOCK).open("rb") as file:
+        with open_regular(folder / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
     except BlockingIOError:
         return True
@@ -105,8 +106,8 @@ def lock_run(config: Config) -> Iterator[Path]:
                  "the first one stops when the second one takes the next fencing token.")  # fmt: skip
         _compare(folder, config)
         _require_checkpoints(folder)
-        for left in folder.glob(f"*{PARTIAL}"):
-            left.unlink(missing_ok=True)
+        for left in filter(PARTIAL.fullmatch, list_names(folder)):
+            remove(folder / left)
         try:
             yield folder
         finally:
@@ -117,7 +118,7 @@ def lock_run(config: Config) -> Iterator[Path]:
 def _remove_unused(folder: Path) -> None:
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [_LOCK]:
-            (folder / _LOCK).unlink()
+            remove(folder / _LOCK)
             folder.rmdir()
 
 
@@ -138,7 +139,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        tree = with_current_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
+        tree = with_current_keys(yaml.safe_load(read_file(path).decode()))
         _recorded(tree)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so the run in this folder cannot be identified.") from error
@@ -159,7 +160,7 @@ def record_changes(folder: Path, config: Config, step: int) -> None:
     if not changes:
         return
     path, line = folder / CHANGES, json.dumps({"step": step, "changes": changes}) + "\n"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    lines = read_file(path).decode().splitlines(keepends=True) if path.exists() else []
     if lines[-1:] != [line]:  # equal if an earlier start was killed before it wrote the configuration
         write_atomically(path, "".join([*lines, line]))
     write_atomically(folder / CONFIG, to_yaml(config))
@@ -176,7 +177,7 @@ def write_phase_ends(folder: Path, config: Config, steps: Collection[int]) -> No
     ends = {phase.name: end for phase, (_, end) in zip(config.phases, phase_steps(config), strict=True)}
     text = json.dumps({name: end for name, end in ends.items() if end in steps}, indent=1) + "\n"
     path = folder / PHASES
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
+    if not path.exists() or read_file(path) != text.encode():
         write_atomically(path, text)
 
 

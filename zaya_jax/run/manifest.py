@@ -14,7 +14,7 @@ from typing import Any
 from zaya_jax.config import with_current_keys
 from zaya_jax.errors import ExitCode, InputError
 from zaya_jax.run.digests import Digests, digest, joined, read_slice
-from zaya_jax.run.files import sync_folder, write_atomically
+from zaya_jax.run.files import read_file, sync_folder, write_atomically
 
 FORMAT = 1  # of checkpoints; newer ones are rejected
 STATE = "state"  # folder of the arrays, written by Orbax
@@ -212,7 +212,7 @@ def list_files(folder: Path) -> dict[str, int]:
 
 def _bytes(path: Path) -> bytes:
     with _reading(path):
-        return path.read_bytes()
+        return read_file(path)
 
 
 @contextlib.contextmanager

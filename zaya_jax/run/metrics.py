@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zaya_jax.errors import InputError, as_sentence
+from zaya_jax.run.files import read_file
+from zaya_jax.run.writing import make_folder, open_file
 
 _SYNC_BYTES = 2**20  # of rows in memory that trigger a sync between checkpoints
 
@@ -144,7 +146,7 @@ class LineFile:
         """Write what waits."""
         with self._disk.writing(self._path):
             if self._file is None:
-                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                file = open_file(self._path, os.O_RDWR)
                 os.ftruncate(file, self._synced)  # works on a full disk
                 self._file = file
             while self.waiting:
@@ -171,7 +173,7 @@ class JsonlFile(LineFile):
         Raises:
           InputError: a required row is missing or damaged; the file is left unchanged.
         """
-        rows = list(_parse(path.read_bytes())) if path.exists() else []
+        rows = list(_parse(read_file(path))) if path.exists() else []
         # Until its first checkpoint a run starts over, and `resume_from` may then name a checkpoint of another step.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
         steps = itertools.zip_longest(range(first + 1, step + 1), (row["step"] for row, _ in kept))
@@ -189,8 +191,8 @@ class JsonlFile(LineFile):
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Append a line of JSON durably, after cutting off a line that a kill or a full disk left incomplete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    make_folder(path.parent)
+    with open(open_file(path, os.O_RDWR | os.O_APPEND), "ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
         file.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
@@ -209,7 +211,7 @@ def finite(value: Any) -> Any:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows up to the first one that is truncated (by a kill) or damaged."""
-    return [row for row, _ in _parse(path.read_bytes())] if path.exists() else []
+    return [row for row, _ in _parse(read_file(path))] if path.exists() else []
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

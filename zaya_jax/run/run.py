@@ -8,7 +8,7 @@ from typing import Any
 from zaya_jax.config import Config, current_key, from_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, Checkpoint, list_checkpoints, phase_ends, quarantined
-from zaya_jax.run.files import expanded, require_existing
+from zaya_jax.run.files import expanded, read_file, require_existing
 from zaya_jax.run.folder import CHANGES, CONFIG, METRICS, TIMINGS, read_config
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.status import Status, read_status
@@ -31,7 +31,7 @@ class Run:
         """Settings that changed when the run resumed: dicts of `step` and `changes` (key → [old, new])."""
         path = self.folder / CHANGES
         try:
-            rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+            rows = [json.loads(line) for line in read_file(path).splitlines()] if path.exists() else []
             return [row | {"changes": {current_key(key): values for key, values in row["changes"].items()}}
                     for row in rows]  # fmt: skip
         except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_object
+from zaya_jax.run.files import read_file, read_object
 from zaya_jax.run.goodput import measure_goodput
 
 AEGIS = "aegis"  # folder in a run folder, with one folder per node
@@ -34,7 +34,7 @@ def describe_nodes(run_dir: Path) -> dict[str, dict[str, Any]]:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Read the events of one node; lines that are torn or no events are left out."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError:
         return []
     events = []

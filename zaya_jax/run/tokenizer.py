@@ -4,13 +4,13 @@
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import json_text, read_object, write_atomically
+from zaya_jax.run.writing import make_folder
 
 TOKENIZER_FOLDER = "tokenizer"  # in a run folder
 GENERATION = "generation_config.json"
@@ -48,9 +48,9 @@ def copy_tokenizer(source: Path, run: Path) -> None:
     if not files and not ids:
         return
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        make_folder(target)
         for path in files:
-            shutil.copyfile(path, target / path.name)
+            write_atomically(target / path.name, path.read_bytes())
         generation = read_object(target / GENERATION) if (target / GENERATION).exists() else {}
         if ids.keys() - _known(generation).keys():  # those that config.json alone has
             write_atomically(target / GENERATION, json_text(ids | _known(generation)))
@@ -78,7 +78,7 @@ def write_tokenizer_files(run: Path, tokenizer: TrainedTokenizer, say: Callable[
     """
     target = run / TOKENIZER_FOLDER
     try:
-        target.mkdir(exist_ok=True)
+        make_folder(target)
         for name, text in _contents(tokenizer).items():
             path = target / name
             if not path.exists() or (name == _TEMPLATE and path.read_bytes() != text.encode()):

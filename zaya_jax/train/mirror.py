@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import MetricSink, read_rows
+from zaya_jax.run.writing import make_folder
 
 _PATIENCE = 20  # times as long as an attempt to open a sink took, until the next one: it takes 5 % of the time at most
 
@@ -96,7 +97,7 @@ class Mirror:
         return sink
 
     def _record(self) -> None:
-        self._synced_file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._synced_file.parent)
         write_atomically(self._synced_file, f"{self._safe}\n")
 
     def _missing(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -129,7 +130,7 @@ class Mirror:
 
 def _read_step(path: Path) -> int:
     with contextlib.suppress(OSError, ValueError):  # without it, the sink gets all rows
-        return int(path.read_text(encoding="utf-8"))
+        return int(read_file(path))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import PROFILE
 from zaya_jax.run.typed_name import typed_name
+from zaya_jax.run.writing import make_folder, remove
 
 PROGRAM = "step.hlo"  # in the folder: the compiled step, whose instructions the trace names
 WINDOW = "window.json"  # in the folder: which steps were traced, and how long they took
@@ -44,8 +44,8 @@ class StepProfiler:
         """
         jax.block_until_ready(state)
         try:
-            shutil.rmtree(self._folder, ignore_errors=True)  # an earlier trace would be read in place of this one
-            self._folder.mkdir(parents=True, exist_ok=True)
+            remove(self._folder)  # an earlier trace would be read in place of this one
+            make_folder(self._folder)
             write_atomically(self._folder / PROGRAM, step.as_text())  # pyright: ignore[reportFunctionMemberAccess]
             start_trace(self._folder)
         except (OSError, RuntimeError, TypeError, ValueError) as error:  # the last two for paths that are not UTF-8

@@ -7,6 +7,7 @@ from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
 
+from zaya_jax.run.writing import make_folder, remove
 from zaya_jax.train.mirror import scalars
 
 # Protobuf makes their classes at run time, so type checkers do not see them.
@@ -23,7 +24,7 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, step: int) -> None:
         """Start a file of events in `folder` after `step`; TensorBoard drops the later steps of older files."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         is_first = not any(folder.glob("events*"))
         # TensorBoard reads files in the order of their names, which start with the second.
         suffix = f".{time.time_ns()}"
@@ -35,7 +36,7 @@ class TensorBoardSink:
             self._writer.flush()
         except OSError:  # a full disk would collect empty files
             for path in folder.glob(f"*{suffix}"):
-                path.unlink()
+                remove(path)
             raise
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from zaya_jax.config import Config, to_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import write_atomically
+from zaya_jax.run.writing import make_folder
 from zaya_jax.train.mirror import scalars
 
 wandb: Any = importlib.import_module("wandb")  # an extra, which is not installed where types are checked
@@ -38,7 +39,7 @@ class WandbSink:
           folder: `wandb/` of the run folder, in which W&B keeps its files, too.
           config: configuration of the run.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         id_file = folder / "run_id"
         if not id_file.exists():
             write_atomically(id_file, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from zaya_jax.errors import InputError
+from zaya_jax.run.writing import private_folder
 
 # Called while the plugin is loaded or unloaded.
 _HARMLESS = {
@@ -61,21 +62,21 @@ def _build(plugin: Path) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax" / "rocm_stand_ins"
     key = f"{plugin.resolve()} {plugin.stat().st_size} {Path(__file__).read_text(encoding='utf-8')}"
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:16]
-    if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as temporary:
-            made = Path(temporary) / "made"
-            made.mkdir()
-            needed, symbols, owners = _requirements(plugin)
-            for library, functions in _assign(needed, symbols, owners).items():
-                _compile(made / library, functions, [name for name, file in owners.items() if file == library])
-            for source in (*made.glob("*.c"), *made.glob("*.map")):
-                source.unlink()
-            try:
-                made.rename(folder)
-            except OSError:  # another process was faster
-                if not folder.is_dir():
-                    raise
+    with private_folder(cache):  # code is run from it
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as temporary:
+                made = Path(temporary) / "made"
+                made.mkdir()
+                needed, symbols, owners = _requirements(plugin)
+                for library, functions in _assign(needed, symbols, owners).items():
+                    _compile(made / library, functions, [name for name, file in owners.items() if file == library])
+                for source in (*made.glob("*.c"), *made.glob("*.map")):
+                    source.unlink()
+                try:
+                    made.rename(folder)
+                except OSError:  # another process was faster
+                    if not folder.is_dir():
+                        raise
     return folder
 
 

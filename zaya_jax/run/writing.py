@@ -1,0 +1,197 @@
+"""Create, replace, append to and delete files where other users can prepare names: the only module that does so.
+
+Others can foretell most names in a run folder, a cache or an export, and put links, pipes, files or folders there. What
+this module accepts:
+
+- A link in a path is followed if it belongs to this user or to root, or if it and its folder have one owner and nobody
+  else may write that folder. A link in place of a file is never followed.
+- A file that is appended to or locked is a regular file with one name (no hard links) that belongs to this user or to
+  root. In a folder that not everybody may write, it may also belong to the folder's owner and, if the group of the
+  folder may write it, to anybody: only members of that group could put it there. So a team shares a run.
+- A new file gets a random name in its folder, and its final name once it is complete.
+- A private folder belongs to this user, and nobody else may write it.
+- What is deleted is a name in its folder: a file, a folder or the link itself, never what a link points to.
+
+Every path is walked from its start with one descriptor a folder, so renaming a folder meanwhile changes nothing.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from zaya_jax.errors import printable
+
+PARTIAL = re.compile(r".*\.[0-9a-f]{16}\.partial", re.DOTALL)  # the name of a file that `new_file` is writing
+_ANY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_MOST_LINKS = 40  # in a path, as in Linux
+
+
+def resolved(path: Path) -> Path:
+    """Return an absolute path without links; raises `PermissionError` if another user placed one of them."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(path, path):
+        pass
+    return path.resolve()
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it, unless they exist.
+
+    Raises:
+      PermissionError: another user placed a link in the path; the message says which.
+      OSError: a folder cannot be created; the target of a link never is.
+    """
+    with _opened(path, path, create=True):
+        pass
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, partial: Path) -> Iterator[None]:
+    """Create the folder `partial`, which takes the name `path` at the end of the block, and is removed after an error.
+
+    An old `partial` is removed first; `path` must not exist, or be an empty folder.
+    """
+    remove(partial)
+    make_folder(partial)
+    try:
+        yield
+        rename(partial, path)
+    finally:
+        remove(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def private_folder(path: Path) -> Iterator[Path]:
+    """Create or open a folder that this user alone may write, and yield a path to it that renaming does not change.
+
+    Raises:
+      PermissionError: at `path` is a link, or anything that others own or may write.
+      OSError: the folder cannot be created or opened.
+    """
+    with _opened(path.parent, path, create=True) as parent:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path.name, 0o700, dir_fd=parent)
+        folder = os.open(path.name, _ANY, dir_fd=parent)
+    with _closing(folder):
+        status = os.fstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise _refusal(path, status, "a folder of yours, and no link, that nobody else can write")
+        yield Path(f"/proc/self/fd/{folder}")
+
+
+@contextlib.contextmanager
+def new_file(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[IO[bytes]]:
+    """Yield a file that takes the name `path` at the end of the block.
+
+    Readers see either the old or the new content. After an error the old content stays.
+
+    Args:
+      path: of the file; its folder exists.
+      mode: permissions, less those that the umask removes.
+      sync: wait until the content is on disk.
+    """
+    part = f"{path.name[:25]}.{secrets.token_hex(8)}.partial"  # a name has at most 255 bytes, and a character up to 4
+    with _opened(path.parent, path) as folder:
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
+        try:
+            with open(file, "w+b") as content:
+                yield content
+                content.flush()
+                if sync:
+                    os.fsync(file)
+            os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(part, dir_fd=folder)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Open a file to append to it or lock it, and create it if it is missing; return its descriptor.
+
+    Raises:
+      PermissionError: at `path` is a link, or anything else that another user may have prepared.
+      OSError: the file cannot be opened.
+    """
+    with _opened(path.parent, path) as folder:
+        place = os.fstat(folder)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path.name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder))
+        file = os.open(path.name, _ANY, dir_fd=folder)  # which does not open a pipe or a device yet
+    with _closing(file):
+        status = os.fstat(file)
+        team = not place.st_mode & stat.S_IWOTH and (place.st_mode & stat.S_IWGRP or status.st_uid == place.st_uid)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not (team or status.st_uid in (0, os.geteuid())):
+            raise _refusal(path, status, "a regular file of yours with one hard link")
+        return os.open(f"/proc/self/fd/{file}", flags | os.O_CLOEXEC)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Rename a file or a folder; replaces a file or an empty folder at `target`."""
+    with _opened(path.parent, path) as folder, _opened(target.parent, target) as new:
+        os.rename(path.name, target.name, src_dir_fd=folder, dst_dir_fd=new)
+
+
+def remove(path: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a file, a link or a folder with its content, if it exists; never what a link points to."""
+    with contextlib.suppress(OSError if ignore_errors else FileNotFoundError), _opened(path.parent, path) as folder:
+        if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(path.name, ignore_errors, dir_fd=folder)
+        else:
+            os.unlink(path.name, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, path: Path, *, create: bool = False) -> Iterator[int]:
+    """Yield a descriptor of a folder; put `path` into errors of the block that name no path."""
+    try:
+        descriptor = _open(folder, create)
+        with _closing(descriptor):
+            yield descriptor
+    except OSError as error:
+        if os.sep not in str(error.filename) and (error.filename or error.errno != errno.EPERM):  # no refusal
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def _open(path: Path, create: bool, links: int = 0) -> int:
+    """Return a descriptor of a folder; `create` the folders of `path` that are missing, but not those of a link."""
+    if path.parent in (path, Path("/proc/self/fd")):  # "/", "." or what `private_folder` yields
+        return os.open(path, _FOLDER)
+    name, here = path.name, _open(path.parent, create, links)
+    with _closing(here):
+        if create and not os.access(name, os.F_OK, dir_fd=here, follow_symlinks=False):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=here)
+        try:
+            return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
+        except NotADirectoryError:
+            link, place = os.open(name, _ANY, dir_fd=here), os.fstat(here)
+    with _closing(link):
+        status = os.fstat(link)
+        if stat.S_ISLNK(status.st_mode) and links < _MOST_LINKS:
+            if status.st_uid in (0, os.geteuid()) or (status.st_uid == place.st_uid and not place.st_mode & 0o022):
+                return _open(path.parent / os.readlink("", dir_fd=link), False, links + 1)
+            raise _refusal(path, status, "a folder, or a link of yours")
+    code = errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOTDIR
+    raise OSError(code, os.strerror(code))
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refusal(path: Path, status: os.stat_result, must: str) -> PermissionError:
+    found = f"user {status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
+    text = f"{printable(str(path))} belongs to {found}, but must be {must}. Remove it, or choose another folder"
+    return PermissionError(errno.EPERM, text)
