@@ -37,11 +37,9 @@ def write_state(folder: Path, **state: Any) -> None:
     """Replace `state.json`, without waiting for the disk; a full disk is ignored."""
     path = folder / STATE
     part = path.with_name(f"{STATE}.partial")
-    try:
+    with contextlib.suppress(OSError):
         part.write_text(json.dumps({"unix": time.time(), "pid": os.getpid(), **state}) + "\n", encoding="utf-8")
         part.replace(path)
-    except OSError:
-        return
 
 
 def write_verdict(folder: Path, code: SupervisorExit, why: str, attempts: int, step: int) -> None:
