@@ -5,6 +5,7 @@ bitwise. Times are in `timings.jsonl`.
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -41,6 +42,8 @@ class DiskGuard:
         try:
             yield
         except OSError as error:
+            if error.errno == errno.EPERM:  # `writing` refuses what another user put there
+                raise
             error.filename = None  # the message has `path`
             self._failed[path] = f"{path} cannot be written: {as_sentence(error)}"
             if not failing:
