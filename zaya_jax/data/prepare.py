@@ -51,6 +51,7 @@ def prepare(
     task: int = 0,
     tasks: int = 1,
     unit_bytes: int | None = None,
+    isolated: bool = False,
 ) -> Manifest | None:
     """Prepare this task's share of the inputs. With a single task, also merge the folder.
 
@@ -64,6 +65,7 @@ def prepare(
       task: index of this task, from 0.
       tasks: number of tasks that share the work, each on any machine that has access to `output`.
       unit_bytes: bytes of input per shard, see `list_units`.
+      isolated: whether a single worker is a process of its own, too, so that this one survives what ends it.
 
     Returns:
       The manifest, or None if the folder is not merged yet, which happens only with several tasks.
@@ -86,7 +88,7 @@ def prepare(
     _refuse_foreign(output)
     conversion = Conversion(output, units, [unit.bytes for unit in units],
                             "Fix them, or skip up to {count} with --max-bad {count}.", range(task, len(units), tasks),
-                            workers or default_workers(), max_bad)  # fmt: skip
+                            workers or default_workers(), max_bad, isolated)  # fmt: skip
     of_task = "" if tasks == 1 else f" task {task} of {tasks}"
     # Check everything before the first file is written, so that a rejected input leaves nothing behind.
     if not _finished(output, plan):

@@ -1,0 +1,202 @@
+"""Do jobs in worker processes. One that ends, as by an abort in a library, is replaced, and what ended it left out."""
+
+import errno
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from zaya_jax.errors import InputError, RunStopped, is_expected
+from zaya_jax.run.progress import WorkProgress
+from zaya_jax.run.signals import interrupts_kept_from_children
+
+_MOST_ENDS = 16  # of processes that others may have caused, such as one that took all memory
+_PARENT_POLL = 0.2  # seconds
+_MEMORY = 2**33  # bytes that a worker process can allocate: what a few bytes of input stand for must not fill a machine
+
+
+class Skipped(NamedTuple):
+    """A document that cannot be used."""
+
+    where: str  # file and line
+    reason: str  # category to count
+    detail: str
+
+
+class Job(NamedTuple):
+    """A unit to convert or check."""
+
+    folder: Path
+    number: int
+    unit: Any
+    size: int  # bytes, for progress
+    fatal: Mapping[int, str] = {}  # index of a document that ended worker processes → how
+    advice: str = ""  # what to do about `fatal`, if it is more than may be skipped
+
+
+T = TypeVar("T")
+E = TypeVar("E")
+_Convert = Callable[[Job, Callable[[int], None]], T]  # the second argument adds bytes to the progress; picklable
+
+
+def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit: int, advice: str,
+                   progress: WorkProgress) -> Iterator[tuple[int, T]]:  # fmt: skip
+    """Do jobs in `count` processes, and yield the number and the result of each as it is done.
+
+    Args:
+      jobs: the jobs.
+      convert: what to do; it goes through the documents of a job with `watch`.
+      count: number of processes.
+      limit: maximum number of documents that end a process and are left out.
+      advice: what to do if there are more; `{count}` is replaced by their number.
+      progress: gets the bytes done.
+
+    Raises:
+      InputError: more than `limit` documents end processes, or raised by `convert`.
+      RunStopped: a process ended that was not at work on a document, or many did.
+    """
+    # Not forked, because this process can have threads, as in training.
+    context = multiprocessing.get_context("spawn")
+    waiting, ends, done, stop = deque(jobs), Counter[tuple[int, int]](), [0], context.Event()
+    workers = [_Worker(context, convert, stop) for _ in range(count)]
+    try:
+        with progress.follow(lambda: sum(done) + sum(worker.state[1] for worker in workers)):
+            while waiting or any(worker.job for worker in workers):
+                for worker in workers:
+                    if worker.job is None and waiting:
+                        worker.begin(waiting.popleft())
+                ready = wait([worker.pipe for worker in workers if worker.job])
+                for place, worker in enumerate(workers):
+                    if (job := worker.job) is None or worker.pipe not in ready:
+                        continue
+                    try:
+                        result = worker.pipe.recv()
+                    except (EOFError, OSError):
+                        waiting.appendleft(_after_end(worker, job, ends, limit, advice))
+                        workers[place] = _Worker(context, convert, stop)
+                        continue
+                    if isinstance(result, Exception):
+                        raise result
+                    done.append(job.size)
+                    worker.job, worker.state[1] = None, 0
+                    yield job.number, result
+    finally:
+        stop.set()  # after an error, workers abandon their units
+        for worker in workers:
+            worker.pipe.close()
+            worker.process.join()
+
+
+class _Worker:
+    """A worker process, which does one job after the other.
+
+    Attributes:
+      job: what it does; None while it waits.
+      state: number of the document that it works on, 0 while it reads; bytes of the job that are done.
+    """
+
+    def __init__(self, context: Any, convert: _Convert, stop: Any) -> None:
+        self.job: Job | None = None
+        self.state = context.Array("q", 2, lock=False)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, convert, self.state, stop, os.getpid()), daemon=True)
+        with interrupts_kept_from_children():
+            self.process.start()
+        theirs.close()
+
+    def begin(self, job: Job) -> None:
+        self.job, self.state[0] = job, 0
+        with suppress(OSError):  # it has ended, which reading from it tells
+            self.pipe.send(job)
+
+
+def _after_end(worker: _Worker, job: Job, ends: Counter[tuple[int, int]], limit: int, advice: str) -> Job:
+    """Return what is left to do of the job of a worker that has ended: all of it, or all but what ended it twice."""
+    worker.pipe.close()
+    worker.process.join()
+    status, number = worker.process.exitcode or 0, worker.state[0]
+    how = (f"was killed by {signal.Signals(-status).name}" if status < 0 else
+           "ran out of memory" if status == errno.ENOMEM else f"ended with status {status}")  # fmt: skip
+    ends[job.number, number] += 1
+    if ends[job.number, number] == 1 and ends.total() <= 2 * limit + _MOST_ENDS:
+        return job  # memory may have run out because of others
+    if not number or ends[job.number, number] == 1:
+        raise RunStopped(f"A data worker process ended: it {how} reading {getattr(job.unit, 'files', [job.unit])[0]}, "
+                         "perhaps by running out of memory, or a script starts the work without `if __name__ == "
+                         "'__main__':`. Rerun the command to resume.")  # fmt: skip
+    skipped = sum(count > 1 for count in ends.values())
+    advice = advice.replace("{count}", str(skipped)) if skipped > limit else ""
+    return job._replace(fatal={**job.fatal, number - 1: f"a process that worked on it {how}, twice"}, advice=advice)
+
+
+_state: Any = [0, 0]  # of a worker process, see `_Worker`
+_job: Job | None = None
+
+
+def _work(pipe: Any, convert: _Convert, state: Any, stop: Any, parent: int) -> None:
+    """Do the jobs that come from `pipe`, and send their notes or errors back."""
+    global _state, _job  # noqa: PLW0603 (of this process, which does one job at a time)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
+    end_with_parent(parent)
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    lowest = min(limit for limit in (*limits, used + _MEMORY) if limit != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_DATA, (lowest, limits[1]))
+    _state = state
+
+    def add(count: int) -> None:
+        if stop.is_set():
+            raise RunStopped("The work was stopped.")
+        state[1] += count
+
+    with suppress(EOFError, OSError):  # the parent needs no more
+        while True:
+            _job = job = pipe.recv()
+            try:
+                result = convert(job, add)
+            except MemoryError:
+                os._exit(errno.ENOMEM)
+            except Exception as error:
+                if not is_expected(error):
+                    error.add_note(traceback.format_exc())
+                result = error
+            pipe.send(result)
+
+
+def watch(documents: Iterable[E], where: Callable[[E], str]) -> Iterator[E | Skipped]:
+    """Yield documents, except those that ended worker processes, and note which one is in work.
+
+    Args:
+      documents: of a unit, in order. Each must be done when the next is asked for.
+      where: a document → file and line.
+
+    Raises:
+      InputError: more documents ended worker processes than may be skipped.
+    """
+    fatal, advice = (_job.fatal, _job.advice) if _job else ({}, "")
+    for index, document in enumerate(documents):
+        _state[0] = index + 1
+        if (how := fatal.get(index)) and advice:
+            raise InputError(f"{where(document)} cannot be used: {how}. {advice}")
+        yield Skipped(where(document), "ended its process", how) if how else document
+        _state[0] = 0
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process soon after its parent process is gone."""
+
+    def exit_after_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL)
+        os._exit(1)
+
+    threading.Thread(target=exit_after_parent, daemon=True).start()
