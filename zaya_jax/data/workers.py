@@ -21,7 +21,7 @@ from zaya_jax.run.signals import interrupts_kept_from_children
 
 _MOST_ENDS = 16  # of processes that others may have caused, such as one that took all memory
 _PARENT_POLL = 0.2  # seconds
-_MEMORY = 2**33  # bytes that a worker process can allocate: what a few bytes of input stand for must not fill a machine
+_MEMORY = 2**34  # bytes that a worker process can allocate: what a few bytes of input stand for must not fill a machine
 
 
 class Skipped(NamedTuple):

@@ -190,7 +190,7 @@ class _Frames(io.RawIOBase):
     def __init__(self, raw: IO[bytes], begin: Callable[[], Any]) -> None:
         self._raw, self._begin = raw, begin
         self._frame: Any = None
-        self._input = self._output = b""
+        self._input, self._output = b"", memoryview(b"")  # whose slices are no copies
 
     def readable(self) -> bool:
         return True
@@ -202,7 +202,7 @@ class _Frames(io.RawIOBase):
                 data = data.lstrip(b"\0") if self._frame else data  # padding between frames
                 self._frame = self._begin() if data else self._frame
             if data:
-                self._output = self._frame.decompress(data)
+                self._output = memoryview(self._frame.decompress(data))
                 self._input = self._frame.unused_data if self._frame.eof else b""
         if not self._output and self._frame is not None and not self._frame.eof:
             raise EOFError("it ends too early")

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading, require_pieces
 
-_MOST_ROWS, _BATCH_BYTES = 256, 2**28  # limits of what is decoded at a time
+_MOST_ROWS, _BATCH_BYTES = 256, 2**26  # limits of what is decoded at a time
 _READ_BYTES = 2**20  # read buffer; without it, pyarrow holds a whole compressed column chunk in memory
 
 
