@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zaya_jax.data.convert import Record
-from zaya_jax.data.workers import Skipped, watch
+from zaya_jax.data.convert import Record, Skipped
+from zaya_jax.data.workers import watch
 from zaya_jax.errors import InputError
 
 SIZE = 200_000  # bytes of a unit
@@ -34,9 +34,9 @@ class Work:
         with self.log.open("a") as file:
             file.write(f"{unit.start} {os.getpid()}\n")
         part = SIZE // (unit.stop - unit.start)
-        for number in watch(self.read(unit), lambda number: f"numbers:{number}"):
-            if isinstance(number, Skipped):
-                yield number
+        for number in watch(self.read(unit), lambda number, how: -number):
+            if number < 0:
+                yield Skipped(f"numbers:{-number}", "ended its process", "twice")
                 continue
             if number == (unit.start + unit.stop) // 2:
                 self.happen(unit)

@@ -24,7 +24,7 @@ from zaya_jax.config.checks import list_counts
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.shards import ShardWriter
-from zaya_jax.data.workers import Job, Skipped, run_in_workers
+from zaya_jax.data.workers import Job, run_in_workers
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress import WorkProgress
@@ -45,6 +45,14 @@ class Record(NamedTuple):
     outcome: str | None = None  # category to count
     lost: int = 0  # bytes of text that the tokens do not decode to
     unread: Sequence[str] = ()  # keys of the input that are not read, see `conversation.unread_keys`
+
+
+class Skipped(NamedTuple):
+    """A document that cannot be used."""
+
+    where: str  # file and line
+    reason: str  # category to count
+    detail: str
 
 
 T = TypeVar("T", Record, int)
@@ -113,7 +121,7 @@ class Conversion:
         with WorkProgress(label, sum(job.size for job in jobs), log="data") as progress:
             count = min(self.workers, len(jobs))
             if count > 1 or self.isolated:
-                notes.update(run_in_workers(jobs, convert, count, self.limit, self.advice, progress))
+                notes.update(run_in_workers(jobs, convert, count, self.limit, progress))
             else:
                 notes.update((job.number, convert(job, progress.add)) for job in jobs)
         skipped, examples = Counter[str](), []

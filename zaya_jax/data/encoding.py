@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from zaya_jax.data.conversation import Conversation, check_pairs, find_special, parse_conversation, unread_keys
-from zaya_jax.data.convert import Record
+from zaya_jax.data.convert import Record, Skipped
 from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
 from zaya_jax.data.readers.formats import read_unit
@@ -21,11 +21,10 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.data.tool_calls import parse_tools, split_tools, with_tools
-from zaya_jax.data.workers import Skipped, watch
+from zaya_jax.data.workers import watch
 from zaya_jax.errors import InputError
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20  # limits of a batch that is encoded together
-E = TypeVar("E", bound=Entry | Skipped)
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,8 @@ class PrepareWork:
     def __call__(self, unit: Unit) -> Iterator[Record | Skipped]:
         """Yield the records of a unit, in order."""
         tokenizer = self._tokenizer()
-        records = self._conversations if self.settings.kind == "chat" else self._texts
         for documents in _batched(self._documents(unit)):
-            yield from records(tokenizer, documents)
+            yield from self._encode(tokenizer, documents)
 
     def check(self, unit: Unit) -> Iterator[int | Skipped]:
         """Yield each document's bytes, or why it cannot be used, without encoding it."""
@@ -64,16 +62,24 @@ class PrepareWork:
             used = use(tokenizer, document)
             yield used if isinstance(used, Skipped) else _bytes(document)
 
-    def _documents(self, unit: Unit) -> Iterator[Entry | Skipped]:
-        return watch(read_unit(unit, field=self.settings.field), _where)
+    def _documents(self, unit: Unit) -> Iterator[Entry]:
+        return watch(read_unit(unit, field=self.settings.field), _refuse)
+
+    def _encode(self, tokenizer: Tokenizer, documents: list[Entry]) -> list[Record | Skipped]:
+        """Encode documents; one on which the tokenizer fails cannot be used."""
+        encode = self._conversations if self.settings.kind == "chat" else self._texts
+        try:
+            return list(encode(tokenizer, documents))
+        except InputError as error:
+            if len(documents) == 1:
+                return [_skipped(documents[0], "tokenizer fails", str(error))]
+        return [record for document in documents for record in self._encode(tokenizer, [document])]
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer_once(self.tokenizer, self.digest, self.special)
 
-    def _check_text(self, tokenizer: Tokenizer, document: Entry | Skipped) -> str | np.ndarray | Skipped:
+    def _check_text(self, tokenizer: Tokenizer, document: Entry) -> str | np.ndarray | Skipped:
         """Return a document's text or token ids, or why it cannot be used."""
-        if isinstance(document, Skipped):
-            return document
         if isinstance(document, BadDocument):
             return _skipped(document, document.reason, document.detail)
         if isinstance(document.value, np.ndarray):
@@ -83,20 +89,17 @@ class PrepareWork:
                             "conversations")  # fmt: skip
         return document.value
 
-    def _texts(self, tokenizer: Tokenizer, documents: list[Entry | Skipped]) -> Iterator[Record | Skipped]:
+    def _texts(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
         """Encode each document between its begin token, if any, and its end token."""
         dtype = token_dtype(tokenizer.vocab_size)
         used = [self._check_text(tokenizer, document) for document in documents]
-        encoded = iter(_encode(tokenizer, [value for value in used if isinstance(value, str)]))
+        encoded = tokenizer.encode_counted(value for value in used if isinstance(value, str))
         for document, value in zip(documents, used, strict=True):
             if isinstance(value, Skipped):
                 yield value
                 continue
             if isinstance(value, str):
-                if isinstance(result := next(encoded), InputError):
-                    yield _skipped(document, "tokenizer fails", str(result))
-                    continue
-                (tokens, lost), text = result, value.encode()
+                (tokens, lost), text = next(encoded), value.encode()
                 if tokenizer.eot in tokens:  # the tokenizer does not mark it as special
                     yield _skipped(document, "end token inside", f"its text contains the token {tokenizer.eot_text!r}")
                     continue
@@ -106,7 +109,7 @@ class PrepareWork:
             data = np.array([*tokenizer.prefix, *tokens, tokenizer.eot], dtype)
             yield Record(self._split(text), data.tobytes(), len(data), len(text), _bytes(document), lost=lost)
 
-    def _conversations(self, tokenizer: Tokenizer, documents: list[Entry | Skipped]) -> Iterator[Record | Skipped]:
+    def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
         """Serialize each conversation as JSON; counts tokens of contents, reasoning and calls, not the template's."""
         for document in documents:
             record = _check_conversation(tokenizer, document)
@@ -116,11 +119,7 @@ class PrepareWork:
             messages = split_tools(record)[0]
             texts = [text for message in messages for text in _texts(message) if text]
             data = _to_json(record)
-            try:
-                encoded = list(tokenizer.encode_counted(texts))
-            except InputError as error:
-                yield _skipped(document, "tokenizer fails", str(error))
-                continue
+            encoded = list(tokenizer.encode_counted(texts))
             yield Record(self._split(data), data, sum(len(tokens) for tokens, _ in encoded),
                          sum(len(text.encode()) for text in texts), _bytes(document),
                          lost=sum(lost for _, lost in encoded),
@@ -129,14 +128,6 @@ class PrepareWork:
     def _split(self, content: bytes) -> Split:
         """Return the split of a document by its content, so copies share a split."""
         return "heldout" if content_hash(content) < self.settings.heldout * 2**64 else "train"
-
-
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[list[int], int] | InputError]:
-    """Encode texts as `Tokenizer.encode_counted` does; an error takes the place of a text on which it fails."""
-    try:
-        return list(tokenizer.encode_counted(texts))
-    except InputError as error:
-        return [error] if len(texts) == 1 else [result for text in texts for result in _encode(tokenizer, [text])]
 
 
 def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.ndarray | Skipped:
@@ -153,10 +144,8 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
     return ids
 
 
-def _check_conversation(tokenizer: Tokenizer, document: Entry | Skipped) -> Conversation | dict[str, Any] | Skipped:
+def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation | dict[str, Any] | Skipped:
     """Return the record of a conversation (`with_tools`), or why the document cannot be used as one."""
-    if isinstance(document, Skipped):
-        return document
     if isinstance(document, BadDocument):
         return _skipped(document, document.reason, document.detail)
     messages, tools = split_tools(document.value)
@@ -187,22 +176,21 @@ def _to_json(record: Conversation | dict[str, Any]) -> bytes:
     return json.dumps(ordered, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _bytes(document: Entry | Skipped) -> int:
-    return document.bytes if isinstance(document, Document) else 0
+def _bytes(document: Entry) -> int:
+    return 0 if isinstance(document, BadDocument) else document.bytes
 
 
-def _skipped(document: Entry | Skipped, reason: str, detail: str) -> Skipped:
-    return Skipped(_where(document), reason, detail)
+def _skipped(document: Entry, reason: str, detail: str) -> Skipped:
+    return Skipped(f"{document.file}:{document.line}", reason, detail)
 
 
-def _where(document: Entry | Skipped) -> str:
-    return document.where if isinstance(document, Skipped) else f"{document.file}:{document.line}"
+def _refuse(document: Entry, how: str) -> Entry:
+    return BadDocument(document.file, document.line, "ended its process", how)
 
 
-def _batched(documents: Iterable[E]) -> Iterator[list[E]]:
+def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
     """Group documents into batches, large enough for all cores and small enough for memory; alone in a worker."""
-    batch, size = [], 0
-    longest = 1 if multiprocessing.parent_process() else _BATCH_DOCUMENTS
+    batch, size, longest = [], 0, 1 if multiprocessing.parent_process() else _BATCH_DOCUMENTS
     for document in documents:
         batch.append(document)
         size += len(document.value) if isinstance(document, Document) and isinstance(document.value, str) else 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from zaya_jax.data.chat import Span, Template, encode_pieces, load_template
 from zaya_jax.data.conversation import Conversation, find_special
-from zaya_jax.data.convert import Conversion, Record, default_workers, refuse_in_worker, remove_notes
+from zaya_jax.data.convert import Conversion, Record, Skipped, default_workers, refuse_in_worker, remove_notes
 from zaya_jax.data.corpus import Split
 from zaya_jax.data.encoding import load_tokenizer_once
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
@@ -21,7 +21,8 @@ from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
 from zaya_jax.data.tool_calls import split_tools
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
-from zaya_jax.data.workers import Skipped, watch
+from zaya_jax.data.workers import watch
+from zaya_jax.errors import InputError
 from zaya_jax.run.files import locked, write_atomically
 
 _CHECKS = 3  # version of what `Template.render` refuses; older renderings are not used
@@ -53,10 +54,7 @@ class RenderWork:
                                           others=others)  # fmt: skip
             return encode_pieces(pieces, tokenizer.encode_rendering)
 
-        for number in watch(range(len(records)), lambda number: f"{self.folder / shard.file}:{number}"):
-            if isinstance(number, Skipped):
-                yield number
-                continue
+        for number in watch(range(len(records)), functools.partial(_refuse, self.folder / shard.file)):
             data = records[number]
             conversation, tools = split_tools(json.loads(data))
             try:
@@ -78,6 +76,10 @@ class RenderWork:
             loss_mask = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)
             text_bytes = len(tokenizer.decode(tokens[loss_mask].tolist()).encode())
             yield Record(self.split, pack_text(tokens, loss_mask), len(tokens), text_bytes, len(data), outcome)
+
+
+def _refuse(shard: Path, number: int, how: str) -> int:
+    raise InputError(f"The conversation {shard}:{number} cannot be rendered: {how}.")
 
 
 def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None,

@@ -196,10 +196,9 @@ def _library(action: str, file: str = "") -> Iterator[None]:
     """Turn what the tokenizers library raises, a panic of its Rust code too, into an `InputError`."""
     try:
         yield
-    except InputError:
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # not an `Exception`
+        is_panic = type(error).__name__ == "PanicException"  # which is no `Exception`
+        if isinstance(error, InputError) or not (is_panic or isinstance(error, Exception)):
             raise
         raise InputError(f"The tokenizer {file}cannot {action}: {printable(as_sentence(error))}") from error
 

@@ -15,21 +15,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from zaya_jax.errors import InputError, RunStopped, is_expected
+from zaya_jax.errors import RunStopped, is_expected
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
 
 _MOST_ENDS = 16  # of processes that others may have caused, such as one that took all memory
+_ENDS = {errno.ENOMEM: "out of memory"}  # status → what it means
 _PARENT_POLL = 0.2  # seconds
 _MEMORY = 2**34  # bytes that a worker process can allocate: what a few bytes of input stand for must not fill a machine
-
-
-class Skipped(NamedTuple):
-    """A document that cannot be used."""
-
-    where: str  # file and line
-    reason: str  # category to count
-    detail: str
 
 
 class Job(NamedTuple):
@@ -40,7 +33,6 @@ class Job(NamedTuple):
     unit: Any
     size: int  # bytes, for progress
     fatal: Mapping[int, str] = {}  # index of a document that ended worker processes → how
-    advice: str = ""  # what to do about `fatal`, if it is more than may be skipped
 
 
 T = TypeVar("T")
@@ -48,7 +40,7 @@ E = TypeVar("E")
 _Convert = Callable[[Job, Callable[[int], None]], T]  # the second argument adds bytes to the progress; picklable
 
 
-def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit: int, advice: str,
+def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit: int,
                    progress: WorkProgress) -> Iterator[tuple[int, T]]:  # fmt: skip
     """Do jobs in `count` processes, and yield the number and the result of each as it is done.
 
@@ -56,13 +48,11 @@ def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit:
       jobs: the jobs.
       convert: what to do; it goes through the documents of a job with `watch`.
       count: number of processes.
-      limit: maximum number of documents that end a process and are left out.
-      advice: what to do if there are more; `{count}` is replaced by their number.
+      limit: number of documents that may end processes; some more do no harm.
       progress: gets the bytes done.
 
     Raises:
-      InputError: more than `limit` documents end processes, or raised by `convert`.
-      RunStopped: a process ended that was not at work on a document, or many did.
+      RunStopped: a process ended that was not at work on a document, or too many did.
     """
     # Not forked, because this process can have threads, as in training.
     context = multiprocessing.get_context("spawn")
@@ -76,12 +66,12 @@ def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit:
                         worker.begin(waiting.popleft())
                 ready = wait([worker.pipe for worker in workers if worker.job])
                 for place, worker in enumerate(workers):
-                    if (job := worker.job) is None or worker.pipe not in ready:
+                    if worker.pipe not in ready or (job := worker.job) is None:
                         continue
                     try:
                         result = worker.pipe.recv()
                     except (EOFError, OSError):
-                        waiting.appendleft(_after_end(worker, job, ends, limit, advice))
+                        waiting.appendleft(_after_end(worker, job, ends, 2 * limit + _MOST_ENDS))
                         workers[place] = _Worker(context, convert, stop)
                         continue
                     if isinstance(result, Exception):
@@ -119,38 +109,33 @@ class _Worker:
             self.pipe.send(job)
 
 
-def _after_end(worker: _Worker, job: Job, ends: Counter[tuple[int, int]], limit: int, advice: str) -> Job:
+def _after_end(worker: _Worker, job: Job, ends: Counter[tuple[int, int]], most: int) -> Job:
     """Return what is left to do of the job of a worker that has ended: all of it, or all but what ended it twice."""
     worker.pipe.close()
     worker.process.join()
     status, number = worker.process.exitcode or 0, worker.state[0]
-    how = (f"was killed by {signal.Signals(-status).name}" if status < 0 else
-           "ran out of memory" if status == errno.ENOMEM else f"ended with status {status}")  # fmt: skip
+    how = _ENDS.get(status) or (signal.Signals(-status).name if status < 0 else f"exit status {status}")
     ends[job.number, number] += 1
-    if ends[job.number, number] == 1 and ends.total() <= 2 * limit + _MOST_ENDS:
-        return job  # memory may have run out because of others
-    if not number or ends[job.number, number] == 1:
-        raise RunStopped(f"A data worker process ended: it {how} reading {getattr(job.unit, 'files', [job.unit])[0]}, "
-                         "perhaps by running out of memory, or a script starts the work without `if __name__ == "
-                         "'__main__':`. Rerun the command to resume.")  # fmt: skip
-    skipped = sum(count > 1 for count in ends.values())
-    advice = advice.replace("{count}", str(skipped)) if skipped > limit else ""
-    return job._replace(fatal={**job.fatal, number - 1: f"a process that worked on it {how}, twice"}, advice=advice)
+    if ends.total() > most or (not number and ends[job.number, number] > 1):
+        raise RunStopped(f"A data worker process ended ({how}) reading {getattr(job.unit, 'files', [job.unit])[0]}: "
+                         "it was killed, perhaps by running out of memory, or a script starts the work without "
+                         "`if __name__ == '__main__':`. Rerun the command to resume.")  # fmt: skip
+    if ends[job.number, number] == 1:  # others may be the cause, as when they took all memory
+        return job
+    return job._replace(fatal={**job.fatal, number - 1: f"two processes that worked on it ended ({how})"})
 
 
 _state: Any = [0, 0]  # of a worker process, see `_Worker`
-_job: Job | None = None
+_fatal: Mapping[int, str] = {}  # see `Job`
 
 
 def _work(pipe: Any, convert: _Convert, state: Any, stop: Any, parent: int) -> None:
-    """Do the jobs that come from `pipe`, and send their notes or errors back."""
-    global _state, _job  # noqa: PLW0603 (of this process, which does one job at a time)
+    """Do the jobs that come from `pipe`, and send their results or errors back."""
+    global _state, _fatal  # noqa: PLW0603 (of this process, which does one job at a time)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
     end_with_parent(parent)
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    lowest = min(limit for limit in (*limits, used + _MEMORY) if limit != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_DATA, (lowest, limits[1]))
+    if resource.getrlimit(resource.RLIMIT_DATA) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, resource.RLIM_INFINITY))
     _state = state
 
     def add(count: int) -> None:
@@ -159,8 +144,8 @@ def _work(pipe: Any, convert: _Convert, state: Any, stop: Any, parent: int) -> N
         state[1] += count
 
     with suppress(EOFError, OSError):  # the parent needs no more
-        while True:
-            _job = job = pipe.recv()
+        while job := pipe.recv():
+            _fatal = job.fatal
             try:
                 result = convert(job, add)
             except MemoryError:
@@ -172,22 +157,16 @@ def _work(pipe: Any, convert: _Convert, state: Any, stop: Any, parent: int) -> N
             pipe.send(result)
 
 
-def watch(documents: Iterable[E], where: Callable[[E], str]) -> Iterator[E | Skipped]:
-    """Yield documents, except those that ended worker processes, and note which one is in work.
+def watch(documents: Iterable[E], refuse: Callable[[E, str], E]) -> Iterator[E]:
+    """Yield the documents of a job in order, and note which is in work, until the next is asked for.
 
     Args:
-      documents: of a unit, in order. Each must be done when the next is asked for.
-      where: a document → file and line.
-
-    Raises:
-      InputError: more documents ended worker processes than may be skipped.
+      documents: the documents.
+      refuse: what to yield in place of a document that ends worker processes, and how.
     """
-    fatal, advice = (_job.fatal, _job.advice) if _job else ({}, "")
     for index, document in enumerate(documents):
         _state[0] = index + 1
-        if (how := fatal.get(index)) and advice:
-            raise InputError(f"{where(document)} cannot be used: {how}. {advice}")
-        yield Skipped(where(document), "ended its process", how) if how else document
+        yield refuse(document, _fatal[index]) if index in _fatal else document
         _state[0] = 0
 
 
