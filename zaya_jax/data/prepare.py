@@ -325,7 +325,7 @@ def _merge_split(folder: Path, split: Split, notes: list[UnitNote]) -> SplitEntr
 
 def summary(folder: Path, manifest: Manifest) -> str:
     """Describe a prepared folder in a few lines."""
-    lines = [printable(f"{folder} is complete.")]
+    lines = [f"{folder} is complete."]
     for split in SPLITS:
         entry = manifest.split(split)
         lines.append(f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
@@ -342,4 +342,4 @@ def summary(folder: Path, manifest: Manifest) -> str:
     lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]
     lines += [f"    {example}" for example in manifest.examples]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
