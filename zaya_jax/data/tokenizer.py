@@ -132,7 +132,10 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         strips = any((token.lstrip or token.rstrip) and not token.special for token in added)
         normalizer = self._backend.normalizer.__getstate__() if self._backend.normalizer else b""
-        return not (strips or _REPLACES.search(normalizer) or _lost(_PROBE, self.decode(self.encode(_PROBE))))
+        try:
+            return not (strips or _REPLACES.search(normalizer) or _lost(_PROBE, self.decode(self.encode(_PROBE))))
+        except InputError:  # there is no token for what is unknown
+            return False
 
     @functools.cached_property
     def _unknown(self) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from zaya_jax.errors import RunStopped, is_expected
 from zaya_jax.run.progress import WorkProgress
@@ -57,31 +57,29 @@ def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit:
     # Not forked, because this process can have threads, as in training.
     context = multiprocessing.get_context("spawn")
     waiting, ends, done, stop = deque(jobs), Counter[tuple[int, int]](), [0], context.Event()
-    workers = [_Worker(context, convert, stop) for _ in range(count)]
+    idle, busy = list[_Worker](), dict[Any, _Worker]()  # those at work by their pipe
     try:
-        with progress.follow(lambda: sum(done) + sum(worker.state[1] for worker in workers)):
-            while waiting or any(worker.job for worker in workers):
-                for worker in workers:
-                    if worker.job is None and waiting:
-                        worker.begin(waiting.popleft())
-                ready = wait([worker.pipe for worker in workers if worker.job])
-                for place, worker in enumerate(workers):
-                    if worker.pipe not in ready or (job := worker.job) is None:
-                        continue
+        with progress.follow(lambda: sum(done) + sum(worker.state[1] for worker in list(busy.values()))):
+            while waiting or busy:
+                while waiting and len(busy) < count:
+                    worker = idle.pop() if idle else _Worker(context, convert, stop)
+                    busy[worker.pipe] = worker
+                    worker.begin(waiting.popleft())
+                for pipe in cast("list[Any]", wait(busy)):
+                    worker = busy.pop(pipe)
                     try:
-                        result = worker.pipe.recv()
+                        result = pipe.recv()
                     except (EOFError, OSError):
-                        waiting.appendleft(_after_end(worker, job, ends, 2 * limit + _MOST_ENDS))
-                        workers[place] = _Worker(context, convert, stop)
+                        waiting.appendleft(_after_end(worker, ends, 2 * limit + _MOST_ENDS))
                         continue
+                    idle.append(worker)
                     if isinstance(result, Exception):
                         raise result
-                    done.append(job.size)
-                    worker.job, worker.state[1] = None, 0
-                    yield job.number, result
+                    done.append(worker.job.size)
+                    yield worker.job.number, result
     finally:
         stop.set()  # after an error, workers abandon their units
-        for worker in workers:
+        for worker in (*idle, *busy.values()):
             worker.pipe.close()
             worker.process.join()
 
@@ -90,12 +88,12 @@ class _Worker:
     """A worker process, which does one job after the other.
 
     Attributes:
-      job: what it does; None while it waits.
+      job: what it does, or did last.
       state: number of the document that it works on, 0 while it reads; bytes of the job that are done.
     """
 
     def __init__(self, context: Any, convert: _Convert, stop: Any) -> None:
-        self.job: Job | None = None
+        self.job: Job
         self.state = context.Array("q", 2, lock=False)
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, convert, self.state, stop, os.getpid()), daemon=True)
@@ -104,16 +102,16 @@ class _Worker:
         theirs.close()
 
     def begin(self, job: Job) -> None:
-        self.job, self.state[0] = job, 0
+        self.job, self.state[:] = job, (0, 0)
         with suppress(OSError):  # it has ended, which reading from it tells
             self.pipe.send(job)
 
 
-def _after_end(worker: _Worker, job: Job, ends: Counter[tuple[int, int]], most: int) -> Job:
+def _after_end(worker: _Worker, ends: Counter[tuple[int, int]], most: int) -> Job:
     """Return what is left to do of the job of a worker that has ended: all of it, or all but what ended it twice."""
     worker.pipe.close()
     worker.process.join()
-    status, number = worker.process.exitcode or 0, worker.state[0]
+    job, status, number = worker.job, worker.process.exitcode or 0, worker.state[0]
     how = _ENDS.get(status) or (signal.Signals(-status).name if status < 0 else f"exit status {status}")
     ends[job.number, number] += 1
     if ends.total() > most or (not number and ends[job.number, number] > 1):

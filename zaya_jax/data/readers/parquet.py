@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading, require_pieces
 
-_MOST_ROWS, _BATCH_BYTES = 256, 2**26  # limits of what is decoded at a time
+_BATCH_ROWS = 1  # row decoded at a time: in a file of a few bytes, any can have megabytes, and each costs only 5 µs
 _READ_BYTES = 2**20  # read buffer; without it, pyarrow holds a whole compressed column chunk in memory
 
 
@@ -50,15 +50,9 @@ def _open(file: str) -> pq.ParquetFile:
 
 
 def _batches(file: str, table: pq.ParquetFile, unit: Unit, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    leaves = {i: leaf for i in range(table.metadata.num_columns)
-              if (leaf := table.schema.column(i)).path.partition(".")[0] in columns}  # fmt: skip
-    has_lists = any(leaf.max_repetition_level for leaf in leaves.values())
     for group in range(unit.start, unit.stop):
-        # A few bytes can stand for many rows, but however it is encoded, a value is no larger than its column's pages.
-        sizes = [table.metadata.row_group(group).column(i).total_uncompressed_size for i in leaves]
-        rows = 1 if has_lists else min(_MOST_ROWS, max(1, _BATCH_BYTES // max(1, *sizes)))
         with reading(f"The Parquet file {file}", pa.ArrowException):
-            yield from table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
+            yield from table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
 
 
 FORMAT = Format(partial(cut_evenly, count_row_groups), read_parquet)
