@@ -75,6 +75,8 @@ def column_documents(
 
 
 def _value(row: pa.Scalar) -> object:
+    if isinstance(row, pa.BinaryScalar) and not isinstance(row, pa.StringScalar):  # an image: counted, not read
+        return True if row.is_valid else None
     try:
         value = row.as_py()
     except (ValueError, OverflowError, MemoryError) as error:
