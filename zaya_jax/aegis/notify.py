@@ -54,7 +54,6 @@ class Notifier:
         """Follow `policy`; without a command, do nothing."""
         self._policy = policy
         self._running: list[_Running] = []
-        self._sent = 0
         self.failed = self.dropped = 0
 
     def send(self, event: Mapping[str, Any]) -> None:
@@ -67,8 +66,7 @@ class Notifier:
             self.dropped += 1
             return
         try:
-            self._sent += 1
-            mark = f"{os.getpid()}-{self._sent}"
+            mark = f"{os.getpid()}-{time.monotonic_ns()}"
             process = start_command(policy.command, event, {**os.environ, _MARK: mark})
         except (OSError, ValueError, TypeError, subprocess.SubprocessError):
             self.failed += 1

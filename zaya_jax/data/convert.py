@@ -119,8 +119,7 @@ class Conversion:
         notes = {number: note for number in numbers if (note := read_note(self.folder, number)) is not None}
         jobs = [Job(self.folder, n, self.units[n], self.sizes[n]) for n in numbers if n not in notes]
         with WorkProgress(label, sum(job.size for job in jobs), log="data") as progress:
-            count = min(self.workers, len(jobs))
-            if count > 1 or self.isolated:
+            if (count := min(self.workers, len(jobs))) > 1 or self.isolated:
                 notes.update(run_in_workers(jobs, convert, count, self.limit, progress))
             else:
                 notes.update((job.number, convert(job, progress.add)) for job in jobs)

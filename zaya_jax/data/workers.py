@@ -1,6 +1,5 @@
 """Do jobs in worker processes. One that ends, as by an abort in a library, is replaced, and what ended it left out."""
 
-import errno
 import multiprocessing
 import os
 import resource
@@ -20,7 +19,6 @@ from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
 
 _MOST_ENDS = 16  # of processes that others may have caused, such as one that took all memory
-_ENDS = {errno.ENOMEM: "out of memory"}  # status → what it means
 _PARENT_POLL = 0.2  # seconds
 _MEMORY = 2**34  # bytes that a worker process can allocate: what a few bytes of input stand for must not fill a machine
 
@@ -112,7 +110,7 @@ def _after_end(worker: _Worker, ends: Counter[tuple[int, int]], most: int) -> Jo
     worker.pipe.close()
     worker.process.join()
     job, status, number = worker.job, worker.process.exitcode or 0, worker.state[0]
-    how = _ENDS.get(status) or (signal.Signals(-status).name if status < 0 else f"exit status {status}")
+    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     ends[job.number, number] += 1
     if ends.total() > most or (not number and ends[job.number, number] > 1):
         raise RunStopped(f"A data worker process ended ({how}) reading {getattr(job.unit, 'files', [job.unit])[0]}: "
@@ -147,7 +145,7 @@ def _work(pipe: Any, convert: _Convert, state: Any, stop: Any, parent: int) -> N
             try:
                 result = convert(job, add)
             except MemoryError:
-                os._exit(errno.ENOMEM)
+                os.abort()  # as libraries do
             except Exception as error:
                 if not is_expected(error):
                     error.add_note(traceback.format_exc())
