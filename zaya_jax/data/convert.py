@@ -86,7 +86,7 @@ class Conversion:
     sizes: Sequence[int]  # bytes of each unit, for progress
     advice: str  # what to do if too many documents are unusable; `{count}` is replaced by their number
     numbers: Sequence[int] | None = None  # units to process now, except those with a note; None: all
-    workers: int = 1  # processes; with 1, this process does the work
+    workers: int = 1  # processes; with 1, this process does the work unless `isolated`
     limit: int = 0  # maximum number of skipped documents over `numbers`
     isolated: bool = False  # whether a single worker is a process of its own, too
 
@@ -98,7 +98,7 @@ class Conversion:
 
         Raises:
           InputError: more than `limit` documents are unusable.
-          RunStopped: a worker process was killed.
+          RunStopped: worker processes end while they read.
         """
         notes = self._run(functools.partial(_check_unit, check), label)
         return sum(note.outcomes.get(_USABLE, 0) + sum(shard.documents for shard in note.shards.values())
@@ -109,7 +109,7 @@ class Conversion:
 
         Raises:
           InputError: more than `limit` documents are unusable (raised after all units), or raised by `work`.
-          RunStopped: a worker process was killed, or a shard cannot be written.
+          RunStopped: worker processes end while they read, or a shard cannot be written.
         """
         self._run(functools.partial(_convert_unit, work), label)
 

@@ -73,7 +73,7 @@ def prepare(
     Raises:
       InputError: an input, the tokenizer or a setting cannot be used, the folder contains another preparation, or
         more than `max_bad` documents are unusable. Finished shards are kept.
-      RunStopped: a worker process was killed.
+      RunStopped: worker processes end while they read.
     """
     require(0 <= settings.heldout <= 1, "--heldout", settings.heldout, "between 0 and 1")  # also rejects NaN
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")

@@ -103,7 +103,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
 
     Raises:
       InputError: the template cannot be used, or fails on a conversation.
-      RunStopped: a worker process was killed.
+      RunStopped: worker processes end while they read.
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)
