@@ -177,6 +177,15 @@ def printable(text: str, longest: int = 10_000) -> str:
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)[:longest]
 
 
+# Controls of terminals but tab and line feed, and what changes the direction or the lines of text.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """Return text in which what steers a terminal is escaped, and all else is kept."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 _CUTOFF = 0.68  # similarity of difflib: above it 'tiny.yaml' is like 'configs/tiny.yaml', but 'tpu' not like 'cpu'
 
 

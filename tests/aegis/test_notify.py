@@ -121,6 +121,31 @@ def test_whoever_ends_orphans_can_spare_the_commands():
     sent.close(0.0)
 
 
+@pytest.mark.parametrize("flight", ["setsid sleep 60", "setsid sh -c 'setsid sleep 60 & exit 0' & wait",
+                                    "env -i setsid sleep 60", "(setsid sleep 60 &) & exit 0"])  # fmt: skip
+def test_what_leaves_the_session_of_a_command_ends_at_its_timeout_too(tmp_path, flight):
+    script = f"""
+import time, sys, psutil
+from zaya_jax.aegis.notify import Notifier, NotifyPolicy
+from zaya_jax.aegis.processes import adopt_orphans
+
+def sleepers():
+    return [child for child in psutil.Process().children(recursive=True)
+            if child.status() != psutil.STATUS_ZOMBIE and child.name() == "sleep"]
+
+adopt_orphans()
+sent = Notifier(NotifyPolicy(("/bin/sh", "-c", {flight!r}), "fatal", 2.0))
+sent.send({{"severity": "fatal"}})
+while not sleepers():
+    time.sleep(0.01)
+assert {{child.pid for child in sleepers()}} <= sent.pids
+while sent.poll() or sent.pids:
+    time.sleep(0.01)
+assert not sleepers()
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+
+
 def test_a_command_ends_with_its_supervisor():
     script = ("import sys, time; from zaya_jax.aegis.notify import Notifier, NotifyPolicy; "
               "sent = Notifier(NotifyPolicy(('/bin/sleep', '60'))); sent.send({'severity': 'fatal'}); "

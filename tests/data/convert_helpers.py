@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.data.convert import Record, Skipped
+from zaya_jax.data.workers import watch
 from zaya_jax.errors import InputError
 
 SIZE = 200_000  # bytes of a unit
@@ -27,19 +28,31 @@ class Work:
 
     log: Path
     bad: bool = False
+    deadly: tuple[int, ...] = ()  # numbers that end a process, always
 
     def __call__(self, unit: Numbers) -> Iterator[Record | Skipped]:
         with self.log.open("a") as file:
             file.write(f"{unit.start} {os.getpid()}\n")
         part = SIZE // (unit.stop - unit.start)
-        for number in range(unit.start, unit.stop):
+        for number in watch(self.read(unit), lambda number, how: -number):
+            if number < 0:
+                yield Skipped(f"numbers:{-number}", "ended its process", "twice")
+                continue
             if number == (unit.start + unit.stop) // 2:
                 self.happen(unit)
+            if number in self.deadly:
+                end(number)
             if self.bad and number % 7 == 0:
                 yield Skipped(f"numbers:{number}", "sevenfold", f"{number} is a multiple")
                 continue
             split = "train" if number % 10 else "heldout"
             yield Record(split, str(number).encode(), number, 2 * number, part, "odd" if number % 2 else None)
+
+    def read(self, unit: Numbers) -> Iterator[int]:
+        for number in range(unit.start, unit.stop):
+            if -number in self.deadly:
+                end(number)
+            yield number
 
     def happen(self, unit: Numbers) -> None:
         once = self.log.with_name(f"happened-{unit.start}")
@@ -50,3 +63,12 @@ class Work:
         if unit.event == "kill" and not once.exists():
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end(number: int) -> None:
+    """End this process in one of the ways in which libraries do."""
+    if number % 3 == 0:
+        os.abort()
+    if number % 3 == 1:
+        raise MemoryError
+    os._exit(1)

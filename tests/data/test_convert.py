@@ -1,7 +1,9 @@
+import dataclasses
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import astuple
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.data.convert_helpers import SIZE, Numbers, Work
 from zaya_jax.data.convert import Conversion, read_note, remove_notes
@@ -145,24 +149,51 @@ def test_an_exception_in_a_process_is_raised_here_and_leaves_no_partial_file(fol
     assert {name: (folder / name).stat().st_mtime_ns for name in contents(folder)} == before  # nobody is still at work
 
 
-def test_a_process_that_is_killed_stops_the_work_with_a_sentence_and_a_rerun_completes(folder, work, tmp_path):
+def test_a_process_that_is_killed_is_replaced_and_its_unit_done_again(folder, work, tmp_path):
     units = make_units(5, unit2="kill")
-    with pytest.raises(RunStopped, match=r"^A data worker process ended: it was killed, perhaps by running out of "
-                       r"memory, or .*\. Rerun the command to resume\.$"):  # fmt: skip
-        run(folder, units, work, workers=2)
-    done = [number for number in range(5) if read_note(folder, number) is not None]
-    assert 2 not in done
-    assert [name for name in contents(folder) if name.endswith(".partial")]  # a kill can leave one, until the merge
-    begun = started(work)
-    run(folder, units, work)
-    for number in done:
-        assert started(work)[units[number].start] == begun[units[number].start] == 1
+    run(folder, units, work, workers=2)
+    assert started(work) == {1: 1, 11: 1, 21: 2, 31: 1, 41: 1}
     remove_notes(folder)
     (tmp_path / "other").mkdir()
     run(tmp_path / "other", units, work)
     remove_notes(tmp_path / "other")
     assert contents(folder) == contents(tmp_path / "other")
-    assert not [name for name in contents(folder) if not name.endswith(".arrayrecord")]
+
+
+def test_only_a_document_that_ends_processes_is_left_out_and_named():
+    check_deadly({6})
+
+
+@pytest.mark.soak
+@given(st.sets(st.integers(1, 20), min_size=1, max_size=4))
+@example({6, 7, 20})  # an abort, no memory, an exit
+@settings(max_examples=5)
+def test_only_the_documents_that_end_processes_are_left_out_and_named(deadly):
+    check_deadly(deadly)
+
+
+def check_deadly(deadly):
+    with tempfile.TemporaryDirectory() as name:
+        base, units = Path(name), make_units(2)
+        (base / "out").mkdir()
+        work = Work(base / "log", deadly=tuple(deadly))
+        alone = Conversion(base / "out", units, [SIZE] * 2, "Skip {count}.", None, 1, len(deadly) - 1, isolated=True)
+        words = rf"^{len(deadly)} documents? cannot be used \({len(deadly)} ended its process\).* Skip {len(deadly)}\."
+        with pytest.raises(InputError, match=words):
+            alone.convert(work, "working")
+        dataclasses.replace(alone, workers=2, limit=len(deadly)).convert(work, "working")
+        notes = [read_note(base / "out", number) for number in range(2)]
+        written = [int(record) for split in ("train", "heldout") for note in notes if split in note.shards
+                   for record in Records(base / "out", (note.shards[split],))]  # fmt: skip
+        assert sorted(written) == sorted({*range(1, 21)} - deadly)
+        assert [example for note in notes for example in note.examples] == [
+            f"numbers:{number}: ended its process: twice" for number in sorted(deadly)]  # fmt: skip
+
+
+def test_a_process_that_ends_while_it_reads_stops_the_work(folder, tmp_path):
+    with pytest.raises(RunStopped, match=r"^A data worker process ended \(SIGABRT\) reading .*\(start=1, "
+                       r".*Rerun the command to resume\.$"):  # fmt: skip
+        run(folder, make_units(2), Work(tmp_path / "log", deadly=(-3,)), workers=2, limit=9)
 
 
 def test_documents_that_cannot_be_used_are_counted_over_all_units(folder, tmp_path):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.data.prepare_helpers import CHAT, write_lines
 from zaya_jax.data.conversation import parse_conversation, unread_keys
 from zaya_jax.data.prepare import open_manifest, prepare, summary
+from zaya_jax.data.readers.columns import _value, column_documents
+from zaya_jax.data.readers.unit import FirstLine
 from zaya_jax.data.readers.values import sibling_rejection
 from zaya_jax.data.readers.values import unread_keys as unread_fields
 
@@ -56,6 +58,15 @@ def test_a_table_gives_the_same_counts_as_lines(tmp_path, tokenizer):
     for name in ("in.parquet", "in.jsonl"):
         manifest = prepare([str(tmp_path / name)], tokenizer, tmp_path / name.replace(".", "-"), CHAT, workers=1)
         assert manifest.unread_keys == {"id": 30, "tags": 20}
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(2), pa.binary_view()])
+def test_bytes_beside_a_conversation_are_counted_and_not_copied(kind):
+    pictures = pa.array([b"ab", None, b"\xff\xfe"], kind)
+    batch = pa.record_batch([pa.array([SAID] * 3), pictures], ["messages", "picture"])
+    [*entries] = column_documents(batch, file="x", columns=batch.schema.names, size=3, before=0, first=FirstLine())
+    assert [entry.unread for entry in entries] == [("picture",), (), ("picture",)]
+    assert _value(pictures[0]) is True
 
 
 READ, FLAGS = ("role", "content", "tool_call_id"), ("weight", "loss_mask")

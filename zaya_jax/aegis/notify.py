@@ -1,14 +1,13 @@
 """Notify people: run the site's own command for each severe event, without ever waiting for it.
 
-The command is a list of arguments, run without a shell, with the event as one line of JSON on its standard input. It
-runs in a session of its own, which is killed at the timeout.
+The command is a list of arguments, run without a shell, with the event as one line of JSON on its standard input. At
+the timeout it is killed with all processes that it has started, which its environment marks, whatever their sessions.
 """
 
 import contextlib
 import functools
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -21,12 +20,24 @@ from zaya_jax.aegis.policy import NotifyPolicy
 from zaya_jax.aegis.processes import die_with_parent
 
 _MOST_RUNNING = 10
+_MARK = "ZAYA_NOTIFY"
 _ORDER = {str(severity): index for index, severity in enumerate(Severity)}
 
 
 class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     deadline: float  # of `time.monotonic`
+    mark: str  # in the environment of its processes
+
+    def processes(self) -> list[psutil.Process]:
+        """Return what runs of the command, orphans that this process has adopted too."""
+        found = {}
+        for child in psutil.Process().children(recursive=True):  # parents before their children
+            with contextlib.suppress(psutil.Error):
+                is_its = child.pid == self.process.pid or child.ppid() in found
+                if is_its or child.environ().get(_MARK) == self.mark:
+                    found[child.pid] = child
+        return list(found.values())
 
 
 class Notifier:
@@ -55,40 +66,36 @@ class Notifier:
             self.dropped += 1
             return
         try:
-            process = start_command(policy.command, event)
+            mark = f"{os.getpid()}-{time.monotonic_ns()}"
+            process = start_command(policy.command, event, {**os.environ, _MARK: mark})
         except (OSError, ValueError, TypeError, subprocess.SubprocessError):
             self.failed += 1
         else:
-            self._running.append(_Running(process, time.monotonic() + policy.timeout_seconds))
+            self._running.append(_Running(process, time.monotonic() + policy.timeout_seconds, mark))
 
     def poll(self) -> None:
         """Note the commands that ended, and kill those that are over their time; call it now and then."""
         running, self._running = self._running, []
         for each in running:
             status = each.process.poll()
-            if status is not None:
+            if status is not None and not each.processes():
                 self.failed += status != 0
                 continue
             if time.monotonic() >= each.deadline:
-                _kill(each.process)  # not waited for: it may hang in the kernel
+                _kill(each)  # not waited for: it may hang in the kernel
             self._running.append(each)
 
     def close(self, seconds: float) -> None:
         """Wait at most `seconds` for the commands that still run, then kill them."""
         self._wait(seconds)
         for each in self._running:
-            _kill(each.process)
+            _kill(each)
         self._wait(1.0)
 
     @property
     def pids(self) -> set[int]:
         """The processes of the commands that run, which whoever ends orphans must spare."""
-        pids = set()
-        for each in self._running:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                command = psutil.Process(each.process.pid)
-                pids |= {process.pid for process in (command, *command.children(recursive=True))}
-        return pids
+        return {process.pid for each in self._running for process in each.processes()}
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -98,8 +105,10 @@ class Notifier:
             self.poll()
 
 
-def start_command(command: Sequence[str], event: Mapping[str, Any]) -> "subprocess.Popen[bytes]":
-    """Start `command` with `event` on its standard input.
+def start_command(
+    command: Sequence[str], event: Mapping[str, Any], environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Start `command` in `environment`, with `event` on its standard input.
 
     Raises:
       OSError: the command cannot be started.
@@ -112,12 +121,12 @@ def start_command(command: Sequence[str], event: Mapping[str, Any]) -> "subproce
         file.write(line.encode())
         file.seek(0)
         return subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
-            list(command), stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (one thread)
+            list(command), env=environment, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True, preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (one thread)
         )  # fmt: skip
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the session of a process that is not reaped, so that its id is still its own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _kill(running: _Running) -> None:
+    for process in running.processes():
+        with contextlib.suppress(psutil.Error):
+            process.kill()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config.checks import counted
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.run.supervision import AEGIS, EVENTS, describe_nodes, node_folders
 
 
@@ -56,7 +56,7 @@ def _format_node(name: str, node: dict[str, Any]) -> str:
     lines.append(f"Goodput {100 * goodput['fraction']:.1f} % of {goodput['seconds']:,.1f} s:")
     lines += [f"  {bucket:<24}{seconds:>12,.1f} s{100 * seconds / max(goodput['seconds'], 1e-9):>8.1f} %"
               for bucket, seconds in goodput["buckets"].items() if seconds]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _format_ranks(state: dict[str, Any]) -> list[str]:
@@ -82,7 +82,7 @@ def format_status(run_dir: Path) -> str:
         lines.append(f"Node {name}: {what}; {counted(len(node['faults']), 'fault')}, goodput "
                      f"{100 * goodput['fraction']:.1f} % of {goodput['seconds']:,.0f} s")  # fmt: skip
         lines += _format_ranks(node["state"]) if node["running"] else []
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def report_json(run_dir: Path) -> str:

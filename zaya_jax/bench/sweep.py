@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from zaya_jax.config import Config, from_dict
 from zaya_jax.config.stages import stages
-from zaya_jax.data.convert import end_with_parent
+from zaya_jax.data.workers import end_with_parent
 from zaya_jax.machine.plot import draw_lines
 
 CONTEXT = 128

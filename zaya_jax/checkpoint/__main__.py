@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace) -> ExitCode:
             from zaya_jax.checkpoint.commands import diff
 
             lines = list(diff(options.first, options.second))
-            print("\n".join(lines) or "The checkpoints are identical.")
+            print("\n".join(map(printable, lines)) or "The checkpoints are identical.")
             return ExitCode.STOPPED if lines else ExitCode.OK
         case "prune":
             from zaya_jax.checkpoint.prune import prune
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace) -> ExitCode:
         case "rollback":
             from zaya_jax.checkpoint.rollback import rollback
 
-            print(rollback(options.run_dir, options.step))
+            print(printable(rollback(options.run_dir, options.step)))
         case "average":
             from zaya_jax.weights.average import average_checkpoints
 

@@ -101,7 +101,7 @@ def _prepare(options: argparse.Namespace) -> None:
                                options.bos)  # fmt: skip
     tokenizer = tokenizer_path(options.tokenizer)
     manifest = prepare(options.input, tokenizer, options.output, settings, max_bad=options.max_bad,
-                       workers=options.workers, task=options.task, tasks=options.of)  # fmt: skip
+                       workers=options.workers, task=options.task, tasks=options.of, isolated=True)  # fmt: skip
     if manifest is None:
         print(printable(typed_name(f"Task {options.task} of {options.of} is done. After the last one, run "
                                    f"python -m zaya_jax.data merge {options.output}")))  # fmt: skip

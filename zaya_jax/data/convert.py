@@ -10,13 +10,9 @@ import io
 import json
 import multiprocessing
 import os
-import threading
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +24,15 @@ from zaya_jax.config.checks import list_counts
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.shards import ShardWriter
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.data.workers import Job, run_in_workers
+from zaya_jax.errors import InputError
 from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.progress import WorkProgress
-from zaya_jax.run.signals import interrupts_kept_from_children
 from zaya_jax.run.writing import PARTIAL, remove
 
 EXAMPLES = 20  # maximum number of skipped documents that the manifest lists
 
 _REPORT_EVERY = 1 << 20  # bytes of input between progress reports
-_PARENT_POLL = 0.2  # seconds
 
 
 class Record(NamedTuple):
@@ -69,15 +64,6 @@ Check = Callable[[Any], Iterable[int | Skipped]]  # unit → bytes of each usabl
 _USABLE = "usable"  # outcome of a document that was checked
 
 
-class _Job(NamedTuple):
-    """A unit to convert or check."""
-
-    folder: Path
-    number: int
-    unit: Any
-    size: int  # bytes, for progress
-
-
 @dataclass(frozen=True)
 class UnitNote:
     """The result of a finished unit."""
@@ -92,9 +78,6 @@ class UnitNote:
     unread: dict[str, int] = dataclasses.field(default_factory=dict)  # key that is not read → number of its uses
 
 
-_Convert = Callable[[_Job, Callable[[int], None]], UnitNote]  # the second argument adds bytes to the progress
-
-
 @dataclass(frozen=True)
 class Conversion:
     """Units of input and how to process them."""
@@ -104,8 +87,9 @@ class Conversion:
     sizes: Sequence[int]  # bytes of each unit, for progress
     advice: str  # what to do if too many documents are unusable; `{count}` is replaced by their number
     numbers: Sequence[int] | None = None  # units to process now, except those with a note; None: all
-    workers: int = 1  # processes; with 1, this process does the work
+    workers: int = 1  # processes; with 1, this process does the work unless `isolated`
     limit: int = 0  # maximum number of skipped documents over `numbers`
+    isolated: bool = False  # whether a single worker is a process of its own, too
 
     def check(self, check: Check, label: str) -> int:
         """Check the documents of all units without writing anything; `label` titles the progress bar.
@@ -115,7 +99,7 @@ class Conversion:
 
         Raises:
           InputError: more than `limit` documents are unusable.
-          RunStopped: a worker process was killed.
+          RunStopped: worker processes end while they read.
         """
         notes = self._run(functools.partial(_check_unit, check), label)
         return sum(note.outcomes.get(_USABLE, 0) + sum(shard.documents for shard in note.shards.values())
@@ -126,17 +110,20 @@ class Conversion:
 
         Raises:
           InputError: more than `limit` documents are unusable (raised after all units), or raised by `work`.
-          RunStopped: a worker process was killed, or a shard cannot be written.
+          RunStopped: worker processes end while they read, or a shard cannot be written.
         """
         self._run(functools.partial(_convert_unit, work), label)
 
-    def _run(self, convert: _Convert, label: str) -> list[UnitNote]:
+    def _run(self, convert: Callable[[Job, Callable[[int], None]], UnitNote], label: str) -> list[UnitNote]:
         refuse_in_worker()
         numbers = range(len(self.units)) if self.numbers is None else self.numbers
         notes = {number: note for number in numbers if (note := read_note(self.folder, number)) is not None}
-        jobs = [_Job(self.folder, n, self.units[n], self.sizes[n]) for n in numbers if n not in notes]
+        jobs = [Job(self.folder, n, self.units[n], self.sizes[n]) for n in numbers if n not in notes]
         with WorkProgress(label, sum(job.size for job in jobs), log="data") as progress:
-            notes.update(_run_jobs(jobs, convert, min(self.workers, len(jobs)), progress))
+            if (count := min(self.workers, len(jobs))) > 1 or self.isolated:
+                notes.update(run_in_workers(jobs, convert, count, self.limit, progress))
+            else:
+                notes.update((job.number, convert(job, progress.add)) for job in jobs)
         skipped, examples = Counter[str](), []
         for _, note in sorted(notes.items()):
             skipped.update(note.skipped)
@@ -186,62 +173,7 @@ def _refusal(skipped: Counter[str], examples: Sequence[str], limit: int, advice:
             f"{advice.replace('{count}', str(count))}{listed}{more}")  # fmt: skip
 
 
-def _run_jobs(jobs: list[_Job], convert: _Convert, workers: int,
-              progress: WorkProgress) -> Iterator[tuple[int, UnitNote]]:  # fmt: skip
-    if workers <= 1:
-        for job in jobs:
-            yield job.number, convert(job, progress.add)
-        return
-    # Not forked, because this process can have threads, as in training.
-    context = multiprocessing.get_context("spawn")
-    done, stop = context.Value("q", 0), context.Event()
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (convert, done, stop, os.getpid()))
-    try:
-        with interrupts_kept_from_children():
-            futures = {pool.submit(_run_in_worker, job): job.number for job in jobs}
-        with progress.follow(lambda: done.value):
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-    except BrokenProcessPool as error:
-        raise RunStopped("A data worker process ended: it was killed, perhaps by running out of memory, or a script "
-                         "starts the work without `if __name__ == '__main__':`. Rerun the command to resume."
-                         ) from error  # fmt: skip
-    finally:
-        stop.set()  # after an error, workers abandon their units
-        pool.shutdown(cancel_futures=True)
-
-
-_worker: dict[str, Any] = {}  # state of a worker process, set by `_start_worker`
-
-
-def _start_worker(convert: _Convert, done: Any, stop: Any, parent: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
-    _worker.update(convert=convert, done=done, stop=stop)
-    end_with_parent(parent)
-
-
-def end_with_parent(parent: int) -> None:
-    """End this process soon after its parent process is gone."""
-
-    def exit_after_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_POLL)
-        os._exit(1)
-
-    threading.Thread(target=exit_after_parent, daemon=True).start()
-
-
-def _run_in_worker(job: _Job) -> UnitNote:
-    def add(count: int) -> None:
-        if _worker["stop"].is_set():
-            raise RunStopped("The work was stopped.")
-        with _worker["done"].get_lock():
-            _worker["done"].value += count
-
-    return _worker["convert"](job, add)
-
-
-def _usable(results: Iterable[T | Skipped], job: _Job, add: Callable[[int], None], skipped: Counter[str],
+def _usable(results: Iterable[T | Skipped], job: Job, add: Callable[[int], None], skipped: Counter[str],
             examples: list[str]) -> Iterator[T]:  # fmt: skip
     """Yield the results of a unit that are not skipped; count the others and report progress."""
     read = reported = 0
@@ -259,13 +191,13 @@ def _usable(results: Iterable[T | Skipped], job: _Job, add: Callable[[int], None
     add(job.size - reported)
 
 
-def _check_unit(check: Check, job: _Job, add: Callable[[int], None]) -> UnitNote:
+def _check_unit(check: Check, job: Job, add: Callable[[int], None]) -> UnitNote:
     skipped, examples = Counter[str](), []
     usable = sum(1 for _ in _usable(check(job.unit), job, add, skipped, examples))
     return UnitNote({}, {}, {}, dict(skipped), {_USABLE: usable}, examples)
 
 
-def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote:
+def _convert_unit(work: Work, job: Job, add: Callable[[int], None]) -> UnitNote:
     lengths = {split: array("q") for split in SPLITS}
     text_bytes, lost_bytes = (dict[Split, int].fromkeys(SPLITS, 0) for _ in range(2))
     skipped, outcomes, unread, examples = Counter[str](), Counter[str](), Counter[str](), []

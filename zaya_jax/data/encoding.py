@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +21,8 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.data.tool_calls import parse_tools, split_tools, with_tools
+from zaya_jax.data.workers import watch
+from zaya_jax.errors import InputError
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20  # limits of a batch that is encoded together
 
@@ -48,17 +51,29 @@ class PrepareWork:
     def __call__(self, unit: Unit) -> Iterator[Record | Skipped]:
         """Yield the records of a unit, in order."""
         tokenizer = self._tokenizer()
-        records = self._conversations if self.settings.kind == "chat" else self._texts
-        for documents in _batched(read_unit(unit, field=self.settings.field)):
-            yield from records(tokenizer, documents)
+        for documents in _batched(self._documents(unit)):
+            yield from self._encode(tokenizer, documents)
 
     def check(self, unit: Unit) -> Iterator[int | Skipped]:
         """Yield each document's bytes, or why it cannot be used, without encoding it."""
         tokenizer = self._tokenizer()
         use = _check_conversation if self.settings.kind == "chat" else self._check_text
-        for document in read_unit(unit, field=self.settings.field):
+        for document in self._documents(unit):
             used = use(tokenizer, document)
             yield used if isinstance(used, Skipped) else _bytes(document)
+
+    def _documents(self, unit: Unit) -> Iterator[Entry]:
+        return watch(read_unit(unit, field=self.settings.field), _refuse)
+
+    def _encode(self, tokenizer: Tokenizer, documents: list[Entry]) -> list[Record | Skipped]:
+        """Encode documents; one on which the tokenizer fails cannot be used."""
+        encode = self._conversations if self.settings.kind == "chat" else self._texts
+        try:
+            return list(encode(tokenizer, documents))
+        except InputError as error:
+            if len(documents) == 1:
+                return [_skipped(documents[0], "tokenizer fails", str(error))]
+        return [record for document in documents for record in self._encode(tokenizer, [document])]
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer_once(self.tokenizer, self.digest, self.special)
@@ -169,13 +184,17 @@ def _skipped(document: Entry, reason: str, detail: str) -> Skipped:
     return Skipped(f"{document.file}:{document.line}", reason, detail)
 
 
+def _refuse(document: Entry, how: str) -> Entry:
+    return BadDocument(document.file, document.line, "ended its process", how)
+
+
 def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Group documents into batches, large enough for all cores and small enough for memory."""
-    batch, size = [], 0
+    """Group documents into batches, large enough for all cores and small enough for memory; alone in a worker."""
+    batch, size, longest = [], 0, 1 if multiprocessing.parent_process() else _BATCH_DOCUMENTS
     for document in documents:
         batch.append(document)
         size += len(document.value) if isinstance(document, Document) and isinstance(document.value, str) else 1
-        if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
+        if len(batch) == longest or size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     yield batch

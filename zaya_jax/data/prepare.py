@@ -52,6 +52,7 @@ def prepare(
     task: int = 0,
     tasks: int = 1,
     unit_bytes: int | None = None,
+    isolated: bool = False,
 ) -> Manifest | None:
     """Prepare this task's share of the inputs. With a single task, also merge the folder.
 
@@ -65,6 +66,7 @@ def prepare(
       task: index of this task, from 0.
       tasks: number of tasks that share the work, each on any machine that has access to `output`.
       unit_bytes: bytes of input per shard, see `list_units`.
+      isolated: whether a single worker is a process of its own, too, so that this one survives what ends it.
 
     Returns:
       The manifest, or None if the folder is not merged yet, which happens only with several tasks.
@@ -72,7 +74,7 @@ def prepare(
     Raises:
       InputError: an input, the tokenizer or a setting cannot be used, the folder contains another preparation, or
         more than `max_bad` documents are unusable. Finished shards are kept.
-      RunStopped: a worker process was killed.
+      RunStopped: worker processes end while they read.
     """
     require(0 <= settings.heldout <= 1, "--heldout", settings.heldout, "between 0 and 1")  # also rejects NaN
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
@@ -87,7 +89,7 @@ def prepare(
     _refuse_foreign(output)
     conversion = Conversion(output, units, [unit.bytes for unit in units],
                             "Fix them, or skip up to {count} with --max-bad {count}.", range(task, len(units), tasks),
-                            workers or default_workers(), max_bad)  # fmt: skip
+                            workers or default_workers(), max_bad, isolated)  # fmt: skip
     of_task = "" if tasks == 1 else f" task {task} of {tasks}"
     # Check everything before the first file is written, so that a rejected input leaves nothing behind.
     if not _finished(output, plan):
@@ -324,7 +326,7 @@ def _merge_split(folder: Path, split: Split, notes: list[UnitNote]) -> SplitEntr
 
 def summary(folder: Path, manifest: Manifest) -> str:
     """Describe a prepared folder in a few lines."""
-    lines = [printable(f"{folder} is complete.")]
+    lines = [f"{folder} is complete."]
     for split in SPLITS:
         entry = manifest.split(split)
         lines.append(f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
@@ -341,4 +343,4 @@ def summary(folder: Path, manifest: Manifest) -> str:
     lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]
     lines += [f"    {example}" for example in manifest.examples]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -21,6 +21,8 @@ from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
 from zaya_jax.data.tool_calls import split_tools
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
+from zaya_jax.data.workers import watch
+from zaya_jax.errors import InputError
 from zaya_jax.run.files import locked, write_atomically
 from zaya_jax.run.writing import make_folder
 
@@ -53,7 +55,7 @@ class RenderWork:
                                           others=others)  # fmt: skip
             return encode_pieces(pieces, tokenizer.encode_rendering)
 
-        for number in range(len(records)):
+        for number in watch(range(len(records)), functools.partial(_refuse, self.folder / shard.file)):
             data = records[number]
             conversation, tools = split_tools(json.loads(data))
             try:
@@ -77,6 +79,10 @@ class RenderWork:
             yield Record(self.split, pack_text(tokens, loss_mask), len(tokens), text_bytes, len(data), outcome)
 
 
+def _refuse(shard: Path, number: int, how: str) -> int:
+    raise InputError(f"The conversation {shard}:{number} cannot be rendered: {how}.")
+
+
 def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None,
                   cache: Path) -> tuple[Path, Manifest]:  # fmt: skip
     """Render a split of a prepared folder of conversations, or return the cached rendering.
@@ -98,7 +104,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
 
     Raises:
       InputError: the template cannot be used, or fails on a conversation.
-      RunStopped: a worker process was killed.
+      RunStopped: worker processes end while they read.
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)

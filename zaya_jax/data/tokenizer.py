@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.config.checks import require
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, as_sentence, printable
 from zaya_jax.run.files import expanded, read_object, require_regular, write_atomically
 from zaya_jax.run.tokenizer import GENERATION, TOKENIZER_CONFIG
 
@@ -105,15 +106,17 @@ class Tokenizer:
         """Encode a text without adding special tokens.
 
         Raises:
-          InputError: the text contains an unpaired surrogate, which UTF-8 cannot represent.
+          InputError: the text contains an unpaired surrogate, which UTF-8 cannot represent, or the library fails on it.
         """
-        return self._backend.encode(_checked(text), add_special_tokens=False).ids
+        with _library("encode a text"):
+            return self._backend.encode(_checked(text), add_special_tokens=False).ids
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Encode texts in order, on all cores; see `encode`."""
         texts = iter(texts)
         while batch := list(islice(texts, _BATCH_TEXTS)):
-            encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
+            with _library("encode a text"):
+                encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
             yield from (encoding.ids for encoding in encodings)
 
     def encode_counted(self, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
@@ -129,7 +132,10 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         strips = any((token.lstrip or token.rstrip) and not token.special for token in added)
         normalizer = self._backend.normalizer.__getstate__() if self._backend.normalizer else b""
-        return not (strips or _REPLACES.search(normalizer) or _lost(_PROBE, self.decode(self.encode(_PROBE))))
+        try:
+            return not (strips or _REPLACES.search(normalizer) or _lost(_PROBE, self.decode(self.encode(_PROBE))))
+        except InputError:  # there is no token for what is unknown
+            return False
 
     @functools.cached_property
     def _unknown(self) -> int | None:
@@ -143,7 +149,8 @@ class Tokenizer:
 
     def encode_rendering(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encode like `encode_template`; also return the character range [start, stop) of each token."""
-        encoding = self._template.encode(_checked(text), add_special_tokens=False)
+        with _library("encode a rendered conversation"):
+            encoding = self._template.encode(_checked(text), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
@@ -153,7 +160,8 @@ class Tokenizer:
           tokens: the ids.
           special: whether special tokens become their names; they are left out otherwise.
         """
-        return self._backend.decode(list(tokens), skip_special_tokens=not special)
+        with _library("decode tokens"):
+            return self._backend.decode(list(tokens), skip_special_tokens=not special)
 
     def decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
         """Decode what `tokens` add to the text of `before`, such as the space that some decoders strip from a text.
@@ -184,6 +192,18 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # the copy has `encode_special_tokens` off
         backend.post_processor = None  # it adds no special tokens here, but would trim spaces from the offsets
         return backend
+
+
+@contextmanager
+def _library(action: str, file: str = "") -> Iterator[None]:
+    """Turn what the tokenizers library raises, a panic of its Rust code too, into an `InputError`."""
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # which is no `Exception`
+        if isinstance(error, InputError) or not (is_panic or isinstance(error, Exception)):
+            raise
+        raise InputError(f"The tokenizer {file}cannot {action}: {printable(as_sentence(error))}") from error
 
 
 def _lost(text: str, decoded: str) -> int:
@@ -222,7 +242,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     # Special tokens come first, so the id of the end-of-text token is 0.
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOT_TEXT], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
-    backend.train_from_iterator(texts, trainer)
+    with _library("be trained"):
+        backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend, bos_text=EOT_TEXT)
 
 
@@ -241,15 +262,11 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     Raises:
       InputError: the file is missing or not a tokenizer, or a token is unknown or ambiguous.
     """
-    try:
+    with _library("be read", f"file {path} "):
         require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         added, template = backend.get_added_tokens_decoder(), _template(path)
         stops = [added[end].content for end in end_tokens(path.parent, GENERATION) if end in added]
-    except InputError:
-        raise
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"The tokenizer file {path} cannot be read: {error}.") from error
     known = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
     eot_text = eot_text or (known[0] if len(known) == 1 else default_eot)
     for text, role in ((eot_text, "end"), (bos_text, "begin")):

@@ -47,7 +47,12 @@ def text_losses(
 ) -> dict[str, TextLoss]:
     """Compute the loss of each text, the first token after `prefix_token`."""
     prefix = prefix_token(tokenizer)
-    encoded = dict(zip(texts, tokenizer.encode_counted(texts.values()), strict=True))
+    encoded = {}
+    for name, text in texts.items():
+        try:
+            [encoded[name]] = tokenizer.encode_counted([text])
+        except InputError as error:
+            raise InputError(f"--text {name} cannot be scored. {error}") from error
     requests = [(name, window) for name, (tokens, _) in encoded.items()
                 for window in windows(tokens, prefix, scorer.max_length)]  # fmt: skip
     nats = dict.fromkeys(texts, 0.0)

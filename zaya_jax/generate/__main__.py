@@ -12,7 +12,7 @@ from typing import Any
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
-from zaya_jax.run.command import is_output_read, prepare_streams, run_command
+from zaya_jax.run.command import Unescaped, is_output_read, prepare_streams, run_command
 from zaya_jax.run.files import read_text
 from zaya_jax.run.parser import Parser
 
@@ -73,6 +73,8 @@ def _parser() -> Parser:
 
 def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
+    if not sys.stdout.isatty():  # a file or program gets the text as the model wrote it
+        sys.stdout = Unescaped(sys.stdout)
     require(options.samples >= 1, "--samples", options.samples, "at least 1")
     keep_compilations()
     from zaya_jax.config import ParallelConfig

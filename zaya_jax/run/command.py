@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.errors import ExitCode, as_sentence, is_expected, last_words
+from zaya_jax.errors import ExitCode, as_sentence, is_expected, last_words, visible
 from zaya_jax.run.signals import flush_output, warn
 
 _GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
@@ -50,13 +50,36 @@ class _Output(io.FileIO):
         return len(content)
 
 
+class _Text(io.TextIOWrapper):
+    """Writes text with the characters escaped that would steer a terminal: names and messages are from files."""
+
+    write_exactly = io.TextIOWrapper.write
+
+    def write(self, text: str, /) -> int:
+        # Progress bars of libraries return to the start of their line.
+        start = "\r" if text.startswith("\r") and self.isatty() else ""
+        return super().write(start + visible(text[len(start) :]))
+
+
+class Unescaped:
+    """A standard stream for those who write colours, or text that must stay as it is."""
+
+    def __init__(self, stream: Any) -> None:
+        """Wrap a stream, of `prepare_streams` or another."""
+        self._stream, self.write = stream, getattr(stream, "write_exactly", stream.write)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def prepare_streams() -> None:
     """Make the standard streams of this process safe, whatever they are connected to.
 
     A stream that was closed is /dev/null from now on, or the next file that is opened would take its place. What a
     closed pipe, a terminal that is gone or a full disk cannot take is dropped, and what an encoding lacks is written as
-    an escape: neither ends the work of a command. Bytes of the input that are not in its encoding become lone
-    surrogates. What asyncio says beside the error by which it lacks a descriptor is left out.
+    an escape: neither ends the work of a command. What would steer a terminal is escaped, see `visible`. Bytes of the
+    input that are not in its encoding become lone surrogates. What asyncio says beside the error by which it lacks a
+    descriptor is left out.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     sys.unraisablehook = _print_unraisable
@@ -69,7 +92,7 @@ def prepare_streams() -> None:
         stream = getattr(sys, name) or open(number, "w", 1, "utf-8", closefd=False)  # noqa: SIM115
         if isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
             raw, at_once = _outputs.setdefault(number, _Output(number, "w", closefd=False)), stream.write_through
-            safe = io.TextIOWrapper(raw if at_once else io.BufferedWriter(raw), stream.encoding, "backslashreplace",
+            safe = _Text(raw if at_once else io.BufferedWriter(raw), stream.encoding, "backslashreplace",
                                     line_buffering=stream.line_buffering, write_through=at_once)  # fmt: skip
             setattr(sys, name, safe)
             setattr(sys, f"__{name}__", safe)

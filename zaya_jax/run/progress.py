@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Self, TypeVar
+from typing import Self, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -21,11 +21,16 @@ from rich.progress import (
 from rich.text import Text
 
 from zaya_jax.errors import printable
+from zaya_jax.run.command import Unescaped
 
 T = TypeVar("T")
 
 _LINE_EVERY = 30.0  # seconds
 _POLL_EVERY = 0.2  # seconds
+
+
+def _console() -> Console:
+    return Console(file=cast(TextIO, Unescaped(sys.stderr)), highlight=False, soft_wrap=True)
 
 
 class WorkProgress:
@@ -40,7 +45,7 @@ class WorkProgress:
           log: start of lines printed every half minute without a terminal, and at the end; empty for no lines.
           show: false hides the bar, as in all processes but one.
         """
-        console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        console = _console()
         self._label, self._total, self._done = printable(label), total, 0
         self._bar = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -101,7 +106,7 @@ class WorkProgress:
 @contextmanager
 def show_status(label: str) -> Iterator[None]:
     """Show a status line such as 'generating the first tokens' on a terminal while the block runs."""
-    console = Console(file=sys.stderr, highlight=False)
+    console = _console()
     with console.status(Text(label)) if console.is_terminal else nullcontext():
         yield
 
@@ -111,14 +116,14 @@ def track(label: str, items: Sequence[T], name: Callable[[T], str]) -> Iterator[
 
     Without a terminal, prints a line for each item.
     """
-    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    console = _console()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(label, total=len(items))
         for item in items:
             if console.is_terminal:
-                bar.update(task, description=f"{label} {name(item)}")
+                bar.update(task, description=printable(f"{label} {name(item)}"))
             else:
                 print(f"{label} {name(item)}", file=sys.stderr, flush=True)
             yield item

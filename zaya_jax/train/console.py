@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +15,7 @@ from zaya_jax.data.plan import RunPlan
 from zaya_jax.errors import printable
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.hardware.environment import describe_preset
+from zaya_jax.run.command import Unescaped
 
 _LONG = 900  # seconds; for longer runs on a CPU, the console says how to shorten them
 _SHORT = 300  # seconds of the shortened run
@@ -45,7 +46,7 @@ class ConsoleReport:
         self._may_be_long = device_kind == "cpu" and len(config.phases) == 1
         self._no_preset = ("" if device_kind == "cpu" else
                            "Preset: none, because jax was imported before zaya_jax could set it")  # fmt: skip
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
+        self._console = Console(file=cast(TextIO, Unescaped(sys.stdout)), highlight=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             console=self._console, disable=not self._console.is_terminal, transient=True,

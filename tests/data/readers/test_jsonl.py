@@ -218,14 +218,19 @@ def test_a_gzip_file_changed_inside_is_named(tmp_path, where):
         list(read_jsonl(whole(path), "text"))
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "LONGEST_LINE", 100)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "short"}\n[' + b"0," * 1000)
-    read = read_jsonl(whole(path), "text")
-    assert next(read).value == "short"
-    with pytest.raises(InputError, match=r"a\.jsonl has a line of over 100 bytes"):
-        next(read)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_lines_that_are_too_long_are_bad_documents_and_those_after_them_are_read(tmp_path, monkeypatch, pack):
+    monkeypatch.setattr(jsonl, "LONGEST", 100)
+    monkeypatch.setattr(jsonl, "_READ_BYTES", 64)  # the rest of a line takes several reads
+    path = tmp_path / ("a.jsonl" if pack is bytes else "a.jsonl.gz")
+    good = b'{"text": "short"}\n'
+    whole_line = b'{"text": "' + b"x" * 88 + b'"}'  # as long as allowed, without its end
+    lines = [good, whole_line[:-1] + b"\n", b"[" + b"0," * 1000 + b"\n", good, b'"' + b" " * 101]
+    path.write_bytes(pack(b"".join(lines)))
+    read = [*read_jsonl(whole(path), "text")]
+    assert [(entry.line, getattr(entry, "reason", None)) for entry in read] == [
+        (1, None), (2, "invalid JSON"), (3, "too large"), (4, None), (5, "too large")]  # fmt: skip
+    assert read[2].detail == "the line has more than 100 bytes"
 
 
 def test_a_file_that_became_shorter_or_is_gone_is_named(tmp_path):

@@ -6,6 +6,7 @@ import pyarrow as pa
 
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, even_share
 from zaya_jax.data.readers.values import (
+    LONGEST,
     TOOLS,
     find_field,
     is_document,
@@ -16,8 +17,6 @@ from zaya_jax.data.readers.values import (
 )
 from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
-
-_BATCH_ROWS = 64  # rows converted to Python objects at a time; one can have megabytes
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
@@ -58,32 +57,31 @@ def column_documents(
     """
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
-    for start in range(0, len(array), _BATCH_ROWS):
-        rows = array.slice(start, _BATCH_ROWS)
-        try:
-            values = rows.to_pylist()
-        except (ValueError, OverflowError):  # convert one by one, to find the bad rows
-            values = [_value(row) for row in rows]
-        for i, value in enumerate(values, start):
-            others = {name: _value(other[i]) for name, other in beside.items()}
-            bad = sibling_rejection(others, field)
-            if bad is None and is_document(value):
-                whole = with_tools(value, others.get(TOOLS))
-                yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first,
-                               unread_keys(others, field))  # fmt: skip
-                continue
-            if isinstance(value, UnicodeDecodeError):
-                bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
-            elif isinstance(value, Exception):  # a time that Python cannot represent
-                bad = bad or ("wrong type", f"{field!r} contains a value that JSON cannot represent: {value}")
-            yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
+    for i, row in enumerate(array):  # one at a time: in a dictionary, a few bytes can stand for many megabytes
+        value, others = _value(row), {name: _value(other[i]) for name, other in beside.items()}
+        bad = sibling_rejection(others, field)
+        if bad is None and is_document(value):
+            whole = with_tools(value, others.get(TOOLS))
+            yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first,
+                           unread_keys(others, field))  # fmt: skip
+            continue
+        if isinstance(value, UnicodeDecodeError):
+            bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
+        elif isinstance(value, MemoryError):
+            bad = bad or ("too large", f"{field!r} has more than {LONGEST:,} characters, or than memory")
+        elif isinstance(value, Exception):  # a time that Python cannot represent
+            bad = bad or ("wrong type", f"{field!r} contains a value that JSON cannot represent: {value}")
+        yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
 
 
 def _value(row: pa.Scalar) -> object:
+    if isinstance(row, pa.BinaryScalar) and not isinstance(row, pa.StringScalar):  # an image: counted, not read
+        return True if row.is_valid else None
     try:
-        return row.as_py()
-    except (ValueError, OverflowError) as error:
+        value = row.as_py()
+    except (ValueError, OverflowError, MemoryError) as error:
         return error
+    return MemoryError() if isinstance(value, str) and len(value) > LONGEST else value
 
 
 def _can_hold_documents(kind: pa.DataType) -> bool:

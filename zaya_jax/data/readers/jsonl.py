@@ -1,8 +1,8 @@
 """Read JSONL files: one JSON object per line, plain or compressed.
 
-Lines are read one at a time, so memory never holds a whole file. Only a newline byte ends a line; a carriage return
-before it is white space to JSON. Blank lines are skipped silently, as other tools do. NaN and Infinity are accepted, as
-in Python's `json`.
+Lines are read one at a time, so memory never holds a whole file; one of over `LONGEST` bytes is a bad document. Only a
+newline byte ends a line; a carriage return before it is white space to JSON. Blank lines are skipped silently, as other
+tools do. NaN and Infinity are accepted, as in Python's `json`.
 """
 
 import bz2
@@ -32,6 +32,7 @@ from zaya_jax.data.readers.unit import (
     require_pieces,
 )
 from zaya_jax.data.readers.values import (
+    LONGEST,
     TOOLS,
     find_field,
     is_document,
@@ -42,10 +43,8 @@ from zaya_jax.data.readers.values import (
     unread_keys,
 )
 from zaya_jax.data.tool_calls import with_tools
-from zaya_jax.errors import InputError
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-LONGEST_LINE = 2**30  # bytes; a longer line is probably not JSONL, and would have to fit in memory
 
 _READ_BYTES = 2**20  # bytes
 _FRAME_READ_BYTES = 2**12  # bytes; in zstd, 4 of them can stand for 128 KiB
@@ -78,7 +77,7 @@ def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
     too much, so they count from the start of the unit, and `[from byte N]` is appended to the file name.
 
     Raises:
-      InputError: the file cannot be read, is damaged, became shorter, or has a line of over 1 GiB.
+      InputError: the file cannot be read, is damaged, or became shorter.
     """
     [file] = unit.files
     if file.endswith(COMPRESSED):
@@ -95,6 +94,9 @@ def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
 
 def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first: FirstLine) -> Iterator[Entry]:
     for index, (line, size) in enumerate(lines):
+        if len(line) > LONGEST:
+            yield BadDocument(file, first.number + index, "too large", f"the line has more than {LONGEST:,} bytes")
+            continue
         if not line or line.isspace():
             continue
         value, bad, *unread = _parse(line, field)
@@ -152,8 +154,8 @@ def plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]
     with _open(file) as stream:
         position = stream.seek(start)
         while position < stop and (line := _read_line(stream, file)):
-            yield line if position else line.removeprefix(BOM_UTF8), len(line)
-            position += len(line)
+            before, position = position, stream.tell()
+            yield line if before else line.removeprefix(BOM_UTF8), position - before
 
 
 def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
@@ -188,7 +190,7 @@ class _Frames(io.RawIOBase):
     def __init__(self, raw: IO[bytes], begin: Callable[[], Any]) -> None:
         self._raw, self._begin = raw, begin
         self._frame: Any = None
-        self._input = self._output = b""
+        self._input, self._output = b"", memoryview(b"")  # whose slices are no copies
 
     def readable(self) -> bool:
         return True
@@ -200,7 +202,7 @@ class _Frames(io.RawIOBase):
                 data = data.lstrip(b"\0") if self._frame else data  # padding between frames
                 self._frame = self._begin() if data else self._frame
             if data:
-                self._output = self._frame.decompress(data)
+                self._output = memoryview(self._frame.decompress(data))
                 self._input = self._frame.unused_data if self._frame.eof else b""
         if not self._output and self._frame is not None and not self._frame.eof:
             raise EOFError("it ends too early")
@@ -222,10 +224,11 @@ def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
 
 
 def _read_line(stream: IO[bytes], file: str) -> bytes:
+    """Read a line; of one that is longer than `LONGEST`, return the beginning, and pass over the rest."""
     with reading(f"The file {file}", *(_damage() if file.endswith(COMPRESSED) else ())):
-        line = stream.readline(LONGEST_LINE + 1)
-    if len(line) > LONGEST_LINE:
-        raise InputError(f"The file {file} has a line of over {LONGEST_LINE} bytes; JSONL has one document per line.")
+        line = part = stream.readline(LONGEST + 1)
+        while len(line) > LONGEST and part and not part.endswith(b"\n"):
+            part = stream.readline(_READ_BYTES)
     return line
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly, require_pieces
+from zaya_jax.data.readers.values import LONGEST
 from zaya_jax.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -105,6 +106,10 @@ def read_megatron(unit: Unit) -> Iterator[Entry]:
         size = int(sizes[low:high].sum())
         if not size:
             yield BadDocument(file, first.number + number, "empty", f"document {first.number + number} has no tokens")
+            continue
+        if size > LONGEST:  # the index can list the same sequence many times
+            yield BadDocument(file, first.number + number, "too large", f"document {first.number + number} has "
+                              f"{size:,} bytes, but at most {LONGEST:,} are one document")  # fmt: skip
             continue
         places = zip(pointers[low:high].tolist(), sizes[low:high].tolist(), strict=True)
         ids = np.concatenate([tokens[place : place + length] for place, length in places]).view(index.dtype)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, InputFile, Unit, reading
+from zaya_jax.data.readers.values import LONGEST
 
 
 def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
@@ -27,6 +28,9 @@ def read_text(unit: Unit) -> Iterator[Entry]:
     """
     for file in unit.files[unit.start : unit.stop]:
         with reading(f"The file {file}"):
+            if (size := Path(file).stat().st_size) > LONGEST:
+                yield BadDocument(file, 1, "too large", f"it has {size:,} bytes, but at most {LONGEST:,} are one text")
+                continue
             data = Path(file).read_bytes()
         try:
             text = data.decode("utf-8")

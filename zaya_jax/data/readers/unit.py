@@ -10,7 +10,8 @@ import numpy as np
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 
-Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field"]
+Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field", "too large",
+                 "ended its process"]  # fmt: skip
 
 # A text, chat messages (a list, or an object if they come with tools; validated later), or token ids of Megatron.
 Value = str | list[Any] | dict[str, Any] | np.ndarray
@@ -121,9 +122,9 @@ def require_pieces(unit: Unit, file: str, count: int, noun: str, ending: str = "
 
 @contextmanager
 def reading(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn `OSError` and the given `errors` in the block into an `InputError` that `what` cannot be read."""
+    """Turn `OSError`, `MemoryError` and `errors` in the block into an `InputError` that `what` cannot be read."""
     try:
         yield
-    except (OSError, *errors) as error:
+    except (OSError, MemoryError, *errors) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
         raise InputError(f"{what} cannot be read: {why}.") from error

@@ -6,6 +6,8 @@ from typing import Any, TypeGuard
 
 from zaya_jax.data.readers.unit import Reason
 
+LONGEST = 2**28  # bytes of a document, which has to fit in memory several times
+
 
 def is_document(value: object) -> TypeGuard[str | list[Any]]:
     """Return whether the value is a non-empty list, or a text that is not only white space."""

@@ -10,7 +10,7 @@ import jax
 
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
-from zaya_jax.data.convert import end_with_parent
+from zaya_jax.data.workers import end_with_parent
 from zaya_jax.machine.compilers.compiled import FACTS, STEP, program_memory
 from zaya_jax.machine.compilers.cross_compile import compile_program, compile_traced, gpu_devices, load_compiler
 from zaya_jax.machine.compilers.gpus import GPUS

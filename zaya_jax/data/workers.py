@@ -1,0 +1,177 @@
+"""Do jobs in worker processes. One that ends, as by an abort in a library, is replaced, and what ended it left out."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+from zaya_jax.errors import RunStopped, is_expected
+from zaya_jax.run.progress import WorkProgress
+from zaya_jax.run.signals import interrupts_kept_from_children
+
+_MOST_ENDS = 16  # of processes that others may have caused, such as one that took all memory
+_PARENT_POLL = 0.2  # seconds
+_MEMORY = 2**34  # bytes that a worker process can allocate: what a few bytes of input stand for must not fill a machine
+
+
+class Job(NamedTuple):
+    """A unit to convert or check."""
+
+    folder: Path
+    number: int
+    unit: Any
+    size: int  # bytes, for progress
+    fatal: Mapping[int, str] = {}  # index of a document that ended worker processes → how
+
+
+T = TypeVar("T")
+E = TypeVar("E")
+_Convert = Callable[[Job, Callable[[int], None]], T]  # the second argument adds bytes to the progress; picklable
+
+
+def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit: int,
+                   progress: WorkProgress) -> Iterator[tuple[int, T]]:  # fmt: skip
+    """Do jobs in `count` processes, and yield the number and the result of each as it is done.
+
+    Args:
+      jobs: the jobs.
+      convert: what to do; it goes through the documents of a job with `watch`.
+      count: number of processes.
+      limit: number of documents that may end processes; some more do no harm.
+      progress: gets the bytes done.
+
+    Raises:
+      RunStopped: a process ended that was not at work on a document, or too many did.
+    """
+    # Not forked, because this process can have threads, as in training.
+    context = multiprocessing.get_context("spawn")
+    waiting, ends, done, stop = deque(jobs), Counter[tuple[int, int]](), [0], context.Event()
+    idle, busy = list[_Worker](), dict[Any, _Worker]()  # those at work by their pipe
+    try:
+        with progress.follow(lambda: sum(done) + sum(worker.state[1] for worker in list(busy.values()))):
+            while waiting or busy:
+                while waiting and len(busy) < count:
+                    worker = idle.pop() if idle else _Worker(context, convert, stop)
+                    busy[worker.pipe] = worker
+                    worker.begin(waiting.popleft())
+                for pipe in cast("list[Any]", wait(busy)):
+                    worker = busy.pop(pipe)
+                    try:
+                        result = pipe.recv()
+                    except (EOFError, OSError):
+                        waiting.appendleft(_after_end(worker, ends, 2 * limit + _MOST_ENDS))
+                        continue
+                    idle.append(worker)
+                    if isinstance(result, Exception):
+                        raise result
+                    done.append(worker.job.size)
+                    yield worker.job.number, result
+    finally:
+        stop.set()  # after an error, workers abandon their units
+        for worker in (*idle, *busy.values()):
+            worker.pipe.close()
+            worker.process.join()
+
+
+class _Worker:
+    """A worker process, which does one job after the other.
+
+    Attributes:
+      job: what it does, or did last.
+      state: number of the document that it works on, 0 while it reads; bytes of the job that are done.
+    """
+
+    def __init__(self, context: Any, convert: _Convert, stop: Any) -> None:
+        self.job: Job
+        self.state = context.Array("q", 2, lock=False)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, convert, self.state, stop, os.getpid()), daemon=True)
+        with interrupts_kept_from_children():
+            self.process.start()
+        theirs.close()
+
+    def begin(self, job: Job) -> None:
+        self.job, self.state[:] = job, (0, 0)
+        with suppress(OSError):  # it has ended, which reading from it tells
+            self.pipe.send(job)
+
+
+def _after_end(worker: _Worker, ends: Counter[tuple[int, int]], most: int) -> Job:
+    """Return what is left to do of the job of a worker that has ended: all of it, or all but what ended it twice."""
+    worker.pipe.close()
+    worker.process.join()
+    job, status, number = worker.job, worker.process.exitcode or 0, worker.state[0]
+    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    ends[job.number, number] += 1
+    if ends.total() > most or (not number and ends[job.number, number] > 1):
+        raise RunStopped(f"A data worker process ended ({how}) reading {getattr(job.unit, 'files', [job.unit])[0]}: "
+                         "it was killed, perhaps by running out of memory, or a script starts the work without "
+                         "`if __name__ == '__main__':`. Rerun the command to resume.")  # fmt: skip
+    if ends[job.number, number] == 1:  # others may be the cause, as when they took all memory
+        return job
+    return job._replace(fatal={**job.fatal, number - 1: f"two processes that worked on it ended ({how})"})
+
+
+_state: Any = [0, 0]  # of a worker process, see `_Worker`
+_fatal: Mapping[int, str] = {}  # see `Job`
+
+
+def _work(pipe: Any, convert: _Convert, state: Any, stop: Any, parent: int) -> None:
+    """Do the jobs that come from `pipe`, and send their results or errors back."""
+    global _state, _fatal  # noqa: PLW0603 (of this process, which does one job at a time)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
+    end_with_parent(parent)
+    if resource.getrlimit(resource.RLIMIT_DATA) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, resource.RLIM_INFINITY))
+    _state = state
+
+    def add(count: int) -> None:
+        if stop.is_set():
+            raise RunStopped("The work was stopped.")
+        state[1] += count
+
+    with suppress(EOFError, OSError):  # the parent needs no more
+        while job := pipe.recv():
+            _fatal = job.fatal
+            try:
+                result = convert(job, add)
+            except MemoryError:
+                os.abort()  # as libraries do
+            except Exception as error:
+                if not is_expected(error):
+                    error.add_note(traceback.format_exc())
+                result = error
+            pipe.send(result)
+
+
+def watch(documents: Iterable[E], refuse: Callable[[E, str], E]) -> Iterator[E]:
+    """Yield the documents of a job in order, and note which is in work, until the next is asked for.
+
+    Args:
+      documents: the documents.
+      refuse: what to yield in place of a document that ends worker processes, and how.
+    """
+    for index, document in enumerate(documents):
+        _state[0] = index + 1
+        yield refuse(document, _fatal[index]) if index in _fatal else document
+        _state[0] = 0
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process soon after its parent process is gone."""
+
+    def exit_after_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL)
+        os._exit(1)
+
+    threading.Thread(target=exit_after_parent, daemon=True).start()
