@@ -59,7 +59,9 @@ def test_a_script_that_runs_on_is_ended_if_its_trainer_failed_and_left_alone_if_
     assert len(supervised.faults) == 1
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", [
+    "pipe", "session", *(pytest.param(name, marks=pytest.mark.soak) for name in ("timeout", "nohup", "two shells")),
+])  # fmt: skip
 def test_a_request_to_stop_reaches_the_trainer_itself(tmp_path, name):
     supervised = supervise(tmp_path, WRAPPERS[name], 5000)
     supervised.wait_for(tmp_path / "checkpoint-0")
