@@ -37,6 +37,10 @@ class InputError(ValueError):
     status = ExitCode.BAD_INPUT
 
 
+class PeersMissing(InputError):
+    """Other processes of the job did not connect, or were lost before all had."""
+
+
 class RunStopped(RuntimeError):
     """The run cannot continue. The message says what happened and what to do."""
 
