@@ -25,14 +25,20 @@ def partial_name(path: Path) -> Path:
     return path.with_name(f"{path.name[:25]}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a file so that readers see either the old or the new content, never a part.
 
     Lone surrogates, which stand for bytes of paths, become escapes, which JSON has, too.
+
+    Args:
+      path: the file.
+      content: of the file.
+      mode: its permissions, less those of the umask.
     """
     part = partial_name(path)
     try:
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)  # of a process that was killed, or of another user, who could read it
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
