@@ -27,22 +27,16 @@ def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.envi
     environment[APPLIED] = preset.name
 
 
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return `~/.cache/zaya_jax`, or the same below `XDG_CACHE_HOME`; None if neither it nor `HOME` is set."""
-    home = environment.get("XDG_CACHE_HOME") or (environment.get("HOME") and f"{environment['HOME']}/.cache")
-    return Path(home) / "zaya_jax" if home else None
-
-
 def keep_compilations(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let jax keep compiled programs, and XLA the results of its autotuning, for later starts on such a machine.
 
-    They are in `cache_folder`, in a folder for this kind of processor. An existing `JAX_COMPILATION_CACHE_DIR` is used
-    instead; if it is empty, or the folder cannot be written, nothing is kept.
+    They are in `~/.cache/zaya_jax`, or below `XDG_CACHE_HOME`, in a folder for this kind of processor. An existing
+    `JAX_COMPILATION_CACHE_DIR` is used instead; if it is empty, or the folder cannot be written, nothing is kept.
     """
-    parent = cache_folder(environment)
-    if parent is None or "JAX_COMPILATION_CACHE_DIR" in environment:
+    home = environment.get("XDG_CACHE_HOME") or (environment.get("HOME") and f"{environment['HOME']}/.cache")
+    if not home or "JAX_COMPILATION_CACHE_DIR" in environment:
         return
-    folder = parent / f"compiled-{cpu_digest()}"
+    folder = Path(home) / "zaya_jax" / f"compiled-{cpu_digest()}"
     with contextlib.suppress(OSError):  # such as a home that belongs to another user, in a container
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):

@@ -19,7 +19,7 @@ from zaya_jax.errors import ExitCode, InputError, RunStopped, last_words
 from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
 from zaya_jax.parallel.compilation_cache import share_compilation_cache
 from zaya_jax.parallel.peer_liveness import PeerLiveness
-from zaya_jax.parallel.relay import private_address, relay_to_process_0, relay_to_service
+from zaya_jax.parallel.relay import private_address, relay
 from zaya_jax.parallel.rendezvous import Job, meet, split_address
 from zaya_jax.run.launcher import detect_launcher
 from zaya_jax.run.progress_record import ProgressRecord
@@ -84,10 +84,7 @@ def join(
     try:
         with private_address() as path:
             for tunnel in [peer.tunnel for peer in connections if peer.tunnel is not None]:
-                if job.process:
-                    relay_to_process_0(path, tunnel)
-                else:
-                    relay_to_service(tunnel, path)
+                relay(tunnel, path, is_service_here=job.process == 0)
             jax.distributed.initialize(
                 f"unix:{path}", job.processes, job.process, coordinator_bind_address=f"unix:{path}",
                 initialization_timeout=join_seconds + HEARTBEAT_MARGIN,

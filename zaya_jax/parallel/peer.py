@@ -16,17 +16,19 @@ class Peer:
     """A non-blocking connection to another process, over which both send lines.
 
     Attributes:
+      connection: the connection.
       process: index of the other process; None until it has proved that it belongs to the job.
       host: where it runs, printable.
       tunnel: a second connection to it, for the traffic of jax's coordination service; None without one.
     """
 
-    def __init__(self, connection: socket.socket, process: int | None = None, host: str = "") -> None:
+    def __init__(
+        self, connection: socket.socket, process: int | None = None, host: str = "", tunnel: socket.socket | None = None
+    ) -> None:
         """Wrap a connection to `process` on `host`."""
         connection.setblocking(False)
-        self._connection, self._partial_line = connection, b""
-        self.process, self.host = process, printable(host, 255)
-        self.tunnel: socket.socket | None = None
+        self.connection, self.process, self.host, self.tunnel = connection, process, host, tunnel
+        self._partial_line = b""
 
     def __str__(self) -> str:
         """Index and host, for messages."""
@@ -34,17 +36,17 @@ class Peer:
 
     def fileno(self) -> int:
         """File descriptor, for selectors."""
-        return self._connection.fileno()
+        return self.connection.fileno()
 
     def send(self, line: str) -> None:
         """Send a line, ignoring errors: the peer timeout detects a lost process."""
         with contextlib.suppress(OSError):
-            self._connection.send(f"{line}\n".encode(errors="backslashreplace"))
+            self.connection.send(f"{line}\n".encode(errors="backslashreplace"))
 
     def receive(self) -> list[str] | None:
         """Return the lines received since the last call; None if the other side has closed, or a line is too long."""
         try:
-            data = self._connection.recv(_LONGEST)
+            data = self.connection.recv(_LONGEST)
         except BlockingIOError:
             return []
         except OSError:
@@ -54,19 +56,9 @@ class Peer:
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
-    def detach(self) -> socket.socket:
-        """Return the connection, blocking."""
-        self._connection.setblocking(True)
-        return self._connection
-
-    def finish(self) -> None:
-        """Close the sending side."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-
     def close(self) -> None:
         """Close the connection, and the tunnel."""
-        self._connection.close()
+        self.connection.close()
         if self.tunnel is not None:
             self.tunnel.close()
 
@@ -81,7 +73,8 @@ def end_connections(peers: Iterable[Peer], line: str, seconds: float) -> None:
         for peer in peers:
             selector.register(peer, selectors.EVENT_READ)
             peer.send(line)
-            peer.finish()
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + seconds
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager
@@ -26,34 +26,36 @@ def private_address() -> Iterator[str]:
         yield f"/proc/self/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/service"
 
 
-def relay_to_service(tunnel: socket.socket, path: str) -> None:
-    """In process 0: forward a tunnel to the service at `path`, which need not listen yet."""
-    _start(_connect_and_forward, tunnel, path)
+def relay(tunnel: socket.socket, path: str, *, is_service_here: bool) -> None:
+    """Forward between a tunnel and the Unix socket at `path`, without ever closing the connection of a client.
+
+    Args:
+      tunnel: connection to process 0, or from process 0 to another one.
+      path: where the service listens, or will; in the other processes, where the client will connect.
+      is_service_here: whether this is process 0.
+    """
+    tunnel.setblocking(True)
+    tunnel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as gRPC does
+    local = socket.socket(socket.AF_UNIX)
+    if not is_service_here:
+        local.bind(path)
+        local.listen()
+    threading.Thread(target=_run, args=(tunnel, local, path, is_service_here), name="relay", daemon=True).start()
 
 
-def relay_to_process_0(path: str, tunnel: socket.socket) -> None:
-    """In the other processes: take a connection at `path`, and forward it to the tunnel without ever closing it."""
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(path)
-    server.listen()
-    _start(_accept_and_forward, server, tunnel)
-
-
-def _accept_and_forward(server: socket.socket, tunnel: socket.socket) -> None:
-    with server:
-        client, _ = server.accept()
-    _forward(client, tunnel)
-
-
-def _connect_and_forward(tunnel: socket.socket, path: str) -> None:
-    service = socket.socket(socket.AF_UNIX)
-    while service.connect_ex(path):
-        time.sleep(0.1)
-    _forward(tunnel, service)
+def _run(tunnel: socket.socket, local: socket.socket, path: str, is_service_here: bool) -> None:
+    if is_service_here:
+        while local.connect_ex(path):
+            time.sleep(0.1)
+        _forward(tunnel, local)
+    else:
+        with local:
+            client, _ = local.accept()
+        _forward(client, tunnel)
 
 
 def _forward(downstream: socket.socket, upstream: socket.socket) -> None:
-    _start(_copy_back, upstream, downstream)
+    threading.Thread(target=_copy_back, args=(upstream, downstream), name="relay", daemon=True).start()
     with downstream, upstream, contextlib.suppress(OSError):
         try:
             while data := downstream.recv(2**16):
@@ -67,7 +69,3 @@ def _copy_back(upstream: socket.socket, downstream: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := upstream.recv(2**16):
             downstream.sendall(data)
-
-
-def _start(action: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=action, args=arguments, name="relay", daemon=True).start()

@@ -1,17 +1,16 @@
 """The processes of a job connect here before jax starts, so that a missing or duplicate process is named in a message.
 
 Process 0 listens at the coordinator's address until every process has connected twice: for the lines of `PeerLiveness`,
-and for jax's coordination service (`relay`). Then nothing of this package listens to other hosts any more.
+and for jax's coordination service (`relay`). From then on nothing of this package listens to other hosts.
 
-Whoever connects is a stranger until it has proved that it knows the secret of the job (`run.job_secret`). The sides
-exchange
+Whoever connects is a stranger until it has proved that it knows the secret of the job (`run.job_secret`):
 
     process 0:  zaya_jax NONCE
     the other:  {"process": 1, "processes": 2, "host": "node2", "channel": "lines", "nonce": NONCE} PROOF
     process 0:  welcome PROOF
 
-where each proof covers the other side's nonce, so that recorded lines are worthless. A stranger learns nothing else, and
-whatever it sends costs its own connection only.
+Each proof covers the nonce of the other side, so recorded lines are worthless. Strangers learn nothing else, and what
+they send costs only their own connections.
 """
 
 import contextlib
@@ -19,26 +18,27 @@ import errno
 import json
 import os
 import secrets
+import select
 import selectors
 import socket
 import time
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from zaya_jax.errors import InputError, PeersMissing, printable
 from zaya_jax.parallel.peer import Peer, end_connections
-from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secret_from_environment, secret_path, share_secret
+from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secret_path, share_secret
 from zaya_jax.run.signals import warn
 
 _HELLO = "zaya_jax "  # starts process 0's first line
 _WELCOME = "welcome "  # starts process 0's answer to a proof
 _REJECTED = "rejected"  # process 0's answer to a wrong proof
 _READY = "ready"  # process 0's message that all processes are connected
-_REFUSALS = {"missing ": PeersMissing, "invalid ": InputError}  # what starts process 0's message why no job starts
+_REFUSALS = {"missing ": PeersMissing, "invalid ": InputError}  # starts process 0's message why the job does not start
 _LINES, _SERVICE = "lines", "service"  # the two connections
 _MOST_STRANGERS = 64  # connections at a time
-_LONGEST = 1024  # bytes of a line of process 0 before its proof
-_PATIENCE = 10.0  # seconds that a stranger, or process 0, may take to prove that it belongs to the job
+_LONGEST = 2**14  # bytes of a line of process 0
+_PATIENCE = 10.0  # seconds that either side may take to prove that it belongs to the job
 _ANSWER = 2.0  # seconds to wait for an answer from a process that already has the port
 _BUSY = 10.0  # seconds that a name server may be busy
 _RETRY = 0.2  # seconds
@@ -53,7 +53,7 @@ class Job(NamedTuple):
     source: str  # the flag or launcher that host and port come from
     processes: int  # number of processes in the job
     process: int  # index of this process
-    folder: Path | None = None  # that all processes share; without one, their user's cache is
+    folder: Path | None = None  # that all processes share; without one, they share their user's cache
 
     @property
     def address(self) -> str:
@@ -64,11 +64,6 @@ class Job(NamedTuple):
     def coordinator(self) -> str:
         """The source and address, for messages."""
         return f"{self.source} {self.address}"
-
-    @property
-    def secret_path(self) -> Path:
-        """File in which process 0 hands on the secret."""
-        return secret_path(self.folder, self.address)
 
 
 def split_address(text: str, source: str) -> tuple[str, int]:
@@ -98,83 +93,75 @@ def meet(job: Job, seconds: float) -> list[Peer]:
         return []
     if job.process == 0:
         return _Members(job, seconds).wait()
-    deadline = time.monotonic() + seconds
-    peer = _enter(job, _LINES, deadline, seconds)
+    start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        stack.callback(peer.close)
-        peer.tunnel = _enter(job, _SERVICE, deadline, seconds, peer).detach()
-        _wait_until_ready(peer, job, seconds + _MARGIN)
+        lines = stack.enter_context(_enter(job, _LINES, start, seconds))
+        service = stack.enter_context(_enter(job, _SERVICE, start, seconds, lines))
+        _wait_until_ready(lines, job, seconds + _MARGIN)
         stack.pop_all()
-    return [peer]
+    return [Peer(lines, 0, job.host, service)]
 
 
 class _Members:
     """Process 0's side of `meet`: the processes that have proved that they belong to the job, and strangers."""
 
     def __init__(self, job: Job, seconds: float) -> None:
-        self._job, self._seconds, self._secret = job, seconds, ""
+        self._job, self._seconds, self._secret, self._start = job, seconds, "", time.monotonic()
         self._members: dict[tuple[int, str], Peer] = {}  # by index and channel
-        self._strangers: dict[Peer, tuple[str, float]] = {}  # nonce, and when to drop it; the oldest first
-        self._rejected = 0  # number of wrong proofs
-        self._last_rejected = ""  # address
+        self._strangers: dict[Peer, tuple[str, float]] = {}  # nonce and time of arrival, the oldest first
+        self._rejected, self._rejection = 0, ""  # number of wrong proofs, and a sentence about them
         self._selector = selectors.DefaultSelector()
 
     def wait(self) -> list[Peer]:
         """Wait for the other processes, and return the connections to them."""
-        deadline, others = time.monotonic() + self._seconds, range(1, self._job.processes)
+        others = range(1, self._job.processes)
         with self._selector, contextlib.ExitStack() as stack:
-            stack.callback(self._drop_strangers)
-            self._listen(stack, deadline)
-            self._secret = stack.enter_context(share_secret(self._job.secret_path))
+            stack.callback(lambda: self._drop(*self._strangers))
+            self._listen(stack)
+            self._secret = stack.enter_context(share_secret(secret_path(self._job.folder, self._job.address)))
             while len(self._members) < 2 * len(others):
-                now = time.monotonic()
-                if now >= deadline:
+                left = self._start + self._seconds - time.monotonic()
+                if left <= 0:
                     self._refuse(PeersMissing(self._describe_missing()))
-                self._drop_strangers(now)
-                for key, _ in self._selector.select(min(deadline - now, 1.0)):
+                now = time.monotonic()
+                self._drop(*[peer for peer, (_, arrival) in self._strangers.items() if now - arrival > _PATIENCE])
+                for key, _ in self._selector.select(min(left, 1.0)):
                     if isinstance(key.fileobj, Peer):
                         self._receive(key.fileobj)
-                    else:
-                        self._accept(key.fileobj)  # pyright: ignore[reportArgumentType]
-        if self._rejected:
-            warn(f"Process 0 {self._describe_rejected()}")
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._accept(key.fileobj)
+        if self._rejection:
+            warn(self._rejection)
         for process in others:  # only now that nothing listens at the port
             peer = self._members[process, _LINES]
-            peer.tunnel = self._members[process, _SERVICE].detach()
+            peer.tunnel = self._members[process, _SERVICE].connection
             peer.send(_READY)
         return [self._members[process, _LINES] for process in others]
 
-    def _listen(self, stack: contextlib.ExitStack, deadline: float) -> None:
+    def _listen(self, stack: contextlib.ExitStack) -> None:
         host, port = self._job.host, self._job.port
         if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
             host, port = split_address(chosen, "JAX_COORDINATOR_BIND_ADDRESS")
-        problem = OSError()
-        for address in _resolve(self._job, host, deadline, self._seconds):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        for address in _resolve(self._job, host, self._start, self._seconds):
             try:
-                listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN,
-                                                dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6())  # fmt: skip
+                listener = stack.enter_context(socket.create_server(
+                    (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                    backlog=socket.SOMAXCONN, dualstack_ipv6=address == "::",
+                ))  # fmt: skip
+                self._selector.register(listener, selectors.EVENT_READ)
             except OSError as error:
-                problem = error
-                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    continue  # such as ::1 of localhost where there is no IPv6
-                self._end_other_job(error)
-            else:
-                listener.setblocking(False)
-                self._selector.register(stack.enter_context(listener), selectors.EVENT_READ)
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # as ::1 of localhost without IPv6
+                    self._end_other_job(error)
         if not self._selector.get_map():
-            raise InputError(
-                f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host. Start process "
-                "0 on that host; or if the address is translated, set JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to an "
-                "address of this host."
-            ) from problem
+            raise InputError(f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host. "
+                             "Start process 0 on that host. If the address is translated, set "
+                             "JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host.")  # fmt: skip
 
     def _end_other_job(self, error: OSError) -> NoReturn:
-        """Raise the reason why process 0 cannot listen; another process 0 of the job, if it is that, ends with it."""
+        """Raise why process 0 cannot listen. If another process 0 of the job has the port, both end."""
         if error.errno == errno.EADDRINUSE:
-            with contextlib.suppress(PeersMissing):
-                with contextlib.closing(_enter(self._job, _LINES, time.monotonic(), 0)) as peer:
-                    _wait_until_ready(peer, self._job, _ANSWER)
+            with contextlib.suppress(PeersMissing), _enter(self._job, _LINES, 0, 0) as connection:
+                _wait_until_ready(connection, self._job, _ANSWER)
         raise PeersMissing(
             f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the program "
             f"that uses port {self._job.port}, or choose another port"
@@ -182,90 +169,73 @@ class _Members:
         ) from error
 
     def _accept(self, listener: socket.socket) -> None:
+        oldest = list(self._strangers)[:1]
         if len(self._strangers) >= _MOST_STRANGERS:
-            self._drop(next(iter(self._strangers)))
+            self._drop(*oldest)
         try:
             connection, address = listener.accept()
-        except BlockingIOError:
-            return
         except OSError:  # no file descriptor is left
-            if self._strangers:
-                self._drop(next(iter(self._strangers)))
-            else:
-                time.sleep(_RETRY)
+            self._drop(*oldest)
+            time.sleep(0 if oldest else _RETRY)
             return
         peer, nonce = Peer(connection, host=address[0]), secrets.token_hex(16)
-        self._strangers[peer] = nonce, time.monotonic() + _PATIENCE
+        self._strangers[peer] = nonce, time.monotonic()
         self._selector.register(peer, selectors.EVENT_READ)
         peer.send(_HELLO + nonce)
 
-    def _drop(self, stranger: Peer) -> None:
-        del self._strangers[stranger]
-        self._selector.unregister(stranger)
-        stranger.close()
-
-    def _drop_strangers(self, now: float = float("inf")) -> None:
-        """Close the connections of strangers whose time is over."""
-        for stranger in [stranger for stranger, (_, end) in self._strangers.items() if end < now]:
-            self._drop(stranger)
+    def _drop(self, *strangers: Peer) -> None:
+        for stranger in strangers:
+            del self._strangers[stranger]
+            self._selector.unregister(stranger)
+            stranger.close()
 
     def _receive(self, peer: Peer) -> None:
-        if peer.process is None and peer not in self._strangers:
-            return  # dropped since it sent this
         lines = peer.receive()
-        if lines is None and peer.process is not None:
-            self._refuse(PeersMissing(
-                f"Process {peer} was lost before all {self._job.processes} processes had connected. Start all of them "
-                "again."
-            ))  # fmt: skip
-        if peer.process is None and lines:
+        if peer in self._strangers and lines:
             self._check_proof(peer, lines[0])
-        elif lines is None:
+        elif peer in self._strangers and lines is None:
             self._drop(peer)
+        elif peer.process is not None and lines is None:
+            self._refuse(PeersMissing(f"Process {peer} was lost before all {self._job.processes} processes had "
+                                      "connected. Start all of them again."))  # fmt: skip
 
     def _check_proof(self, peer: Peer, line: str) -> None:
         body, _, proof = line.rpartition(" ")
-        if is_proof(proof, self._secret, "enter", self._strangers[peer][0], body):
+        nonce, _ = self._strangers[peer]
+        if is_proof(proof, self._secret, "enter", nonce, body):
             del self._strangers[peer]
             self._admit(peer, json.loads(body))
             return
-        self._rejected, self._last_rejected = self._rejected + 1, peer.host
+        self._rejected += 1
+        self._rejection = (f"Process 0 rejected {self._rejected:,} connection{'s' * (self._rejected > 1)} without the "
+                           f"secret of this job ({VARIABLE}), the last from {peer.host}.")  # fmt: skip
         peer.send(_REJECTED)
         self._drop(peer)
 
-    def _admit(self, peer: Peer, hello: dict[str, str]) -> None:
+    def _admit(self, peer: Peer, hello: dict[str, Any]) -> None:
         """Make a stranger that has proved to know the secret a member."""
-        process, processes, channel = int(hello["process"]), int(hello["processes"]), hello["channel"]
+        process, processes, key = hello["process"], hello["processes"], (hello["process"], hello["channel"])
         peer.process, peer.host = process, printable(hello["host"], 255)
         peer.send(_WELCOME + prove(self._secret, "admit", hello["nonce"]))
         if processes != self._job.processes or not 0 <= process < processes:
-            self._refuse(InputError(
-                f"Process {peer} was started with --processes {processes}, but process 0 with --processes "
-                f"{self._job.processes}. Start all processes with the same number."
-            ))  # fmt: skip
-        first = self._members.setdefault((process, channel), peer).host if process else socket.gethostname()
-        if process == 0 or self._members[process, channel] is not peer:
-            self._refuse(InputError(
-                f"Two processes have --process {process}, on {first} and {peer.host}. Give each of the {processes} "
-                f"processes a different --process, 0 to {processes - 1}, and each job a different port."
-            ))  # fmt: skip
+            self._refuse(InputError(f"Process {peer} was started with --processes {processes}, but process 0 with "
+                                    f"--processes {self._job.processes}. Start all processes with the same "
+                                    "number."))  # fmt: skip
+        if process == 0 or key in self._members:
+            first = self._members[key].host if process else socket.gethostname()
+            self._refuse(InputError(f"Two processes have --process {process}, on {first} and {peer.host}. Give each of "
+                                    f"the {processes} processes a different --process, 0 to {processes - 1}, and each "
+                                    "job a different port."))  # fmt: skip
+        self._members[key] = peer
 
     def _describe_missing(self) -> str:
-        job, listeners = self._job, [key.fileobj for key in self._selector.get_map().values()]
-        absent = [process for process in range(1, job.processes) if (process, _SERVICE) not in self._members]
+        job, absent = self._job, [n for n in range(1, self._job.processes) if (n, _SERVICE) not in self._members]
         present = [process for process in range(job.processes) if process not in absent]
-        addresses = {each.getsockname()[0] for each in listeners if isinstance(each, socket.socket)}
-        elsewhere = "" if job.host in addresses else f" (it listens at {' and '.join(sorted(addresses))})"
-        return (
-            f"{_list_processes(absent)} of {job.processes} did not reach {job.coordinator}{elsewhere} within "
-            f"{self._seconds:g} s; {_list_processes(present).lower()} did. Start every process with this address and a "
-            f"different --process.{f' It {self._describe_rejected()}' if self._rejected else ''}"
-        )
-
-    def _describe_rejected(self) -> str:
-        plural = "s" if self._rejected > 1 else ""
-        return (f"rejected {self._rejected:,} connection{plural} without the secret of this job, the last from "
-                f"{self._last_rejected}.")  # fmt: skip
+        listeners = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
+        addresses = " and ".join(listener.getsockname()[0] for listener in listeners)
+        return (f"{_list_processes(absent)} of {job.processes} did not reach {job.coordinator} within "
+                f"{self._seconds:g} s; {_list_processes(present).lower()} did. Start every process with this address "
+                f"and a different --process. Process 0 listened at {addresses}. {self._rejection}").strip()  # fmt: skip
 
     def _refuse(self, error: InputError) -> NoReturn:
         peers = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, Peer)]
@@ -280,17 +250,15 @@ def _list_processes(numbers: list[int]) -> str:
     return f"Process{'es' if len(numbers) > 1 else ''} {listed}"
 
 
-def _resolve(job: Job, host: str, deadline: float, seconds: float) -> list[str]:
+def _resolve(job: Job, host: str, start: float, seconds: float) -> list[str]:
     """Return the addresses of a host; `InputError` if its name cannot be resolved."""
     while True:
         try:
-            return list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+            return list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(host, None)))
         except socket.gaierror as error:
             # Kubernetes registers a pod's name only once it is scheduled; a name server may be busy for a moment.
-            late = "KUBERNETES_SERVICE_HOST" in os.environ or (
-                error.errno == socket.EAI_AGAIN and time.monotonic() < deadline - seconds + _BUSY
-            )
-            if not late or time.monotonic() >= deadline:
+            late = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else _BUSY * (error.errno == socket.EAI_AGAIN)
+            if time.monotonic() >= start + late:
                 raise PeersMissing(f"The host of {job.coordinator} could not be resolved ({error.strerror}). Correct "
                                    "the name, or use an IP address.") from error  # fmt: skip
         except UnicodeError as error:  # a name that the idna codec cannot encode
@@ -299,78 +267,53 @@ def _resolve(job: Job, host: str, deadline: float, seconds: float) -> list[str]:
         time.sleep(_RETRY)
 
 
-def _connect(job: Job, deadline: float, seconds: float) -> socket.socket:
-    """Connect to process 0, which may not listen yet."""
+def _enter(job: Job, channel: str, start: float, seconds: float, lines: socket.socket | None = None) -> socket.socket:
+    """Connect to process 0 for a `channel`, and prove that this process belongs to the job.
+
+    Process 0 may not listen yet, it drops strangers when there are too many, and the secret may be that of an earlier
+    start, so this tries again, until process 0 ends the start over the connection for `lines`.
+    """
+    poll = select.poll()
     while True:
         problem = ""
-        for address in _resolve(job, job.host, deadline, seconds):
+        for address in _resolve(job, job.host, start, seconds):
             try:
-                connection = socket.create_connection((address, job.port), timeout=5)
-                if connection.getsockname() != connection.getpeername():  # a free local port can connect to itself
+                with contextlib.ExitStack() as stack:
+                    connection = stack.enter_context(socket.create_connection((address, job.port), timeout=5))
+                    _exchange_proofs(connection, job, channel)
+                    stack.pop_all()
                     return connection
-                connection.close()
-                problem = os.strerror(errno.ECONNREFUSED)
             except OSError as error:
                 problem = error.strerror or str(error)
-        if time.monotonic() >= deadline:
+        if lines is not None:
+            poll.register(lines, select.POLLIN)
+            if poll.poll(0):
+                _wait_until_ready(lines, job, _ANSWER)
+        if time.monotonic() >= start + seconds:
             raise PeersMissing(f"Process {job.process} could not reach process 0 at {job.coordinator} within "
                                f"{seconds:g} s ({problem}). Start process 0 on that host, or correct the "
                                "address.")  # fmt: skip
         time.sleep(_RETRY)
 
 
-def _enter(job: Job, channel: str, deadline: float, seconds: float, lines: Peer | None = None) -> Peer:
-    """Connect to process 0 for one `channel`, and prove that this process belongs to the job.
-
-    Process 0 may drop the connection of a stranger, and a file may have the secret of an earlier start, so this tries
-    again until the deadline, unless process 0 ends the start over the connection for `lines`.
-    """
-    while True:
-        with contextlib.ExitStack() as stack:
-            connection = stack.enter_context(_connect(job, deadline, seconds))
-            problem = _exchange_proofs(connection, job, channel)
-            if not problem:
-                stack.pop_all()
-                return Peer(connection, 0, job.host)
-        if lines is not None:
-            _raise_refusal(lines.receive(), job)
-        if time.monotonic() >= deadline:
-            raise PeersMissing(problem)
-        time.sleep(_RETRY)
-
-
-def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> str:
-    """Return why process 0 has not admitted this process; '' if it has."""
-    deadline, nonce = time.monotonic() + (_PATIENCE if job.process else _ANSWER), secrets.token_hex(16)
-    try:
-        challenge = _read_line(connection, deadline)
-        secret = read_secret(job.secret_path)
-        if secret is None:
-            return (f"Process {job.process} found no secret of the job, neither in {job.secret_path} nor in {VARIABLE}. "
-                    f"Start process 0, and start all as the same user with a shared folder, or set {VARIABLE} for "
-                    "all.")  # fmt: skip
-        body = json.dumps({"process": job.process, "processes": job.processes, "host": socket.gethostname(),
-                           "channel": channel, "nonce": nonce})  # fmt: skip
-        if challenge.startswith(_HELLO):
-            proof = prove(secret, "enter", challenge.removeprefix(_HELLO), body)
-            connection.sendall(f"{body} {proof}\n".encode())
-            answer = _read_line(connection, deadline)
-            if answer.startswith(_WELCOME) and is_proof(answer.removeprefix(_WELCOME), secret, "admit", nonce):
-                return ""
-            if answer == _REJECTED and job.process and secret_from_environment():
-                raise InputError(f"Process {job.process} has another {VARIABLE} than process 0 at {job.coordinator}. Set "
-                                 "the same one for all processes, or for none.")  # fmt: skip
-            if answer == _REJECTED:
-                return (f"Process 0 at {job.coordinator} has another secret than {job.secret_path}, where process "
-                        f"{job.process} looks. Start all processes again, or set the same {VARIABLE} for all.")  # fmt: skip
-    except TimeoutError as error:
-        raise PeersMissing(f"Process {job.process} received no answer from {job.coordinator} for {_PATIENCE:g} s. Check "
-                           "that process 0 runs there, and that no other program uses the port.") from error  # fmt: skip
-    except OSError:
-        return (f"{job.coordinator} closed the connection of process {job.process}: process 0 has ended, or another "
-                "program or job uses the port. Start all processes again, or choose another port.")  # fmt: skip
-    raise PeersMissing(f"Process {job.process} received no answer of a process 0 from {job.coordinator}: another "
-                       "program uses the port. Choose another port.")  # fmt: skip
+def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> None:
+    """Prove to process 0 that this process belongs to the job, and check its proof; `OSError` if it sends none."""
+    if connection.getsockname() == connection.getpeername():  # a free local port can connect to itself
+        raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    deadline, path = time.monotonic() + (_PATIENCE if job.process else _ANSWER), secret_path(job.folder, job.address)
+    challenge, secret, nonce = _read_line(connection, deadline), read_secret(path), secrets.token_hex(16)
+    if secret is None:
+        raise OSError(f"it has not written {path}, the secret of the job. If the processes share no folder, set "
+                      f"{VARIABLE} for all")  # fmt: skip
+    body = json.dumps({"process": job.process, "processes": job.processes, "host": socket.gethostname(),
+                       "channel": channel, "nonce": nonce})  # fmt: skip
+    connection.sendall(f"{body} {prove(secret, 'enter', challenge.removeprefix(_HELLO), body)}\n".encode())
+    answer = _read_line(connection, deadline)
+    if answer == _REJECTED and job.process and os.environ.get(VARIABLE):
+        raise InputError(f"Process {job.process} has another {VARIABLE} than process 0 at {job.coordinator}. Set the "
+                         "same for all processes, or for none.")  # fmt: skip
+    if not is_proof(answer.removeprefix(_WELCOME), secret, "admit", nonce):
+        raise OSError(f"its secret is not that in {path}, or another program uses the port")
 
 
 def _read_line(connection: socket.socket, deadline: float) -> str:
@@ -380,30 +323,18 @@ def _read_line(connection: socket.socket, deadline: float) -> str:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         byte = connection.recv(1)
         if not byte or len(line) > _LONGEST:
-            raise ConnectionAbortedError
+            raise OSError("the connection was closed")
         line += byte
     return line[:-1].decode(errors="replace")
 
 
-def _wait_until_ready(peer: Peer, job: Job, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        selector.register(peer, selectors.EVENT_READ)
-        while (left := deadline - time.monotonic()) > 0:
-            lines = peer.receive() if selector.select(left) else []
-            _raise_refusal(lines, job)
-            if _READY in (lines or ()):
-                return
-    raise PeersMissing(f"Process {job.process} received no answer from {job.coordinator} for {seconds:g} s. Check that "
-                       "process 0 runs there.")  # fmt: skip
-
-
-def _raise_refusal(lines: list[str] | None, job: Job) -> None:
-    """Raise the error in process 0's `lines`, if there is one, or that it has closed the connection."""
-    for line in lines or ():
-        for start, kind in _REFUSALS.items():
-            if line.startswith(start):
-                raise kind(printable(line.removeprefix(start)))
-    if lines is None:
-        raise PeersMissing(f"{job.coordinator} closed the connection of process {job.process}: process 0 has ended. Start "
-                           "all processes again.")  # fmt: skip
+def _wait_until_ready(lines: socket.socket, job: Job, seconds: float) -> None:
+    """Wait until process 0 says that all are connected; raise why, if it ends the start instead."""
+    try:
+        line = _read_line(lines, time.monotonic() + seconds)
+    except OSError as error:
+        raise PeersMissing(f"Process {job.process} received no answer from process 0 at {job.coordinator} ({error}). "
+                           "Start all processes again.") from error  # fmt: skip
+    for start, kind in _REFUSALS.items():
+        if line.startswith(start):
+            raise kind(printable(line.removeprefix(start)))

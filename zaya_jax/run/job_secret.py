@@ -13,13 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.environment import cache_folder
 from zaya_jax.run.digests import digest
 from zaya_jax.run.files import write_atomically
 
 VARIABLE = "ZAYA_JOB_SECRET"
-_SHORTEST, _LONGEST = 16, 4096  # characters
-_ADVICE = f"Set the same {VARIABLE} in the environment of all processes."
 
 
 def make_secret() -> str:
@@ -28,60 +25,41 @@ def make_secret() -> str:
 
 
 def prove(secret: str, *parts: str) -> str:
-    """Return the HMAC-SHA256 of `parts`, which contain no newline, in hexadecimal digits."""
-    content = "\n".join(parts).encode(errors="surrogateescape")
-    return hmac.new(secret.encode(errors="surrogateescape"), content, "sha256").hexdigest()
+    """Return the HMAC-SHA256 of `parts` in hexadecimal digits."""
+    return hmac.new(os.fsencode(secret), "\n".join(parts).encode(), "sha256").hexdigest()
 
 
 def is_proof(text: str, secret: str, *parts: str) -> bool:
     """Return whether `text` is what `prove` returns."""
-    return hmac.compare_digest(text.encode(errors="surrogateescape"), prove(secret, *parts).encode())
-
-
-def secret_from_environment() -> str | None:
-    """Return the value of `ZAYA_JOB_SECRET`; None if it is not set. `InputError` if it is too short."""
-    secret = os.environ.get(VARIABLE)
-    if secret and not _SHORTEST <= len(secret) <= _LONGEST:
-        raise InputError(f"{VARIABLE} has {len(secret)} characters, but must have {_SHORTEST} to {_LONGEST:,}, such as "
-                         "those that `openssl rand -hex 32` prints.")  # fmt: skip
-    return secret or None
+    return hmac.compare_digest(text.encode(), prove(secret, *parts).encode())
 
 
 def secret_path(folder: Path | None, address: str) -> Path:
-    """Return the file for the secret: in the job's `folder`, or without one in the user's cache, by `address`.
-
-    Raises:
-      InputError: there is no folder, and no cache because no home folder is known.
-    """
+    """Return the file for the secret: in the `folder` that a job shares, or for its `address` in the user's cache."""
     if folder is not None:
         return folder / "job_secret"
-    if (cache := cache_folder()) is None:
-        raise InputError(f"The job secret has no place, since neither HOME nor XDG_CACHE_HOME is set. {_ADVICE}")
-    return cache / "jobs" / digest(address.encode(errors="surrogateescape"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return cache / "zaya_jax" / "jobs" / digest(os.fsencode(address))
 
 
 def read_secret(path: Path) -> str | None:
-    """Return this process's secret: of the environment, or from the file at `path`; None if there is neither.
+    """Return the secret: that of the environment, or in the file at `path`; None if there is neither.
 
     Raises:
-      InputError: the file is a link, belongs to another user, can be read by others, or cannot be read.
+      InputError: others than this user could have written the file, or can read it.
+      OSError: the file cannot be read, or is a link.
     """
-    if secret := secret_from_environment():
-        return secret
+    if given := os.environ.get(VARIABLE):
+        return given
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+                return file.read()
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise InputError(f"The job secret {path} cannot be read: {error.strerror}. {_ADVICE}") from error
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise InputError(f"The job secret {path} must be a file that belongs to you and that nobody else can read. "
-                             f"Remove it, or set {VARIABLE} in the environment of all processes.")  # fmt: skip
-        return os.read(file, _LONGEST).decode(errors="surrogateescape")
-    finally:
-        os.close(file)
+    raise InputError(f"The job secret {path} must be a file that belongs to you and that nobody else can read. Remove "
+                     f"it, or set {VARIABLE} for all processes.")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -89,24 +67,19 @@ def share_secret(path: Path) -> Iterator[str]:
     """Yield the secret of the environment, or a new one, which is in the file at `path` meanwhile.
 
     Raises:
-      InputError: the file cannot be written, or the file system does not keep it from other users.
+      InputError: the file system does not keep the file from other users.
+      OSError: the file cannot be written.
     """
-    if secret := secret_from_environment():
-        yield secret
+    if given := os.environ.get(VARIABLE):
+        yield given
         return
     secret, is_new = make_secret(), not path.parent.exists()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(path, secret, mode=0o600)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(path, secret, mode=0o600)
-    except OSError as error:
-        raise InputError(f"The job secret {path} cannot be written: {error.strerror}. {_ADVICE}") from error
-    try:
-        if read_secret(path) != secret:
-            raise InputError(f"Another process 0 replaced the job secret {path}. Start each job once.")
-        yield secret
+        yield read_secret(path) or secret
     finally:
-        with contextlib.suppress(OSError, InputError):
-            if read_secret(path) == secret:
-                path.unlink()
+        with contextlib.suppress(OSError):
+            path.unlink()
             if is_new:  # a job that did not start leaves no folder
                 path.parent.rmdir()
