@@ -302,6 +302,8 @@ def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> None:
         raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     deadline, path = time.monotonic() + (_PATIENCE if job.process else _ANSWER), secret_path(job.folder, job.address)
     challenge, secret, nonce = _read_line(connection, deadline), read_secret(path), secrets.token_hex(16)
+    if not challenge.startswith(_HELLO):
+        raise OSError("another program uses the port")
     if secret is None:
         raise OSError(f"it has not written {path}, the secret of the job. If the processes share no folder, set "
                       f"{VARIABLE} for all")  # fmt: skip
@@ -313,7 +315,7 @@ def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> None:
         raise InputError(f"Process {job.process} has another {VARIABLE} than process 0 at {job.coordinator}. Set the "
                          "same for all processes, or for none.")  # fmt: skip
     if not is_proof(answer.removeprefix(_WELCOME), secret, "admit", nonce):
-        raise OSError(f"its secret is not that in {path}, or another program uses the port")
+        raise OSError(f"its secret is not that in {path}")
 
 
 def _read_line(connection: socket.socket, deadline: float) -> str:
