@@ -285,6 +285,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A server with a bounded number of connections."""
 
     daemon_threads = True
+    request_queue_size = 128  # connections that wait to be accepted
     _latest: ClassVar[deque[Any]] = deque()  # connections, some of which are closed
 
     def process_request(self, request: Any, client_address: Any) -> None:

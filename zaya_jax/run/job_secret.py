@@ -79,7 +79,8 @@ def share_secret(path: Path) -> Iterator[str]:
     try:
         yield read_secret(path) or secret
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        with contextlib.suppress(OSError, InputError):
+            if read_secret(path) == secret:  # not that of a later start
+                path.unlink()
             if is_new:  # a job that did not start leaves no folder
                 path.parent.rmdir()
