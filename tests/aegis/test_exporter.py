@@ -103,8 +103,11 @@ def test_requests_may_name_an_address(serving, host):
     assert "zaya_exporter_read_errors_total" in serving(Host=host)[0]
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:9464", "127.0.0.1.evil.example",
-                                  "localhost.evil.example", "1.2.3", "", "127.0.0.1,evil.example", "[::1]evil", "evil@127.0.0.1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "localhost.evil.example", "1.2.3", "",
+     "127.0.0.1,evil.example", "[::1]evil", "evil@127.0.0.1"],
+)  # fmt: skip
 def test_a_page_whose_name_leads_to_the_exporter_reads_nothing(serving, host):
     with pytest.raises(urllib.error.HTTPError, match="421: Misdirected Request") as refused:
         serving(Host=host)
