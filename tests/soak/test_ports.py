@@ -25,7 +25,7 @@ from tests.train_helpers import ROOT
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.job_secret import VARIABLE, prove
 
-SECONDS, STEPS, DESCRIPTORS = 600, 300, 256
+SECONDS, STEPS, DESCRIPTORS = 600, 100, 256
 
 
 def processes(supervisor):
