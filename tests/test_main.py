@@ -13,7 +13,7 @@ from zaya_jax import main as main_module
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.data.text_corpus import open_corpus
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.errors import InputError, RunStopped, Superseded
 from zaya_jax.main import main
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import claim_run, lock_folder, lock_run
@@ -135,6 +135,7 @@ def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
     [
         (RunStopped("Three steps failed."), 1, "Stopped: Three steps failed.\n"),
         (InputError("A file is bad."), 2, "Error: A file is bad.\n"),
+        (Superseded("Others train on."), 3, "Stopped: Others train on.\n"),
         (KeyboardInterrupt(), 130, "Stopped by Ctrl-C.\n"),
         (
             OSError(errno.ENOSPC, "No space left on device", "a/b"),
@@ -144,7 +145,7 @@ def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
     ],
 )
 def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, status, said):
-    def stop(config, peers, progress):
+    def stop(*_):
         raise error
 
     monkeypatch.setattr(loop, "run_training", stop)
@@ -165,7 +166,7 @@ def test_an_exit_at_once_is_in_the_status_of_the_run(tmp_path, monkeypatch):
 
 
 def test_a_defect_is_not_taken_for_bad_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "run_training", lambda config, peers, progress: 1 / 0)
+    monkeypatch.setattr(loop, "run_training", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["--config", str(write_run(tmp_path))])
 

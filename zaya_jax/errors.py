@@ -24,7 +24,32 @@ class ExitCode(enum.IntEnum):
 REQUESTED = {ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED}  # a person or the system asked for the end
 
 
-class InputError(ValueError):
+class Reason(enum.IntEnum):
+    """What ended a process, as far as its exit status does not tell; a supervisor acts on it, never on a sentence."""
+
+    OTHER = 0
+    PEERS_MISSING = 1  # other processes of the job did not come, or an old process still holds the run
+    NO_CHECKPOINT = 2  # every checkpoint is damaged
+    NOT_FINITE = 3  # too many steps in a row were skipped since they were not finite
+    SPIKE = 4  # too many steps in a row were skipped as spikes
+    DISK = 5  # a disk is full or fails
+    SAVE_FAILED = 6  # saves have failed for too long
+    HOST_MEMORY = 7
+    DEVICE_MEMORY = 8
+
+
+class _Stop(Exception):
+    """An error with the reason for the exit record: its own, or that of its class."""
+
+    reason = Reason.OTHER
+
+    def __init__(self, message: str, reason: Reason | None = None) -> None:
+        super().__init__(message)
+        if reason is not None:
+            self.reason = reason
+
+
+class InputError(_Stop, ValueError):
     """Invalid input: a configuration key, an option, a file or a folder.
 
     The message names the input and its value, and says what is allowed. Commands print it and exit with
@@ -40,8 +65,10 @@ class InputError(ValueError):
 class PeersMissing(InputError):
     """Other processes of the job did not connect, or were lost before all had."""
 
+    reason = Reason.PEERS_MISSING
 
-class RunStopped(RuntimeError):
+
+class RunStopped(_Stop, RuntimeError):
     """The run cannot continue. The message says what happened and what to do."""
 
 
@@ -85,10 +112,19 @@ def last_words(error: BaseException) -> tuple[str, int]:
     return f"Stopped: {error if isinstance(error, RunStopped) else as_sentence(error)}", ExitCode.STOPPED
 
 
+def exit_reason(error: BaseException) -> Reason:
+    """Return the reason for the exit record of a command that ends with `error`, by its type alone."""
+    if isinstance(error, _Stop):
+        return error.reason
+    code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    return Reason.HOST_MEMORY if code == errno.ENOMEM else Reason.DISK if code in _DISK_FAULTS else Reason.OTHER
+
+
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FAULTS = (*_DISK_FULL, errno.EIO, errno.EROFS)
 _LIMITS = {  # the error of a limit → what to change
     errno.EMFILE: "Raise the limit of this process (ulimit -n).",
     errno.ENFILE: "Raise the limit of this machine (sysctl fs.file-max).",

@@ -8,14 +8,22 @@ import threading
 
 from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.run.command import prepare_streams, status_of_output
+from zaya_jax.run.progress_record import Phase, record_from_environment
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
     prepare_streams()
+    record = record_from_environment()  # a supervisor sees that a trainer has started, also if an import below fails
     use_huge_pages()
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, even of a process that hangs
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
-    Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()
+
+    def _stop(number: int) -> None:
+        sentence, status = f"Stopped by {NAMES[number]}.", exit_status(number)
+        record.end(status, sentence, is_origin=True)
+        say_and_exit(sentence, status)
+
+    Listener(_stop).__enter__()
 
 import argparse
 import os
@@ -25,14 +33,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zaya_jax.config import Config, load_config, to_yaml
-from zaya_jax.errors import ExitCode, InputError, is_expected, last_words
+from zaya_jax.errors import ExitCode, InputError, Preempted, exit_reason, is_expected, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.options import parse_training
-from zaya_jax.run.progress_record import Phase, record_from_environment
 from zaya_jax.run.status import mark_stopped
 from zaya_jax.run.supervised import end_with_supervisor
 
@@ -46,7 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status, see `ExitCode`.
     """
-    options, process = parse_training(arguments), _Process()
+    process = _Process()
+    try:
+        options = parse_training(arguments)
+    except SystemExit as end:  # of argparse: `--help`, or an invalid option
+        sentence = "The command line is invalid." if end.code else "Finished."
+        process.progress.end(int(end.code or 0), sentence, is_origin=True)
+        raise
     end_with_supervisor()
     with Listener(process.stop):
         try:
@@ -79,7 +92,7 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
     progress.enter(Phase.JOIN)
     process.peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, timeout,
                          progress, Path(os.path.expanduser(config.run_dir)))  # fmt: skip
-    result = run_training(config, process.peers, progress)
+    result = run_training(config, process.peers, progress, process.leave)
     progress.enter(Phase.FINISH)
     if is_primary() and config.sample.tokens:
         print("Continuing the sample prompt", flush=True)
@@ -109,16 +122,30 @@ class _Process:
 
     def stop(self, number: int) -> None:
         """Exit at once: there is nothing to save, or this is the second signal."""
-        self._leave(f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number))
+        sentence, status = f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number)
+        self.progress.end(status, sentence, is_origin=True)
+        if self.run_dir:
+            folder = Path(os.path.expanduser(self.run_dir))
+            writer = threading.Thread(target=mark_stopped, args=(folder, status, sentence), daemon=True)
+            writer.start()
+            writer.join(1)  # not longer, since the file system may hang
+        self.leave(Preempted(sentence, status))
 
     def end(self, error: BaseException) -> int:
         """Print why the run ends, and return the exit status."""
-        sentence, status = last_words(error)
-        self.progress.end(status, sentence, is_origin=True)
         if self.peers is not None:
-            self.peers.leave(sentence, status)
+            self.leave(error)
+        sentence, status = last_words(error)
+        self.progress.end(status, sentence, is_origin=True, reason=exit_reason(error))
         warn(sentence)
         return status
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """Print why the run ends, and end the job at once, from any thread."""
+        sentence, status = last_words(error)
+        self.progress.end(status, sentence, is_origin=True, reason=exit_reason(error))  # ignored if `stop` has left it
+        leave = say_and_exit if self.peers is None else self.peers.leave
+        leave(sentence, status)
 
     def fail(self, error: Exception) -> NoReturn:
         """End the whole job after an error in this process, which the loss of another process may have caused."""
@@ -134,16 +161,6 @@ class _Process:
         self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=not is_peer_loss(error))
         why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
         self.peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
-
-    def _leave(self, sentence: str, status: int) -> NoReturn:
-        self.progress.end(status, sentence, is_origin=True)
-        if self.run_dir:
-            folder = Path(os.path.expanduser(self.run_dir))
-            writer = threading.Thread(target=mark_stopped, args=(folder, status, sentence), daemon=True)
-            writer.start()
-            writer.join(1)  # not longer, since the file system may hang
-        leave = say_and_exit if self.peers is None else self.peers.leave
-        leave(sentence, status)
 
 
 def _describe(error: Exception) -> str:

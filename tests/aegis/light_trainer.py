@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from zaya_jax.errors import Reason
 from zaya_jax.run.progress_record import Phase, record_from_environment
 from zaya_jax.run.supervised import end_with_supervisor
 
@@ -29,8 +30,8 @@ signal.signal(signal.SIGTERM, lambda *_: stop.append(143))
 signal.signal(signal.SIGINT, lambda *_: stop.append(130))
 
 
-def end(status, sentence, is_origin=True):
-    record.end(status, sentence, is_origin=is_origin)
+def end(status, sentence, reason=Reason.OTHER):
+    record.end(status, sentence, is_origin=True, reason=reason)
     print(sentence, file=sys.stderr, flush=True)
     os._exit(status)
 
@@ -46,6 +47,13 @@ def endless():
         os.write(2, b"x" * 65536)
 
 
+def log_oom():
+    """Note in the file KMSG what the kernel does before it kills a process for lack of memory."""
+    with open(os.environ["KMSG"], "a") as file:
+        file.write("oom-kill:constraint=CONSTRAINT_MEMCG,task=python,pid=7,uid=0\n")
+        file.write("Memory cgroup out of memory: Killed process 7 (python) total-vm:2623712kB\n")
+
+
 def count_files(supervisor):
     """Note how many files the supervisor has open."""
     with (folder / "files").open("a") as file:
@@ -57,7 +65,10 @@ ACTIONS = {
     "lock": lambda: ctypes.PyDLL(None).sleep(60),
     "raise": lambda: end(1, "ValueError: a bad value (model.py:7 in loss)"),
     "input": lambda: end(2, "Error: seed is -1, but must be at least 0."),
+    "damaged": lambda: end(1, "Stopped: Every checkpoint is damaged.", Reason.NO_CHECKPOINT),
+    "superseded": lambda: end(3, "Stopped: Other processes have resumed this run."),
     "exit": lambda: os._exit(1),
+    "quit": lambda: os._exit(0),
     "flood": lambda: flood(15_000),  # more than the supervisor may take of memory
     "spill": lambda: flood(1000),  # more than a pipe and the supervisor keep
     "endless": endless,
@@ -69,6 +80,7 @@ ACTIONS = {
     "slow": lambda: delays.update(own=0.05),
     "idle": lambda: delays.update(waiting=0.05),  # as others are while one is slow
     "files": lambda: count_files(os.getppid()),
+    "oom": lambda: (log_oom(), os.kill(os.getpid(), signal.SIGKILL)),
     "say": lambda: print(os.environ["SAY"], file=sys.stderr, flush=True),
 }
 

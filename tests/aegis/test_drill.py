@@ -71,12 +71,12 @@ def test_random_faults_of_two_processes_are_survived(tmp_path):
 
 BAD_LOSS = """
 import runpy, sys
-from zaya_jax.train.progress_sink import ProgressSink
-write = ProgressSink.write
-def write_bad(self, metrics, timings):
-    bad = 12 <= metrics["step"] and not any(text.startswith("data.skip_rows") for text in sys.argv)
-    write(self, metrics | ({"loss": float("inf")} if bad else {}), timings)
-ProgressSink.write = write_bad
+from zaya_jax.run.progress_record import ProgressRecord
+complete_step = ProgressRecord.complete_step
+def complete_badly(self, step, loss, grad_norm):
+    bad = 12 <= step and not any(text.startswith("data.skip_rows") for text in sys.argv)
+    complete_step(self, step, float("inf") if bad else loss, grad_norm)
+ProgressRecord.complete_step = complete_badly
 arguments = sys.argv[sys.argv.index("zaya_jax.main") + 1 :]
 sys.argv = ["zaya_jax.main", *arguments]
 runpy.run_module("zaya_jax.main", run_name="__main__", alter_sys=True)

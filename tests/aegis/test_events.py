@@ -1,16 +1,24 @@
 """The log of events: what the schema knows, and what it survives. `check_events` compares those of runs with it."""
 
-import os
+import contextlib
+import json
+import resource
+import threading
+import time
 
-from hypothesis import given
+import jsonschema
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.aegis.aegis_helpers import SCHEMA
+from zaya_jax.aegis import events
 from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import FaultClass, Severity
+from zaya_jax.aegis.state import write_verdict
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import EVENTS, read_events
+from zaya_jax.run.supervision import EVENTS, VERDICT, read_events
 
 
 def test_the_schema_knows_every_class_and_phase():
@@ -49,10 +57,60 @@ def test_any_text_and_number_makes_one_line(tmp_path_factory, text, number):
     assert event["text"].isprintable()
 
 
-def test_a_full_disk_does_not_end_the_supervisor(tmp_path):
-    log = EventLog(tmp_path, "node", FileWorker())
-    os.close(log._file)
-    log._file = os.open("/dev/full", os.O_WRONLY)
-    for severity in Severity:
-        log.write("detect", "code", severity=severity)
-    log.close()
+@contextlib.contextmanager
+def full(path, room):
+    """Let files grow by no more than `room` bytes beyond the size of `path`, as on a disk that has no more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 900), st.lists(st.sampled_from(list(Severity)), max_size=8)), max_size=4),
+       st.booleans())  # fmt: skip
+def test_a_full_disk_at_any_moment_loses_no_event(tmp_path_factory, times, is_quiet):
+    folder = tmp_path_factory.mktemp("log")
+    log = EventLog(folder, "node", files := FileWorker())
+    written = 0
+    for room, severities in times:
+        with full(folder / EVENTS, room):
+            for severity in severities:
+                written = log.write("detect", "while-full", severity=severity, text="x" * 99)
+            files.finish(60)
+            for line in (folder / EVENTS).read_bytes().splitlines()[:-1]:
+                json.loads(line)
+        if is_quiet:  # no further event comes
+            log.flush()
+        else:
+            written = log.write("detect", "after")
+        files.finish(60)
+        assert [event["id"] for event in read_events(folder / EVENTS)] == list(range(1, written + 1))
+    assert log.close()
+
+
+def test_events_that_memory_should_not_hold_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "_MOST_WAITING", 1000)
+    log = EventLog(tmp_path, "node", files := FileWorker())
+    with full(tmp_path / EVENTS, 0):
+        last = [log.write("detect", "code") for _ in range(100)][-1]
+        files.finish(60)
+    log.write("detect", "after")
+    assert log.close()
+    kept = read_events(tmp_path / EVENTS)
+    jsonschema.validate(kept[-1], SCHEMA)
+    assert kept[-1]["dropped"] + len(kept) == last + 1
+    assert kept[-1]["dropped"] > 0
+
+
+def test_the_verdict_waits_for_space(tmp_path):
+    (tmp_path / EVENTS).touch()
+    with full(tmp_path / EVENTS, 0):
+        writer = threading.Thread(target=write_verdict, args=(tmp_path, SupervisorExit.DONE, "Finished.", 1, 3))
+        writer.start()
+        time.sleep(0.1)
+        assert not (tmp_path / VERDICT).exists()
+    writer.join()
+    assert json.loads((tmp_path / VERDICT).read_bytes())["name"] == "done"

@@ -13,50 +13,43 @@ from zaya_jax.aegis.hang import HangWatch, find_suspects
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import TimeoutPolicy
 from zaya_jax.aegis.timeouts import Timeouts
-from zaya_jax.errors import printable
-from zaya_jax.run.progress_record import LastWords, Phase, Progress
+from zaya_jax.errors import Reason, printable
+from zaya_jax.run.progress_record import ExitRecord, Phase, Progress
 
 NAN = float("nan")
 
 
-def words(sentence, time, *, is_origin=True, status=1):
-    return LastWords(status, sentence, is_origin, int(time * 1e9))
+def ended(rank, status, time, *, step=-1, phase=Phase.END, said=None, followed=False, reason=Reason.OTHER, **how):
+    """A trainer that ended: with an exit record if it `said` a sentence, `followed` if it lost another process."""
+    record = None if said is None else ExitRecord(status, said, not followed, int(time * 1e9), reason)
+    return RankEnd(rank, status, time + 0.1, step, phase, record, has_progress=True, **how)
 
 
-def test_finished_processes_are_no_failure():
-    assert find_failure([RankEnd(0, 0, 1.0), RankEnd(1, 0, 2.0)], []) is None
-
-
-@given(st.permutations(range(4)), st.sampled_from([-9, -11, 1]))
+@given(st.permutations(range(4)), st.sampled_from([-9, -11, 0, 1]))
 def test_the_origin_is_found_in_any_order(order, status):
     """Process `order[0]` fails; the others follow, and may even end before the supervisor sees the first end."""
-    ends = [RankEnd(order[0], status, 5.0, 7, Phase.DATA, words("x", 4.9) if status == 1 else None)]
-    ends += [RankEnd(rank, 1, 5.0 + place, 7, Phase.DEVICE_WAIT, words("lost", 5.0, is_origin=False))
-             for place, rank in enumerate(order[1:3])]  # fmt: skip
-    ends.append(RankEnd(order[3], -9, 8.0, 7, Phase.DEVICE_WAIT, None, was_killed=True))
+    ends = [ended(order[0], status, 5.0, step=7, phase=Phase.DATA, said="x" if status == 1 else None)]
+    ends += [ended(rank, 1, 5.0 + place, step=7, said="lost", followed=True) for place, rank in enumerate(order[1:3])]
+    ends.append(ended(order[3], -9, 8.0, step=7, phase=Phase.DEVICE_WAIT, was_killed=True))
     for shuffled in (ends, ends[::-1]):
         failure = find_failure(shuffled, [])
         assert (failure.rank, failure.fault, failure.progress) == (order[0], FaultClass.CRASH, 7)
 
 
-def test_the_first_last_words_decide_between_two_origins():
-    ends = [
-        RankEnd(0, 1, 5.0, 3, Phase.END, words("second", 4.8)),
-        RankEnd(1, 1, 5.1, 3, Phase.END, words("first", 4.7)),
-    ]
+def test_the_first_exit_record_decides_between_two_origins():
+    ends = [ended(0, 1, 4.8, step=3, said="second"), ended(1, 1, 4.7, step=3, said="first")]
     assert find_failure(ends, []).words == "first"
 
 
 def test_a_loss_elsewhere_has_no_origin_here():
-    ends = [RankEnd(0, 1, 5.0, 3, Phase.END, words("Process 9 on other was lost.", 5.0, is_origin=False))]
-    failure = find_failure(ends, [])
+    failure = find_failure([ended(0, 1, 5.0, step=3, said="Process 9 on other was lost.", followed=True)], [])
     assert (failure.rank, failure.code) == (None, "peer-lost")
 
 
 def test_a_process_that_its_peers_gave_up_on_hangs():
     """The others ended since it sent no heartbeat, and the supervisor had to kill it."""
-    ends = [RankEnd(0, 1, 5.0, 3, Phase.END, words("Process 1 sent no heartbeat.", 5.0, is_origin=False)),
-            RankEnd(1, -9, 8.0, 3, Phase.DATA, None, was_killed=True)]  # fmt: skip
+    ends = [ended(0, 1, 5.0, step=3, said="Process 1 sent no heartbeat.", followed=True),
+            ended(1, -9, 8.0, step=3, phase=Phase.DATA, was_killed=True)]  # fmt: skip
     failure = find_failure(ends, [])
     assert (failure.fault, failure.code, failure.rank) == (FaultClass.HANG, "hang-data", 1)
 
@@ -66,23 +59,33 @@ def test_a_process_that_its_peers_gave_up_on_hangs():
     [
         (-9, None, FaultClass.CRASH, "signal-SIGKILL"),
         (-9, FaultClass.HOST_MEMORY, FaultClass.HOST_MEMORY, "seen"),
+        (137, FaultClass.HOST_MEMORY, FaultClass.HOST_MEMORY, "seen"),
         (-11, FaultClass.HOST_MEMORY, FaultClass.CRASH, "signal-SIGSEGV"),
         (1, FaultClass.GPU, FaultClass.GPU, "seen"),
         (1, FaultClass.DISK, FaultClass.DISK, "seen"),
         (-7, FaultClass.DISK, FaultClass.DISK, "seen"),
         (-9, FaultClass.DISK, FaultClass.CRASH, "signal-SIGKILL"),
-        (1, FaultClass.DEVICE_MEMORY, FaultClass.DEVICE_MEMORY, "seen"),
-        (1, FaultClass.CHECKPOINT, FaultClass.CHECKPOINT, "seen"),
-        (2, None, FaultClass.CONFIGURATION, "exit-2"),
-        (143, FaultClass.GPU, FaultClass.PREEMPTION, "exit-143"),
         (77, None, FaultClass.CRASH, "exit-77"),
         (-63, None, FaultClass.CRASH, "signal-63"),
     ],
 )
-def test_an_end_is_put_in_its_class(status, observed, fault, code):
+def test_what_the_machine_shows_decides_between_ends_without_a_record(status, observed, fault, code):
     seen = [] if observed is None else [Observation("seen", observed, Severity.ERROR)]
-    failure = find_failure([RankEnd(0, status, 1.0)], seen)
-    assert (failure.fault, failure.code) == (fault, code)
+    for end in (RankEnd(0, status, 1.0), ended(0, status, 1.0, step=3, phase=Phase.DATA)):
+        failure = find_failure([end], seen)
+        assert (failure.fault, failure.code) == (fault, code)
+
+
+def test_a_trainer_that_the_kernel_killed_behind_a_pipe_lacked_memory():
+    seen = [Observation("seen", FaultClass.HOST_MEMORY, Severity.ERROR)]
+    failure = find_failure([ended(0, 0, 1.0, step=3, phase=Phase.DATA, is_wrapped=True)], seen)
+    assert failure.fault is FaultClass.HOST_MEMORY
+
+
+def test_a_broken_gpu_outranks_the_reason_of_the_trainer():
+    seen = [Observation("seen", FaultClass.GPU, Severity.ERROR, device=3)]
+    failure = find_failure([ended(0, 1, 5.0, said="x", reason=Reason.DEVICE_MEMORY)], seen)
+    assert (failure.fault, failure.device) == (FaultClass.GPU, 3)
 
 
 def test_a_warning_explains_nothing():
@@ -139,20 +142,3 @@ def test_evidence_is_one_printable_line(text, longest):
     line = printable(text, longest)
     assert len(line) <= longest
     assert line.isprintable()
-
-
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        "Error: Process 3 of 4 did not reach --coordinator node1:8476 within 120 s; processes 0, 1, 2 did.",
-        "Error: Process 0 cannot listen at --coordinator 127.0.0.1:8476: Address already in use.",
-        "Error: run_dir (runs/tiny) is in use by another process; wait until it finishes.",
-    ],
-)
-def test_a_process_that_came_too_early_is_not_bad_configuration(sentence):
-    end = RankEnd(0, 2, 5.0, -1, Phase.END, words(sentence, 5.0, status=2))
-    assert find_failure([end], []).fault is FaultClass.PEERS
-
-
-def test_processes_that_had_to_be_killed_did_not_finish():
-    assert find_failure([RankEnd(0, -9, 5.0, 3, was_killed=True)], []).code == "killed"

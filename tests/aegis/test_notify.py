@@ -15,7 +15,7 @@ from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.notify import Notifier
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.aegis.policy import NotifyPolicy, load_policy
-from zaya_jax.aegis.processes import kill_strays
+from zaya_jax.aegis.processes import kill_orphans
 from zaya_jax.errors import InputError
 
 SHELL = "/bin/sh"
@@ -111,12 +111,12 @@ def test_an_event_that_is_not_json_is_counted():
     assert sent.failed == 1
 
 
-def test_whoever_ends_strays_can_spare_the_commands():
+def test_whoever_ends_orphans_can_spare_the_commands():
     sent = notifier("sleep 60; true", timeout_seconds=60.0)  # a shell with a child
     sent.send({"severity": "fatal"})
     wait_until(lambda: len(sent.pids) == 2)
     others = {child.pid for child in psutil.Process().children(recursive=True)} - sent.pids
-    kill_strays(sent.pids | others)
+    kill_orphans(sent.pids | others)
     assert len(sent.pids) == 2
     sent.close(0.0)
 

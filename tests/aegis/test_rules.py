@@ -1,13 +1,19 @@
 """What the policy says is done about faults of the machine: false libraries and files, real processes and signals."""
 
+import json
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from tests.aegis.aegis_helpers import check_events, supervise_light
+from tests.aegis.aegis_helpers import SCHEMA, check_events, left_running, supervise_light
+from tests.aegis.signature_samples import SAMPLES
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.exporter import RunReader
+from zaya_jax.aegis.report import format_report
 from zaya_jax.run.goodput import measure_goodput
+from zaya_jax.run.supervision import list_faults
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """
@@ -111,12 +117,51 @@ def test_a_short_flap_of_a_link_restarts_nothing_and_a_long_one_does(tmp_path, s
     assert supervised.faults[0]["code"] == "link-down"
 
 
-def test_a_line_of_the_trainer_puts_its_end_in_the_right_class(tmp_path):
-    line = "Stopped: Every checkpoint in run/checkpoints is damaged. They are kept there."
-    supervised = supervise_light(tmp_path, 20, "say@3", "exit@4", environment={"SAY": line})
+def test_no_line_of_output_decides_what_is_done_but_one_explains_the_failure(tmp_path):
+    """Whatever the processes print, a kill is one fault, and is restarted."""
+    lines = "\n".join(text for source, _, text in SAMPLES if source == "trainer")
+    supervised = supervise_light(tmp_path, 20, "say@3:0!", "say@3:1!", "SIGKILL@4:1", processes=3,
+                                 environment={"SAY": lines})  # fmt: skip
+    assert supervised.wait() == SupervisorExit.DONE
+    ends = supervised.kinds("end")
+    jsonschema.validate(ends[0], SCHEMA)
+    assert [(end["code"], end.get("rank")) for end in ends] == [("signal-SIGKILL", 1), ("finished", None)]
+    assert ends[0]["explanation"].startswith("checkpoint-damaged: Error: runs/tiny/checkpoints/250 is damaged")
+    assert [event["code"] for event in supervised.faults] == ["exit--9"]
+    assert len(supervised.kinds("detect")) > 20
+    assert "2 attempts, 1 fault," in format_report(supervised.run_dir)
+    faults = [each for each in RunReader(supervised.run_dir).read() if each.name == "zaya_faults_total"]
+    assert {each.labels["fault"]: each.value for each in faults if each.value} == {"crash": 1}
+
+
+def test_a_kill_for_lack_of_memory_is_one_fault_whatever_the_kernel_writes_of_it(tmp_path):
+    (log := tmp_path / "dmesg").write_text("")
+    supervised = supervise_light(tmp_path, 20, "oom@4", environment={"KMSG": str(log)},
+                                 policy={"watch": {"kernel_log": str(log)}})  # fmt: skip
+    assert supervised.wait() == SupervisorExit.DONE
+    assert [end["fault"] for end in supervised.kinds("end")[:1]] == ["host_memory"]
+    assert [event["code"] for event in supervised.faults].count("host-out-of-memory") == 2
+    (fault,) = list_faults(supervised.events)
+    assert (fault["fault"], fault["code"], fault["action"]) == ("host_memory", "host-out-of-memory", "restart")
+
+
+def test_a_trainer_without_an_intact_checkpoint_is_given_up(tmp_path):
+    supervised = supervise_light(tmp_path, 20, "damaged@4")
     assert supervised.wait() == SupervisorExit.NO_CHECKPOINT
     (end,) = supervised.kinds("end")
     assert (end["code"], end["fault"]) == ("no-checkpoint", "checkpoint")
+
+
+def test_a_run_that_others_have_resumed_is_left_to_them(tmp_path):
+    """The supervisor ends, and writes nothing more to the run folder."""
+    supervised = supervise_light(tmp_path, 5000, "superseded@7:1", processes=2)
+    assert supervised.wait() == SupervisorExit.SUPERSEDED
+    assert "aegis: Stopped: Other processes have resumed this run. Exit code 96." in supervised.said
+    assert {event["kind"] for event in supervised.events} <= {"start"}
+    assert {path.name for path in supervised.folder.iterdir()} <= {".lock", "events.jsonl", "state.json"}
+    if (state := supervised.folder / "state.json").exists():
+        assert json.loads(state.read_text())["state"] == "running"
+    assert not left_running(tmp_path)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_if_the_policy_says_so(tmp_path):

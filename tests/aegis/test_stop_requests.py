@@ -61,7 +61,7 @@ def test_the_trainer_saves_once_it_gets_a_signal_twice(tmp_path, monkeypatch, ca
     with record.open() as file:
         progress = read_progress(file.fileno())
     assert saved_steps(tmp_path / "run" / "checkpoints") == [progress.step]
-    assert (progress.step, progress.last_words.status) == (8, 143)
+    assert (progress.step, progress.exit_record.status) == (8, 143)
     assert {phase.name.lower() for phase in Phase if progress.longest[phase]} >= {
         "join", "open", "restore", "compile", "data", "dispatch", "device_wait", "evaluate", "save"}  # fmt: skip
 

@@ -4,9 +4,13 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.train_helpers import ROOT
 from zaya_jax.aegis.policy import TrainingPolicy
-from zaya_jax.aegis.training_watch import LossWatch, StragglerWatch
+from zaya_jax.aegis.training_watch import LossWatch, StragglerWatch, level_changes
+from zaya_jax.config import from_dict, load_config, to_dict
 from zaya_jax.run.progress_record import Phase, Progress
 
 POLICY = TrainingPolicy(straggler_steps=10)
@@ -17,8 +21,8 @@ def falling(step, rng):
     return 2 + 3 * math.exp(-step / 300) + rng.gauss(0, 0.05)
 
 
-def look_at(losses):
-    watch = LossWatch(POLICY)
+def look_at(losses, changes=None):
+    watch = LossWatch(POLICY, changes)
     return [(step, each) for step, loss in enumerate(losses, 1) if (each := watch.look(step, loss)) is not None]
 
 
@@ -33,6 +37,79 @@ def test_a_divergence_is_seen_after_as_many_steps_as_the_policy_says(seed):
     rng = random.Random(seed)
     seen = look_at([falling(step, rng) + 5 * (step >= 400) for step in range(600)])
     assert [(step, each.code) for step, each in seen] == [(410, "loss-spike")]
+
+
+LEVELS = {"level": st.floats(0.5, 10), "noise": st.floats(0.001, 0.02), "start": st.integers(40, 300),
+          "seed": st.integers(0, 2**32)}  # fmt: skip
+
+
+@given(**LEVELS, ratio=st.floats(0.3, 1.8))
+def test_losses_that_settle_at_another_level_may_be_a_phase_that_the_watch_does_not_know(
+    level, noise, start, seed, ratio
+):
+    rng = random.Random(seed)
+    losses = [level * (1 if step < start else ratio) * (1 + rng.gauss(0, noise)) for step in range(start + 300)]
+    assert look_at(losses) == []
+    seen = look_at(losses, [(0, 0)])  # no phase starts there
+    assert [each.code for _, each in seen] == ["loss-spike"] * (ratio > 1.3) or 1 < ratio <= 1.3
+    assert look_at(losses, [(0, 0), (start, start)]) == []
+
+
+@given(**LEVELS, kind=st.sampled_from(["jumps", "rises on", "is noisy", "leaves a new level"]))
+def test_a_loss_that_jumps_or_rises_on_or_is_noisy_diverges(level, noise, start, seed, kind):
+    rng = random.Random(seed)
+
+    def diverged(since):
+        if kind == "jumps":
+            return 2.3
+        if kind == "rises on":
+            return 1.2 + 0.02 * since
+        if kind == "is noisy":
+            return rng.uniform(1.3, 2.9)
+        return 1.3 if since < 50 else 2.5
+
+    losses = [level * (1 if step < start else diverged(step - start)) * (1 + rng.gauss(0, noise))
+              for step in range(start + 100)]  # fmt: skip
+    ((step, seen),) = look_at(losses)
+    assert seen.code == "loss-spike"
+    assert start + POLICY.spike_steps <= step
+    assert seen.good_steps == start
+
+
+def test_the_warm_up_of_a_phase_may_change_the_loss_and_what_follows_may_not():
+    rising = [2 + 0.05 * max(0, min(step - 100, 40)) + 2 * (step > 200) for step in range(250)]
+    assert [step for step, _ in look_at(rising, [(0, 0), (100, 140)])] == [211]
+    assert [step for step, _ in look_at(rising, [(0, 0)])] != [211]
+
+
+TINY = to_dict(load_config(ROOT / "configs" / "tiny.yaml"))
+
+
+# Of each schedule: parts of a warm-up, and the steps of the phases that it spans.
+SCHEDULES = st.lists(st.tuples(st.floats(0, 1), st.lists(st.integers(1, 40), min_size=1, max_size=3)),
+                     min_size=1, max_size=3)  # fmt: skip
+
+
+@given(SCHEDULES)
+def test_the_loss_may_change_when_a_phase_starts_and_while_its_schedule_warms_up(schedules):
+    tokens, phases, expected, first = TINY["train"]["batch"]["tokens"], [], [], 0
+    for part, spanned in schedules:
+        warmed = first + round(part * sum(spanned))
+        own = {"schedule": {"warmup_tokens": tokens * (warmed - first)}}
+        for steps in spanned:
+            phases.append({"name": f"p{len(phases)}", "tokens": tokens * steps, **own})
+            expected.append((first, min(max(first, warmed), first + steps)))
+            first, own = first + steps, {}
+    assert level_changes(from_dict({**TINY, "phases": phases})) == expected
+
+
+def test_a_loss_that_is_not_finite_from_the_first_step_is_seen_and_none_before_it_is_missed():
+    for first in (0, 40):
+        watch = LossWatch(POLICY)
+        seen = [each for step in range(first, first + 30) for _ in range(3)
+                if (each := watch.look(step, NAN, first)) is not None]  # fmt: skip
+        assert [(each.code, each.good_steps) for each in seen] == [("loss-not-finite", first)]
+        assert f"until step {first + POLICY.spike_steps}." in seen[0].text
 
 
 def test_losses_that_are_not_finite_are_seen_once():

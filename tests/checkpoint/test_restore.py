@@ -11,7 +11,7 @@ from tests.checkpoint.saved_helpers import write_soak
 from tests.checkpoint.test_store import ABOUT, abstract, check, make_state, newest, open_store, restored, save_all
 from tests.train_helpers import differing
 from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.errors import InputError, Reason, RunStopped
 from zaya_jax.run.checkpoints import saved_steps
 
 
@@ -61,8 +61,9 @@ def test_each_checkpoint_that_differs_is_set_aside_until_none_is_left(tmp_path):
     assert [sentence.rpartition("It was quarantined as ")[2][:9] for sentence in said] == ["3.corrupt", "2.corrupt"]
     assert saved_steps(tmp_path) == [1]
     flip(data_file(tmp_path / "1"))
-    with pytest.raises(RunStopped, match=r"Every checkpoint in .* is damaged"):
+    with pytest.raises(RunStopped, match=r"Every checkpoint in .* is damaged") as end:
         newest(tmp_path)
+    assert end.value.reason is Reason.NO_CHECKPOINT
     with pytest.raises(RunStopped, match="Every checkpoint"):  # nor is the run begun anew by the next call
         newest(tmp_path)
     assert sorted(path.name[:9] for path in tmp_path.iterdir()) == ["1.corrupt", "2.corrupt", "3.corrupt", "GENERATIO"]

@@ -13,7 +13,7 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import RunStopped
+from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.run.checkpoints import saved_steps
 
 ABOUT = {"data": {"sequences": 3}, "heldout_loss": None}
@@ -166,8 +166,9 @@ def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path, later):
         later(501)
         with pytest.raises(
             RunStopped, match=r"more than checkpoint.max_unsaved_seconds \(500 s\); there is no checkpoint yet"
-        ):
+        ) as end:
             store.save(2, make_state(2), ABOUT)
+    assert end.value.reason is Reason.SAVE_FAILED
 
 
 def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path, later):

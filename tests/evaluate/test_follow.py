@@ -6,9 +6,9 @@ import pytest
 
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import follow as module
-from zaya_jax.evaluate.follow import append_row, check_followed, follow, has_ended
+from zaya_jax.evaluate.follow import check_followed, follow, has_ended
 from zaya_jax.run.folder import CONFIG, lock_folder
-from zaya_jax.run.metrics import read_rows
+from zaya_jax.run.metrics import append_row, read_rows
 from zaya_jax.run.status import FINISHED, RUNNING, Status, track_status
 
 

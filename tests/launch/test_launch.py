@@ -137,7 +137,7 @@ def test_the_jobset_ends_for_good_on_codes_that_no_restart_helps(jobset):
     assert rule["action"] == "FailJob"
     assert all(other["action"] == "Ignore" for other in others)
     final = {SupervisorExit.CONFIGURATION, SupervisorExit.DO_NOT_REQUEUE, SupervisorExit.NO_CHECKPOINT,
-             SupervisorExit.BUDGET_SPENT}  # fmt: skip
+             SupervisorExit.BUDGET_SPENT, SupervisorExit.SUPERSEDED}  # fmt: skip
     assert set(rule["onExitCodes"]["values"]) == final
     assert jobset["spec"]["failurePolicy"]["rules"] == [
         {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}

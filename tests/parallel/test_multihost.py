@@ -22,7 +22,7 @@ from tests.parallel.processes_helpers import Link, finish_job, free_port, random
 from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError, RunStopped, last_words
+from zaya_jax.errors import InputError, Reason, RunStopped, exit_reason, last_words
 from zaya_jax.parallel import multihost
 from zaya_jax.parallel.multihost import all_gather, broadcast, check_alike, is_peer_loss, join, primary_first
 from zaya_jax.run.checkpoints import CHECKPOINTS
@@ -357,7 +357,16 @@ FULL_DISK = OSError(errno.ENOSPC, "No space left on device", "run/config.yaml")
 
 
 @pytest.mark.parametrize(
-    "error", [InputError("It is bad: mend it."), OSError(), FULL_DISK, RunStopped("It is: over."), KeyError("x")]
+    "error",
+    [
+        InputError("It is bad: mend it."),
+        OSError(),
+        FULL_DISK,
+        RunStopped("It is: over."),
+        KeyError("x"),
+        RunStopped("It is broken.", Reason.NO_CHECKPOINT),
+        InputError("It is early.", Reason.PEERS_MISSING),
+    ],
 )
 def test_what_process_0_cannot_do_the_others_do_not_try(error):
     def act(index):
@@ -368,6 +377,7 @@ def test_what_process_0_cannot_do_the_others_do_not_try(error):
     first, second = in_processes(2, lambda index: primary_first(lambda: act(index)))
     assert first is error
     assert last_words(second) == last_words(error)
+    assert exit_reason(second) == exit_reason(error)
 
 
 @pytest.mark.soak

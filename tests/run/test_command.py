@@ -1,5 +1,7 @@
 """The sentence that ends a command which lacks a resource, or runs under a setting that it cannot have."""
 
+import copy
+import errno
 import os
 import re
 import resource
@@ -14,7 +16,16 @@ from hypothesis import strategies as st
 from tests.train_helpers import ROOT, STEP, make_program, write_corpus
 from zaya_jax.config.stages import stages
 from zaya_jax.data.tokenizer import train_tokenizer
-from zaya_jax.errors import ExitCode, InputError, RunStopped, is_expected, last_words
+from zaya_jax.errors import (
+    ExitCode,
+    InputError,
+    PeersMissing,
+    Reason,
+    RunStopped,
+    exit_reason,
+    is_expected,
+    last_words,
+)
 
 
 def raised(error: BaseException) -> BaseException:
@@ -128,6 +139,17 @@ def test_a_limit_is_named_whatever_a_library_says_around_it_or_raises_from_it(ki
     assert len(sentence) < 500
     assert status == ExitCode.STOPPED
     assert last_words(raised(RunStopped(limit))) == (f"Stopped: {limit}", ExitCode.STOPPED)
+
+
+@pytest.mark.parametrize(("error", "reason"), [
+    (InputError("x"), Reason.OTHER), (RunStopped("x"), Reason.OTHER), (PeersMissing("x"), Reason.PEERS_MISSING),
+    (RunStopped("x", Reason.SPIKE), Reason.SPIKE), (copy.copy(RunStopped("x", Reason.DISK)), Reason.DISK),
+    (OSError(errno.ENOSPC, "x"), Reason.DISK), (OSError(errno.EIO, "x"), Reason.DISK), (OSError("x"), Reason.OTHER),
+    (MemoryError(), Reason.HOST_MEMORY), (OSError(errno.ENOMEM, "x"), Reason.HOST_MEMORY),
+    (RuntimeError("Out of memory: No space left on device"), Reason.OTHER),  # of its type, not of its text
+])  # fmt: skip
+def test_the_reason_of_an_error_is_that_of_its_type(error, reason):
+    assert exit_reason(error) is reason
 
 
 def test_a_pipe_that_is_full_and_does_not_block_gets_everything_once_it_is_read():

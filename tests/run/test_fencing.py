@@ -1,4 +1,8 @@
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,17 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.test_store import ABOUT, check, make_state, newest, open_store, save_all
+from tests.train_helpers import ROOT
 from zaya_jax.checkpoint import store
+from zaya_jax.errors import ExitCode, Superseded
+from zaya_jax.run import fencing
 from zaya_jax.run.checkpoints import quarantine, saved_steps
-from zaya_jax.run.fencing import FencingToken, read_token, take_token
+from zaya_jax.run.digests import digest
+from zaya_jax.run.fencing import FENCE, Fence, read_token
 
+SUPERSEDED = "its fencing token is now 2, this process has 1"
 TOKENS = st.dictionaries(st.integers(1, 50), st.integers(1, 9), max_size=4)
 
 
 def test_a_folder_without_one_has_none_and_the_file_keeps_its_keys(tmp_path):
     assert read_token(tmp_path) is None
-    assert take_token(tmp_path, {}) == FencingToken(1, {}) == read_token(tmp_path)
-    take_token(tmp_path, {100: 1})
+    token = Fence(tmp_path).take({})
+    assert token == read_token(tmp_path)
+    assert (*token[:2], token.taker["pid"]) == (1, {}, os.getpid())
+    Fence(tmp_path).take({100: 1})
     tree = json.loads((tmp_path / "GENERATION").read_text())
     assert (tree["generation"], tree["accepted"]) == (2, {"100": 1})
 
@@ -27,7 +38,7 @@ def test_each_generation_is_newer_than_all_before(tmp_path_factory, first, later
     folder = tmp_path_factory.mktemp("token")
     seen = set(first.values())
     for accepted in [first, *later]:
-        token = take_token(folder, accepted)
+        token = Fence(folder).take(accepted)
         assert token == read_token(folder)
         assert token.number > max(seen, default=0)
         seen |= {token.number, *accepted.values()}
@@ -42,14 +53,14 @@ def test_each_generation_is_newer_than_all_before(tmp_path_factory, first, later
 @given(st.data())
 def test_whatever_is_damaged_of_it_makes_no_other_one(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("token")
-    take_token(folder, {})
-    token = take_token(folder, {100: 1, 200: 1})
+    Fence(folder).take({})
+    token = Fence(folder).take({100: 1, 200: 1})
     path = folder / "GENERATION"
     content = bytearray(path.read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
     assert read_token(folder) in (None, token)
-    taken = take_token(folder, {100: 1})
+    taken = Fence(folder).take({100: 1})
     assert taken.number > token.number  # though the file said nothing of it any more
 
 
@@ -92,14 +103,14 @@ def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
     work = tmp_path / "3.g2.orbax-checkpoint-tmp"  # as of a save of the newer one that is under way
     work.mkdir()
     with stale, newer:
-        stale.save(3, make_state(3), ABOUT)
-        assert not stale.wait()
+        with pytest.raises(Superseded, match=SUPERSEDED):
+            stale.save(3, make_state(3), ABOUT)
         assert work.exists()
         assert saved_steps(tmp_path) == [1, 2]
         work.rmdir()
         newer.save(3, make_state(3), ABOUT)
     assert saved_steps(tmp_path) == [1, 2, 3]
-    assert "its fencing token is now 2, this process has 1" in said[0]
+    assert said == []
 
 
 def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
@@ -110,18 +121,18 @@ def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(store, "digests", lambda parts: open_store(tmp_path).take_over() or digests(parts))
             stale.save(2, make_state(2), ABOUT)
-            assert not stale.wait()
-    assert "its fencing token is now 2, this process has 1" in said[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "GENERATION"]
+            with pytest.raises(Superseded, match=SUPERSEDED):
+                stale.wait()
+    assert said == []
+    assert saved_steps(tmp_path) == [1]
 
 
 def test_on_a_full_disk_it_removes_nothing_of_others_either(tmp_path, monkeypatch):
     stale, newer = stale_pair(tmp_path, [])
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     (tmp_path / "3.g2").mkdir()
-    with stale, newer:
+    with stale, newer, pytest.raises(Superseded, match=SUPERSEDED):
         stale.save(3, make_state(3), ABOUT)
-        assert not stale.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3.g2", "GENERATION"]
 
 
@@ -129,7 +140,7 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
     said = []
     stale, newer = stale_pair(tmp_path, said)
     with stale, monkeypatch.context() as patch:
-        patch.setattr(store, "why_superseded", lambda *_: "")  # it looked a moment before the newer one began
+        patch.setattr(Fence, "check", lambda _: "")  # it looked a moment before the newer one began
         stale.save(3, make_state(9), ABOUT)
         assert stale.wait()
     assert (tmp_path / "3").exists()
@@ -141,3 +152,57 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
     next(tmp_path.glob("3.stale-*")).rename(tmp_path / "3")
     assert newest(tmp_path, said)[0] == 2
     assert "was saved by superseded processes" in said[-1]
+
+
+def test_a_token_of_an_earlier_version_says_nothing_of_who_took_it(tmp_path):
+    held = Fence(tmp_path)
+    held.take({})
+    tree = {"generation": 2, "accepted": {"100": 1}}
+    (tmp_path / FENCE).write_text(json.dumps({**tree, "digest": digest(json.dumps(tree).encode())}))
+    assert read_token(tmp_path) == (2, {100: 1}, {})
+    with pytest.raises(Superseded, match=r"this process has 1\. This process writes nothing more\.$"):
+        held.check()
+
+
+def test_a_superseded_process_says_who_replaced_it(tmp_path, monkeypatch):
+    """Also if both took the same token, as where neither saw the other's."""
+    held = Fence(tmp_path)
+    held.take({})
+    (tmp_path / FENCE).unlink()
+    monkeypatch.setattr(fencing, "_TAKER", {"host": "n03", "pid": 17, "started": "2026-01-02T03:04:05Z"})
+    Fence(tmp_path).take({})
+    said = "token is now 1, this process has 1. Process 17 on n03, started at 2026-01-02T03:04:05Z, took it."
+    with pytest.raises(Superseded, match=re.escape(said)):
+        held.check()
+    with pytest.raises(Superseded, match=re.escape(said)):
+        held.take({})
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_text("{}"), lambda path: path.write_bytes(b""),
+                                  lambda path: (path.unlink(), path.mkdir())])  # fmt: skip
+def test_a_token_that_is_gone_or_unreadable_supersedes_nobody(tmp_path, harm):
+    held = Fence(tmp_path)
+    assert held.check() == ""  # without a token, too
+    held.take({})
+    assert held.check() == ""
+    harm(tmp_path / FENCE)
+    assert held.check() == f"The fencing token of {tmp_path} cannot be read; restart the run."
+
+
+def test_a_process_that_computes_for_hours_ends_at_once_and_with_its_own_status(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from zaya_jax import main; from zaya_jax.run import fencing\n"
+        "fencing._EVERY = 0.01; process = main._Process(); fence = fencing.Fence(Path(sys.argv[1]), process.leave)\n"
+        "fence.take({}); fence.watch(); print(flush=True)\n"
+        "try: time.sleep(3600)\n"
+        "finally: Path(sys.argv[1], 'written').touch()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, cwd=ROOT) as process:  # fmt: skip
+        process.stdout.readline()
+        Fence(tmp_path).take({})
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == ExitCode.SUPERSEDED
+    assert said.startswith(f"Stopped: Other processes have resumed this run: {SUPERSEDED}. Process {os.getpid()} on ")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "written").exists()

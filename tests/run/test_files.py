@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, Reason
 from zaya_jax.run.files import json_text, locked, partial_name, read_json, read_text, require_existing, write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
@@ -162,8 +162,9 @@ def test_processes_threads_and_files_have_partial_names_of_their_own(tmp_path, b
 def test_a_lock_that_another_process_holds_is_refused_until_that_process_is_killed(tmp_path, begin):
     path = tmp_path / "deep" / "below" / ".lock"
     holder = begin(HOLDER, path)
-    with pytest.raises(InputError, match=rf"^The folder \({path.parent}\) is in use by another process"):
+    with pytest.raises(InputError, match=rf"^The folder \({path.parent}\) is in use by another process") as refused:
         locked(path, wait=False).__enter__()
+    assert refused.value.reason is Reason.PEERS_MISSING  # a supervisor tries again
     holder.kill()
     holder.wait()
     with locked(path, wait=False):

@@ -1,6 +1,9 @@
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import shutil
 
 import pytest
@@ -23,16 +26,18 @@ from zaya_jax.config import (
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
-from zaya_jax.run.fencing import FENCE, take_token
+from zaya_jax.run.fencing import FENCE, Fence
 from zaya_jax.run.files import partial_name
 from zaya_jax.run.folder import (
     CHANGES,
     CONFIG,
     METRICS,
     claim_run,
+    lock_folder,
     lock_run,
     record_changes,
     run_folder,
+    why_unlocked,
 )
 
 SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "parallel": ParallelConfig}
@@ -105,7 +110,7 @@ def begun(config):
     with claimed(config) as folder:
         (folder / METRICS).write_text('{"step": 1}\n')
         (folder / CHECKPOINTS).mkdir()
-        take_token(folder / CHECKPOINTS, {})
+        Fence(folder / CHECKPOINTS).take({})
     return folder
 
 
@@ -289,7 +294,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_one_that_never_had_any_
         (folder / METRICS).write_text('{"step": 1}\n' if rows else "")
         (folder / PHASES).write_text('{"train": 1}' if ended else "{}")
         if token:
-            take_token(folder / CHECKPOINTS, {})
+            Fence(folder / CHECKPOINTS).take({})
         if saved:
             (folder / CHECKPOINTS / "1").mkdir()
     if not saved and (ended or (rows and not token)):
@@ -314,3 +319,49 @@ def test_one_process_at_a_time(config):
         pass
     with claimed(config):
         pass
+
+
+def no_lock(file, operation):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("flock", [no_lock, lambda file, operation: None])
+def test_a_run_on_storage_without_locks_trains_and_says_once_what_protects_it(tmp_path, capsys, monkeypatch, flock):
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with lock_run(small_run(tmp_path)) as folder:
+        assert capsys.readouterr().err == (
+            f"Warning: file locks do not work in run_dir ({folder}), so nothing refuses a second training of this run; "
+            "instead, the first one stops when the second one takes the next fencing token.\n"
+        )
+
+
+def test_other_errors_of_a_lock_still_refuse_the_run(tmp_path, monkeypatch):
+    def fail(file, operation):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(InputError, match="cannot be written: Input/output error"), lock_run(small_run(tmp_path)):
+        pass
+
+
+def test_a_working_lock_is_not_mentioned(tmp_path, capsys):
+    with lock_run(small_run(tmp_path)):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [("rw,vers=3,nolock,local_lock=all,addr=10.0.0.1", "local_lock=all, nolock"),
+     ("rw,local_lock=flock", "local_lock=flock"),
+     ("rw,localflock,lazystatfs", "localflock"), ("rw,nobrl,vers=3.1.1", "nobrl"), ("rw,flock=local", "flock=local"),
+     ("rw,local_lock=none,flock,user_xattr", ""), ("rw", "")],
+)  # fmt: skip
+def test_mount_options_that_make_locks_local_are_named(tmp_path, options, named):
+    device, mounts = tmp_path.stat().st_dev, tmp_path / "mountinfo"
+    mounts.write_text(f"22 1 0:99999 / / rw - ext4 /dev/x rw,nolock\n23 22 {os.major(device)}:{os.minor(device)} / "
+                      f"/a\\040b rw,noatime shared:1 master:2 - nfs4 server:/x {options}\n")  # fmt: skip
+    with lock_folder(tmp_path):
+        why = why_unlocked(tmp_path, mounts)
+    assert why == (f"file locks hold on one node only (mount option {named})" if named else "")
+    assert why_unlocked(tmp_path, tmp_path / "none") == "file locks do not work"  # nobody holds this one

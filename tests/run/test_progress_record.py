@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train_helpers import ROOT
+from zaya_jax.errors import Reason
 from zaya_jax.run.progress_record import (
     SIZE,
     VARIABLE,
@@ -46,7 +47,7 @@ def test_a_reader_sees_what_was_written(memory):
     record.complete_step(41, 2.5, 0.125)
     progress = read_progress(memory)
     assert progress[1:7] == (os.getpid(), Phase.COMPILE, 41, 40, 2.5, 0.125)
-    assert progress.last_words is None
+    assert progress.exit_record is None
     assert progress.longest[Phase.EVALUATE] == progress.seconds[Phase.EVALUATE] > 0
 
 
@@ -62,19 +63,20 @@ def test_times_add_up_to_the_life_of_the_record(memory, monkeypatch):
     assert read_progress(memory).longest[Phase.DATA] == 10
 
 
-@given(st.text(st.characters()), st.integers(-(2**31), 2**31 - 1), st.booleans())
-def test_the_first_last_words_are_kept(sentence, status, is_origin):
+@given(st.text(st.characters()), st.integers(-(2**31), 2**31 - 1), st.booleans(), st.sampled_from(Reason))
+def test_the_first_exit_record_is_kept(sentence, status, is_origin, reason):
     file = os.memfd_create("record")
     os.truncate(file, SIZE)
     record = open_record(file)
-    record.end(status, sentence, is_origin=is_origin)
+    record.end(status, sentence, is_origin=is_origin, reason=reason)
     record.end(7, "second", is_origin=True)
     record.enter(Phase.DATA)
     progress = read_progress(file)
     os.close(file)
     assert progress.phase is Phase.END
     written = sentence.encode(errors="backslashreplace")[:1024]  # a path in it need not be UTF-8
-    assert progress.last_words[:3] == (status, written.decode(errors="replace"), is_origin)
+    assert progress.exit_record[:3] == (status, written.decode(errors="replace"), is_origin)
+    assert progress.exit_record.reason is reason
 
 
 @given(st.binary(max_size=SIZE + 8))

@@ -8,16 +8,18 @@ import jax.numpy as jnp
 import pytest
 
 from tests.train_helpers import compile_once, write_run
-from zaya_jax.errors import RunStopped
+from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.main import main
 from zaya_jax.train import compiled, loop, memory_errors
 from zaya_jax.train.memory_errors import available_memory, check_compiled, control_groups, out_of_memory
 
 
 def test_an_allocation_that_fails_is_one_sentence():
-    with pytest.raises(RunStopped, match=r"^It ran out of memory: it requested (4e\+06|4,000,000) GB, and .* "
-                       r"GB is available per device\. Lower it\.$"), out_of_memory("It", "Lower it"):  # fmt: skip
+    said = (r"^It ran out of memory: it requested (4e\+06|4,000,000) GB, and .* GB is available per device\. "
+            r"Lower it\.$")  # fmt: skip
+    with pytest.raises(RunStopped, match=said) as end, out_of_memory("It", "Lower it"):
         jax.block_until_ready(jax.jit(lambda: jnp.zeros((10**6, 10**9), jnp.int32) + jnp.arange(10**9))())
+    assert end.value.reason is Reason.DEVICE_MEMORY
 
 
 @pytest.mark.parametrize(("text", "requested"), [
@@ -34,8 +36,10 @@ def test_each_way_to_say_it_is_understood(text, requested):
 def test_another_error_is_left_alone():
     with pytest.raises(jax.errors.JaxRuntimeError), out_of_memory("It", "Lower it"):
         raise jax.errors.JaxRuntimeError("INTERNAL: a defect")
-    with pytest.raises(RunStopped, match=r"^It ran out of memory, and .* GB is available"), out_of_memory("It", "Wait"):
+    sentence = r"^It ran out of memory, and .* GB is available"
+    with pytest.raises(RunStopped, match=sentence) as end, out_of_memory("It", "Wait"):
         raise MemoryError
+    assert end.value.reason is Reason.HOST_MEMORY
 
 
 def test_a_compiled_step_that_needs_more_than_there_is_stops_before_it_runs(monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.train_helpers import CONFIG, change
 from zaya_jax.config import PhaseConfig, SourceConfig, Table
-from zaya_jax.errors import RunStopped
+from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.train import step_logger as module
 from zaya_jax.train import throughput as throughput_module
 from zaya_jax.train.console import ConsoleReport, _clock
@@ -31,7 +31,7 @@ class Rows:
 
 
 def metrics(skip=0, skipped=0, **more):
-    return {"loss": jnp.float32(2.5), "tokens": jnp.float32(100), "skip": jnp.int32(skip),
+    return {"loss": jnp.float32(2.5), "grad_norm": jnp.float32(1), "tokens": jnp.float32(100), "skip": jnp.int32(skip),
             "skipped": jnp.int32(skipped), "expert_counts": jnp.array([[3, 4]]),
             "grad_norm_by_role": {"router": jnp.float32(1)}, "update_norm_by_role": {"router": jnp.float32(2)},
             **more}  # fmt: skip
@@ -64,7 +64,7 @@ def test_a_step_is_recorded_when_the_next_one_runs(logger):
         assert [row["step"] for row in rows.metrics] == list(range(1, step))
     logger.record({"score": 2.0, "parts": {"a": 1}})
     logger.record()
-    usual = {"phase": "train", "loss": 2.5, "tokens": 100, "skipped": 0}
+    usual = {"phase": "train", "loss": 2.5, "grad_norm": 1, "tokens": 100, "skipped": 0}
     assert rows.metrics == [
         {"step": 1, "tokens_seen": 256, **usual},
         {"step": 2, "tokens_seen": 512, **usual, "loss_by_source": {"corpus": 2.5}, **DETAILS},
@@ -116,6 +116,7 @@ def test_a_skipped_step_is_recorded_with_its_rows_and_many_end_the_run(logger):
     ) as end:
         logger.record()
     assert "train.spike" not in str(end.value)
+    assert end.value.reason is Reason.NOT_FINITE
     assert [(row["skip"], row["rows"]) for row in rows.metrics] == [
         ("loss spike", [0, 8]), ("gradient spike", [8, 16]), ("not finite", [16, 24]),
     ]  # fmt: skip
@@ -128,6 +129,7 @@ def test_a_run_that_spikes_ended_is_told_which_settings_to_change(logger):
         logger.record()
     for key in ("train.spike.threshold", "train.max_skipped_steps above train.spike.window=128", "resume_from="):
         assert key in str(end.value)
+    assert end.value.reason is Reason.SPIKE
 
 
 def test_the_rows_of_a_skipped_step_are_those_of_the_data(clock):

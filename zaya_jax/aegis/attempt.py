@@ -4,24 +4,25 @@ import functools
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from zaya_jax.aegis import evidence
-from zaya_jax.aegis.failure import UNKILLABLE, Failure, RankEnd, find_failure
+from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure, RankEnd, find_failure
 from zaya_jax.aegis.hang import HangWatch
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
-from zaya_jax.aegis.processes import KILL_SECONDS, Gang, kill_strays
+from zaya_jax.aegis.processes import KILL_SECONDS, ProcessGroup, kill_orphans
 from zaya_jax.aegis.shared import Detected, Shared
 from zaya_jax.aegis.state import describe_ranks, write_state
 from zaya_jax.aegis.watch import Watch
-from zaya_jax.errors import REQUESTED
+from zaya_jax.errors import REQUESTED, ExitCode
 from zaya_jax.run.progress_record import Phase
+from zaya_jax.run.supervision import SAME_FAULT
 
 _TICK = 0.05  # seconds between two looks at the progress records; ends are noticed at once
+_MOST_ANSWER = 10.0  # seconds that the run folder may take to answer
 _STATE_EVERY = 1.0  # seconds
-_RECENT = 120.0  # seconds before an end in which an observation may explain it
 _MOST_OBSERVATIONS = 1000  # per attempt
 _MINUTE, _MOST_PER_MINUTE = 60.0, 10  # observations of one code that are written
 # Faults that may end processes that still run.
@@ -33,7 +34,7 @@ class Attempt:
 
     def __init__(
         self, shared: Shared, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], watch: Watch,
-        *, expects_records: bool,
+        *, expects_records: bool, is_saved: Callable[[], bool],
     ) -> None:  # fmt: skip
         """Start the processes.
 
@@ -42,16 +43,20 @@ class Attempt:
           processes: command and environment of each.
           watch: watches everything else.
           expects_records: whether every process writes a progress record, so that one without a record hangs.
+          is_saved: returns whether the checkpoint of the run's last step is saved; reads the run folder.
 
         Raises:
           OSError: a process cannot be started.
         """
         self._shared, self._policy, self._log, self._watch = shared, shared.policy, shared.log, watch
         self._log.attempt += 1
-        self._gang = Gang(processes, shared.outputs)
+        has_trained = shared.best_step >= 0  # in an attempt before
+        self._group = ProcessGroup(processes, shared.outputs, expects_records=expects_records or has_trained)
         self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes))
         self._hangs = HangWatch(shared.timeouts, expects_records=expects_records)
-        self._observations = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)
+        self._is_saved = is_saved
+        self._observations = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)  # of the machine
+        self._lines = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)  # of output
         self._planned: Failure | None = None  # why the supervisor ends the attempt
         self._kill_at: float | None = None  # when to kill what still runs
         self._asked = 0  # signals that were passed on
@@ -62,33 +67,38 @@ class Attempt:
 
     def run(self) -> Failure | None:
         """Run the processes to their end; return why they failed, or None if all finished."""
-        gang = self._gang
+        group = self._group
         try:
-            while gang.running:
+            while group.running:
                 self._pump(_TICK)
                 self._step(time.monotonic())
         finally:
-            gang.close()
-            kill_strays({*self._watch.pids, *self._shared.notifier.pids})
-        ends = [rank.end for rank in gang.ranks if rank.end is not None]
-        since = min((end.time for end in ends if end.status != 0), default=0.0) - _RECENT
-        failure = find_failure(ends, [each for seen, each in self._observations if seen >= since])
-        if failure is not None and self._planned is not None:
+            group.close()
+            kill_orphans({*self._watch.pids, *self._shared.notifier.pids})
+        for observation in self._watch.poll_machine(time.monotonic()):  # the kernel says it before the process ends
+            self._note(observation)
+        ends = [rank.end for rank in group.ranks if rank.end is not None]
+        since = min((end.time for end in ends if end.outcome != 0), default=0.0) - SAME_FAULT
+        observations, lines = ([each for seen, each in kept if seen >= since]
+                               for kept in (self._observations, self._lines))  # fmt: skip
+        failure = find_failure(ends, observations, lines, is_saved=self._has_saved(ends))
+        is_superseded = failure is not None and failure.code == SUPERSEDED
+        if failure is not None and self._planned is not None and not is_superseded:
             failure = self._planned
-        if stuck := gang.stuck:
+        if (stuck := group.stuck) and not is_superseded:
             words = f"Process {stuck[0]} did not end {KILL_SECONDS:g} s after SIGKILL."
             failure = Failure(FaultClass.HANG, UNKILLABLE, stuck[0], self._shared.best_step, words)
         if failure is not None and failure.fault is not FaultClass.PREEMPTION and not self._has_failed:
-            self._detect_end(next(end for end in ends if end.status != 0), time.monotonic())
+            self._detect_end(next((end for end in ends if end.outcome != 0), ends[0]), time.monotonic())
         self._write_end(ends, failure)
         return failure
 
     def _step(self, now: float) -> None:
         """Look at everything once, and act."""
         self._look(now)
-        for observation in self._watch.poll(self._gang.ranks, now):
-            self._observe(observation, can_act=True)
-        failed = [rank.end for rank in self._gang.ranks if rank.end is not None and rank.end.status != 0]
+        for observation in self._watch.poll(self._group.ranks, now):
+            self._observe(observation)
+        failed = [rank.end for rank in self._group.ranks if rank.end is not None and rank.end.outcome != 0]
         signals = self._shared.signals
         if signals and not self._asked:
             event = self._log.write("detect", signal.Signals(signals[0]).name, fault=FaultClass.PREEMPTION)
@@ -99,13 +109,22 @@ class Attempt:
             if now > self._kill_at:
                 self._kill("The processes did not end by themselves.")
         elif failed:
-            is_stopping = failed[0].status in REQUESTED
+            is_stopping = failed[0].outcome in REQUESTED
             if not is_stopping:
                 self._detect_end(failed[0], now)
             self._kill_at = now + (self._policy.grace_seconds if is_stopping else self._policy.settle_seconds)
+        elif any(rank.has_lost_trainer for rank in self._group.running):
+            self._kill_at = now + self._policy.settle_seconds
         elif (hang := self._find_hang()) is not None:
             self._planned = hang
             self._kill(hang.words)
+
+    @property
+    def note(self) -> str:
+        """Sentences about processes that returned an error after they had finished; empty if there are none."""
+        ends = [rank.end for rank in self._group.ranks if rank.end is not None]
+        return " ".join(f"Process {end.rank} finished, and then its command ended with status {end.status}."
+                        for end in ends if end.outcome == 0 != end.status)  # fmt: skip
 
     @property
     def _has_failed(self) -> bool:
@@ -114,17 +133,30 @@ class Attempt:
 
     def _pump(self, seconds: float) -> bool:
         """Pass on output, and note processes that ended; return whether anything was written."""
-        _, lines = self._gang.wait(seconds)
+        _, lines = self._group.wait(seconds)
+        records = (rank.exit_record for rank in self._group.ranks)
+        if any(record is not None and record.status == ExitCode.SUPERSEDED for record in records):
+            self._shared.files.refuse()  # the run folder belongs to others
         for output in self._shared.outputs:
             output.flush()
-        for observation in self._watch.read_lines(lines):
-            self._observe(observation, can_act=False)
+        for line in self._watch.read_lines(lines):
+            self._lines.append((time.monotonic(), line))
+            self._write_detection(line, Severity.INFO, "line ")  # no fault, whatever it says
         return bool(lines)
+
+    def _has_saved(self, ends: Sequence[RankEnd]) -> bool:
+        """Return whether what the processes trained is saved; also true if the run folder does not answer."""
+        if any(end.outcome != 0 for end in ends) or all(end.step < 0 for end in ends):
+            return True
+        try:
+            return self._shared.files.submit(self._is_saved).result(_MOST_ANSWER)
+        except OSError:
+            return True
 
     def _look(self, now: float) -> None:
         """Read the progress records: learn timeouts, notice recovery, and write the state."""
         shared, detected = self._shared, self._shared.detected
-        for rank in self._gang.ranks:
+        for rank in self._group.ranks:
             progress = rank.progress
             if progress is None or progress.first_step < 0:
                 continue
@@ -139,30 +171,23 @@ class Attempt:
         if now - self._state_time >= _STATE_EVERY and (self._state is None or self._state.done()):
             self._state_time = now
             shared.notifier.poll()
+            shared.log.flush()
             self._state = shared.files.submit(functools.partial(
                 write_state, shared.folder, attempt=self._log.attempt, state="running",
-                ranks=describe_ranks(self._gang.ranks),
+                ranks=describe_ranks(self._group.ranks),
             ))  # fmt: skip
 
-    def _observe(self, observation: Observation, *, can_act: bool) -> None:
-        """Write an observation; end the attempt if the policy wants that, and `can_act`.
+    def _observe(self, observation: Observation) -> None:
+        """Write an observation of the machine or the training; end the attempt if the policy wants that.
 
-        A line of the trainer alone ends nothing: if it tells of a fault that matters, the process ends by itself. Nor
-        does a full disk or a lack of memory, which training survives.
+        A full disk and a lack of memory end nothing: training survives them, or ends by itself.
         """
-        now = time.monotonic()
-        self._observations.append((now, observation))
-        since, count = self._written.get(observation.code, (now, 0))
-        if now - since >= _MINUTE:
-            since, count = now, 0
-        self._written[observation.code] = since, count + 1
-        if count >= _MOST_PER_MINUTE:  # such as a line that a data loader prints for every file
+        event = self._note(observation)
+        if event is None:
             return
-        event = self._log.write("detect", observation.code, severity=observation.severity, text=observation.text,
-                                fault=observation.fault, rank=observation.rank, device=observation.device)  # fmt: skip
         action = self._policy.rules.of(observation.fault)
         is_severe = observation.severity in (Severity.ERROR, Severity.FATAL)
-        is_acted_on = can_act and is_severe and observation.fault in _ACTED_ON
+        is_acted_on = is_severe and observation.fault in _ACTED_ON
         if not is_acted_on or action == "report" or self._planned is not None:
             return
         if observation.fault in self._policy.log_only:
@@ -178,11 +203,27 @@ class Attempt:
         else:
             self._ask_to_stop(signal.SIGTERM, event)
 
+    def _note(self, observation: Observation) -> int | None:
+        self._observations.append((time.monotonic(), observation))
+        return self._write_detection(observation, observation.severity)
+
+    def _write_detection(self, observation: Observation, severity: Severity, source: str = "") -> int | None:
+        """Write an event, and return its id; None if there were too many of its code and source."""
+        now, code = time.monotonic(), source + observation.code
+        since, count = self._written.get(code, (now, 0))
+        if now - since >= _MINUTE:
+            since, count = now, 0
+        self._written[code] = since, count + 1
+        if count >= _MOST_PER_MINUTE:
+            return None
+        return self._log.write("detect", observation.code, severity=severity, text=observation.text,
+                               fault=observation.fault, rank=observation.rank, device=observation.device)  # fmt: skip
+
     def _detect_end(self, end: RankEnd, now: float) -> None:
         """Write that a process ended with an error; `find_failure` decides later which was the first."""
         if self._has_failed:
             return
-        words = "" if end.words is None else end.words.sentence
+        words = "" if end.record is None else end.record.sentence
         event = self._log.write("detect", f"exit-{end.status}", severity=Severity.ERROR, text=words,
                                 fault=FaultClass.CRASH, rank=end.rank, step=end.step,
                                 phase=end.phase.name.lower())  # fmt: skip
@@ -190,7 +231,7 @@ class Attempt:
 
     def _find_hang(self) -> Failure | None:
         """Return the failure if a process has been silent for longer than the timeout of its phase."""
-        hang = self._hangs.look(self._gang.running)
+        hang = self._hangs.look([rank for rank in self._group.running if not rank.outlives_trainer])
         if hang is None:
             return None
         phase = hang.phase.name.lower()
@@ -207,21 +248,21 @@ class Attempt:
         self._asked = number
         self._kill_at = time.monotonic() + self._policy.grace_seconds
         self._log.write("act", "ask-to-stop", cause=event, seconds={"grace": self._policy.grace_seconds})
-        for rank in self._gang.running:
+        for rank in self._group.running:
             rank.send(number)
 
     def _kill(self, why: str) -> None:
         """Collect evidence, then kill all processes."""
         began = time.monotonic()
-        files = evidence.collect(self._shared.folder, self._log.attempt, self._gang, self._pump, self._shared.files,
+        files = evidence.collect(self._shared.folder, self._log.attempt, self._group, self._pump, self._shared.files,
                                  self._policy.evidence_seconds)  # fmt: skip
-        self._gang.kill()
+        self._group.kill()
         self._log.write("act", "kill", severity=Severity.WARNING, cause=self._shared.cause, text=why, files=files,
                         seconds={"act": time.monotonic() - began})  # fmt: skip
 
     def _write_end(self, ends: Sequence[RankEnd], failure: Failure | None) -> None:
         """Write the end of the attempt, with the seconds that its first process spent in each phase."""
-        progress = self._gang.final_progress
+        progress = self._group.final_progress
         details: dict[str, Any] = {"exit_statuses": [end.status for end in sorted(ends, key=lambda end: end.rank)]}
         if progress is not None:
             details["times"] = {phase.name.lower(): seconds
@@ -229,7 +270,8 @@ class Attempt:
             if progress.first_step >= 0:
                 details |= {"first_step": progress.first_step, "last_step": progress.step}
         if failure is None:
-            self._log.write("end", "finished", **details)
+            self._log.write("end", "finished", text=self.note, **details)
         else:
             self._log.write("end", failure.code, severity=Severity.ERROR, cause=self._shared.cause, text=failure.words,
-                            fault=failure.fault, rank=failure.rank, **details)  # fmt: skip
+                            fault=failure.fault, rank=failure.rank, explanation=failure.explanation or None,
+                            **details)  # fmt: skip

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from zaya_jax.config import Config, load_config
+from zaya_jax.config import Config, from_dict, load_config
 from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
-from zaya_jax.config.stages import stages
+from zaya_jax.config.stages import stages, total_steps
 from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
+from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.job_secret import VARIABLE, make_secret
 from zaya_jax.run.launcher import node_index
@@ -80,6 +82,17 @@ class TrainingCommand:
     def without_rows(self, first: int, end: int) -> Self:
         """Return the command with the rows `first` to `end` - 1 skipped, too."""
         return dataclasses.replace(self, skipped_rows=_merged([*self.skipped_rows, (first, end)]))
+
+    def is_saved(self) -> bool:
+        """Return whether the checkpoint of the run's last step is saved, as far as this node can tell."""
+        if self.node:  # process 0 saves, and another node may see its files late
+            return True
+        folder = self.run_dir if self.config is None else expanded(self.config.run_dir)
+        try:
+            config = self.config or from_dict(read_config(folder))
+        except InputError:  # of another command, or in a folder that this one does not know
+            return True
+        return total_steps(config) in saved_steps(folder / CHECKPOINTS)
 
     def _overrides(self) -> list[str]:
         """Return the rows to skip as an override, with those that an earlier supervisor of this run recorded."""

@@ -1,10 +1,11 @@
 """Decide what to do about a failure: a pure function of the failures so far and the policy."""
 
 import dataclasses
+import signal
 from collections.abc import Sequence
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import UNKILLABLE, Failure
+from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.aegis.policy import Action, Policy
 
@@ -34,6 +35,22 @@ class Decision:
     exit_code: SupervisorExit | None
     delay: float = 0.0
     why: str = ""
+
+
+def final_code(failure: Failure | None, signals: Sequence[int]) -> SupervisorExit | None:
+    """Return how the supervisor ends after an attempt, whatever the policy; None if the policy decides.
+
+    Args:
+      failure: why the attempt ended; None if it finished.
+      signals: numbers of those that asked the supervisor to stop.
+    """
+    if failure is None:
+        return SupervisorExit.DONE
+    if failure.code == SUPERSEDED:
+        return SupervisorExit.SUPERSEDED
+    if signals:
+        return SupervisorExit.INTERRUPTED if signals[0] == signal.SIGINT else SupervisorExit.PREEMPTED
+    return None
 
 
 def decide(

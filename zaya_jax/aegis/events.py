@@ -3,10 +3,8 @@
 Its schema is `event.schema.json` in this folder. Readers ignore fields that they do not know.
 """
 
-import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +13,10 @@ from typing import Any, Literal
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.errors import printable
+from zaya_jax.run.metrics import DiskGuard, LineFile
 from zaya_jax.run.supervision import EVENTS, VERSION, read_events
+
+_MOST_WAITING = 2**20  # bytes of events that wait for a full disk; later ones are dropped
 
 # start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
 # recover: the first step after a restart. inject: a fault that a drill made.
@@ -23,7 +24,11 @@ Kind = Literal["start", "end", "detect", "decide", "act", "recover", "inject"]
 
 
 class EventLog:
-    """Appends events to a file; a failure to write never ends the supervisor, and a slow file system never stops it."""
+    """Appends events to a file; a failure to write never ends the supervisor, and a slow file system never stops it.
+
+    Events that a full disk refuses are written later, in order. If there are more than memory should hold, the next
+    event that is written says how many were dropped (`dropped`).
+    """
 
     def __init__(
         self, folder: Path, node: str, files: FileWorker,
@@ -38,13 +43,13 @@ class EventLog:
           listener: is called with each event that was written.
         """
         self._node, self._files, self._listener = node, files, listener
-        events = read_events(folder / EVENTS)
+        path = folder / EVENTS
+        events, content = read_events(path), path.read_bytes() if path.exists() else b""
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
-        self._file = os.open(folder / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # torn when its writer was killed
-            os.write(self._file, b"\n")
+        # Without a line that was torn when its writer was killed. The trainer reports a full disk.
+        self._lines = LineFile(path, content.rfind(b"\n") + 1, DiskGuard(lambda sentence: None))
+        self._dropped = 0
 
     def write(
         self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, cause: int | None = None,
@@ -72,21 +77,31 @@ class EventLog:
             "unix": round(now, 6), "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt,
             "kind": kind, "code": code, "severity": str(severity), "cause": cause, "text": printable(text, 500),
         } | {key: _plain(value) for key, value in details.items() if value is not None}  # fmt: skip
-        line = (json.dumps(event, allow_nan=False) + "\n").encode()
-        self._files.submit(lambda: self._append(line, sync=severity in (Severity.ERROR, Severity.FATAL)))
+        written = self._files.submit(lambda: self._append(event))
+        self._dropped += written.done() and written.exception() is not None  # refused, since too many jobs wait
         self._listener(event)
         return self._id
 
+    def flush(self) -> None:
+        """Write events that wait for a full disk."""
+        if self._lines.waiting:
+            self._files.submit(self._lines.flush)
+
     def close(self, seconds: float = 10.0) -> bool:
         """Close the file once everything is written; return whether that took at most `seconds`."""
-        self._files.submit(lambda: os.close(self._file))
-        return self._files.finish(seconds)
+        self._files.submit(self._lines.close)
+        return self._files.finish(seconds) and not self._lines.waiting
 
-    def _append(self, line: bytes, *, sync: bool) -> None:
-        with contextlib.suppress(OSError):  # a full disk; the trainer reports it
-            os.write(self._file, line)
-            if sync:
-                os.fsync(self._file)
+    def _append(self, event: Mapping[str, Any]) -> None:
+        self._lines.flush()
+        if self._lines.waiting > _MOST_WAITING:
+            self._dropped += 1
+            return
+        dropped, self._dropped = self._dropped, 0
+        row = {**event, "dropped": dropped} if dropped else event
+        self._lines.append_line((json.dumps(row, allow_nan=False) + "\n").encode())
+        if event["severity"] in (Severity.ERROR, Severity.FATAL):
+            self._lines.sync()
 
 
 def _plain(value: Any) -> Any:

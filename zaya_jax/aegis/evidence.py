@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from zaya_jax.aegis.file_worker import FileWorker
-from zaya_jax.aegis.processes import Gang, describe_process
+from zaya_jax.aegis.processes import ProcessGroup, describe_process
 
 EVIDENCE = "evidence"
 _KEPT = 20  # folders of evidence
@@ -15,14 +15,14 @@ _QUIET = 0.3  # seconds without new output after which the stacks are complete
 
 
 def collect(
-    folder: Path, attempt: int, gang: Gang, pump: Callable[[float], bool], files: FileWorker, seconds: float
+    folder: Path, attempt: int, group: ProcessGroup, pump: Callable[[float], bool], files: FileWorker, seconds: float
 ) -> list[str]:
-    """Collect evidence about the processes of `gang`.
+    """Collect evidence about the processes of `group`.
 
     Args:
       folder: of this supervisor.
       attempt: number of the attempt.
-      gang: its processes.
+      group: its processes.
       pump: passes on output for at most that many seconds; returns whether there was any.
       files: writes them.
       seconds: that all of it may take.
@@ -31,16 +31,16 @@ def collect(
       The paths of the files, relative to `folder`; none if they cannot be written in that time.
     """
     deadline = time.monotonic() + seconds
-    kernel = {rank.index: describe_process(rank.process.pid) for rank in gang.running}
-    for rank in gang.running:
-        if rank.progress is not None:  # the trainer prints its stacks; a command without a record would end
+    kernel = {rank.index: describe_process(rank.process.pid) for rank in group.running}
+    for rank in group.running:
+        if rank.progress is not None and not rank.outlives_trainer:  # it prints its stacks; another command would end
             rank.send(signal.SIGUSR1)
     quiet = time.monotonic() + 2 * _QUIET
     while (now := time.monotonic()) < min(quiet, deadline):
         if pump(0.05):
             quiet = now + _QUIET
     content: dict[str, bytes] = {}
-    for rank in gang.ranks:
+    for rank in group.ranks:
         texts = [b"\n".join(stream.last_lines) for stream in rank.streams] + [kernel.get(rank.index, "").encode()]
         for name, text in zip(("stdout", "stderr", "kernel"), texts, strict=True):
             if text:

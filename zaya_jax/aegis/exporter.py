@@ -28,7 +28,7 @@ from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.goodput import measure_goodput
 from zaya_jax.run.manifest import saved_at
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import AEGIS, EVENTS, STATE, is_running, read_events, running_attempt
+from zaya_jax.run.supervision import AEGIS, EVENTS, STATE, is_running, list_faults, read_events, running_attempt
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -203,10 +203,7 @@ def _events(folder: Path) -> Iterator[Sample]:
     actions = [event.get("action") for event in events if event["kind"] == "decide"]
     restarts = [action for action in actions if action is not None and not action.startswith("exit-")]
     yield Sample("zaya_restarts_total", len(restarts), node)
-    # The end of an attempt names the class of its fault better than the event that detected it.
-    classes = {event.get("cause"): event.get("fault") for event in events if event["kind"] == "end"}
-    detected = [event for event in events if event["kind"] == "detect" and event.get("severity") != "info"]
-    faults = Counter(classes.get(event["id"]) or event.get("fault") for event in detected)
+    faults = Counter(fault["fault"] for fault in list_faults(events))
     for fault in FaultClass:
         yield Sample("zaya_faults_total", faults[fault.value], node | {"fault": fault.value})
 

@@ -1,17 +1,31 @@
-"""Why an attempt to train ended: which process failed first, and of what."""
+"""Why an attempt to train ended: which process failed first, and of what.
+
+The verdict comes from the exit records of the processes, then from exit statuses and the machine. Lines of output
+explain a failure, and decide nothing.
+"""
 
 import dataclasses
 import signal
 from collections.abc import Sequence
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
-from zaya_jax.errors import REQUESTED, ExitCode, printable
-from zaya_jax.run.progress_record import LastWords, Phase
+from zaya_jax.errors import REQUESTED, ExitCode, Reason, printable
+from zaya_jax.run.progress_record import ExitRecord, Phase
 
 UNKILLABLE = "unkillable"  # code of a process that SIGKILL does not end
-# What a process says that could not join the others, see `parallel.rendezvous`, or whose predecessor still runs.
-_NOT_MET = ("did not reach", "could not reach process 0", "before all", "received no answer", "closed the connection",
-            "cannot listen", "could not be resolved", "is in use by another process")  # fmt: skip
+SUPERSEDED = "superseded"  # code of a run that other processes have resumed
+SKIPPED = "too-many-skipped-steps"  # code of a trainer that stopped itself
+_REASONS = {
+    Reason.PEERS_MISSING: (FaultClass.PEERS, "peers-missing"),
+    Reason.NO_CHECKPOINT: (FaultClass.CHECKPOINT, "no-checkpoint"),
+    Reason.NOT_FINITE: (FaultClass.NON_FINITE, SKIPPED),
+    Reason.SPIKE: (FaultClass.SPIKE, SKIPPED),
+    Reason.DISK: (FaultClass.DISK, "disk-error"),
+    Reason.SAVE_FAILED: (FaultClass.DISK, "saves-failed"),
+    Reason.HOST_MEMORY: (FaultClass.HOST_MEMORY, "host-out-of-memory"),
+    Reason.DEVICE_MEMORY: (FaultClass.DEVICE_MEMORY, "device-out-of-memory"),
+}
+_SEVERE = (Severity.ERROR, Severity.FATAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +34,15 @@ class RankEnd:
 
     Attributes:
       rank: index of the process.
-      status: exit status, negative for a signal.
+      status: exit status of the command, negative for a signal.
       time: of the end, of the supervisor's `time.monotonic`.
       step: number of steps done; -1 if it did not get that far.
       phase: what it did last.
-      words: its last words; None if it left none.
+      record: its exit record; None if it left none.
+      has_progress: whether a trainer of zaya_jax kept a progress record.
+      is_wrapped: whether that trainer was another process than the command, such as one behind a shell.
       was_killed: whether the supervisor killed it.
+      expects_record: whether a trainer must have kept a progress record, as in a training command.
     """
 
     rank: int
@@ -33,13 +50,29 @@ class RankEnd:
     time: float
     step: int = -1
     phase: Phase = Phase.START
-    words: LastWords | None = None
+    record: ExitRecord | None = None
+    has_progress: bool = False
+    is_wrapped: bool = False
     was_killed: bool = False
+    expects_record: bool = False
+
+    @property
+    def outcome(self) -> int | None:
+        """The exit status that counts; None if a trainer ended without an exit record, or not as that says.
+
+        It is the trainer's by its exit record, whatever a program around it returns, and that of a command in which no
+        trainer kept a record. A trainer that had finished when it died has finished.
+        """
+        if not self.has_progress:
+            return None if self.expects_record and self.status == 0 else self.status
+        if self.record is None or (self.record.status and not self.is_wrapped and self.record.status != self.status):
+            return None
+        return self.record.status
 
     @property
     def followed(self) -> bool:
         """Whether it ended because another process was lost, by its own account."""
-        return self.words is not None and not self.words.is_origin
+        return self.record is not None and not self.record.is_origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +84,10 @@ class Failure:
       code: name of what happened, such as 'signal-SIGKILL', 'exit-1' or 'hang-device_wait'.
       rank: the process that failed first; None if that is unknown or another node's.
       step: number of steps it had done; -1 if it did not get that far.
-      words: its last sentence, or evidence; printable.
+      words: the sentence of its exit record, or evidence; printable.
       progress: greatest number of steps that any process had done.
       device: the GPU that caused it; None if it is none, or that is unknown.
+      explanation: a line of output that may tell more; it decides nothing.
     """
 
     fault: FaultClass
@@ -63,6 +97,7 @@ class Failure:
     words: str = ""
     progress: int = -1
     device: int | None = None
+    explanation: str = ""
 
     @property
     def same(self) -> tuple[str, str, int, str]:
@@ -70,7 +105,10 @@ class Failure:
         return self.fault, self.code, self.step, self.words
 
 
-def find_failure(ends: Sequence[RankEnd], observations: Sequence[Observation]) -> Failure | None:
+def find_failure(
+    ends: Sequence[RankEnd], observations: Sequence[Observation], lines: Sequence[Observation] = (), *,
+    is_saved: bool = True,
+) -> Failure | None:  # fmt: skip
     """Return why an attempt ended; None if all processes finished.
 
     The origin is the process that ended first among those that failed by themselves: not killed by the supervisor, and
@@ -78,59 +116,76 @@ def find_failure(ends: Sequence[RankEnd], observations: Sequence[Observation]) -
 
     Args:
       ends: of all processes of this node.
-      observations: faults seen during the attempt, in order.
+      observations: faults of the machine seen during the attempt, in order.
+      lines: what lines of output told, in order; they explain the failure.
+      is_saved: whether the checkpoint of the last step is saved, if all processes finished.
     """
-    if all(end.status == 0 for end in ends):
-        return None
-    failed = [end for end in ends if end.status != 0 and not end.was_killed]
     progress = max(end.step for end in ends)
+    if all(end.outcome == 0 for end in ends):
+        words = "The processes finished, but the checkpoint of the last step is not saved."
+        return None if is_saved else Failure(FaultClass.CRASH, "not-saved", None, progress, words, progress)
+    for end in ends:
+        if end.record is not None and end.record.status == ExitCode.SUPERSEDED:  # a restart would fence its successor
+            words = printable(end.record.sentence, 500)
+            return Failure(FaultClass.PREEMPTION, SUPERSEDED, end.rank, end.step, words, progress)
+    failed = [end for end in ends if end.outcome != 0 and not end.was_killed]
     if not failed:
         return Failure(FaultClass.PREEMPTION, "killed", None, progress, "", progress)
     origins = [end for end in failed if not end.followed]
-    killed = [end for end in ends if end.was_killed]
-    if not origins and len(killed) == 1:  # the others were right: it sent no heartbeat, and did not end
-        end = killed[0]
-        words = next(each.words.sentence for each in failed if each.words is not None)
-        return Failure(
-            FaultClass.HANG, f"hang-{end.phase.name.lower()}", end.rank, end.step, printable(words, 500), progress
-        )
     if not origins:
-        words = next(end.words.sentence for end in failed if end.words is not None)
-        return Failure(FaultClass.CRASH, "peer-lost", None, progress, printable(words, 500), progress)
-    origin = min(origins, key=lambda end: end.time if end.words is None else min(end.time, end.words.time_ns / 1e9))
-    words = "" if origin.words is None else printable(origin.words.sentence, 500)
+        words = next(printable(end.record.sentence, 500) for end in failed if end.record is not None)
+        killed = [end for end in ends if end.was_killed]
+        if len(killed) == 1:  # the others were right: it sent no heartbeat, and did not end
+            code = f"hang-{killed[0].phase.name.lower()}"
+            return Failure(FaultClass.HANG, code, killed[0].rank, killed[0].step, words, progress)
+        return Failure(FaultClass.CRASH, "peer-lost", None, progress, words, progress)
+    origin = min(origins, key=lambda end: end.time if end.record is None else min(end.time, end.record.time_ns / 1e9))
+    words = "" if origin.record is None else printable(origin.record.sentence, 500)
+    fault, code, device = _classify(origin, observations)
+    severe = (each for each in lines if each.severity in _SEVERE and each.rank == origin.rank)
+    explanation = next((f"{each.code}: {each.text}" for each in severe), "")
+    return Failure(fault, code, origin.rank, origin.step, words, progress, device, explanation)
+
+
+def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[FaultClass, str, int | None]:
+    """Return the class and code of the origin's end, and the GPU that caused it."""
+    status = origin.outcome
+    if status in REQUESTED:
+        return FaultClass.PREEMPTION, f"exit-{status}", None
     cause = _cause(origin, observations)
-    fault, code = _classify(origin, words, cause)
-    device = None if cause is None or fault is not cause.fault else cause.device
-    return Failure(fault, code, origin.rank, origin.step, words, progress, device)
-
-
-def _classify(origin: RankEnd, words: str, cause: Observation | None) -> tuple[FaultClass, str]:
-    """Return the class and code of the origin's end."""
-    if origin.status in REQUESTED:
-        return FaultClass.PREEMPTION, f"exit-{origin.status}"
+    reason = Reason.OTHER if origin.record is None or status is None else origin.record.reason
+    if reason in _REASONS and (cause is None or cause.fault is not FaultClass.GPU):
+        return *_REASONS[reason], None
     if cause is not None:
-        return cause.fault, cause.code
-    if origin.status == ExitCode.BAD_INPUT and any(text in words for text in _NOT_MET):
-        return FaultClass.PEERS, "peers-missing"
-    if origin.status == ExitCode.BAD_INPUT:
-        return FaultClass.CONFIGURATION, "exit-2"
-    if origin.status < 0:
-        try:
-            return FaultClass.CRASH, f"signal-{signal.Signals(-origin.status).name}"
-        except ValueError:
-            return FaultClass.CRASH, f"signal-{-origin.status}"
-    return FaultClass.CRASH, "exception" if words else f"exit-{origin.status}"
+        return cause.fault, cause.code, cause.device
+    if status == ExitCode.BAD_INPUT:
+        return FaultClass.CONFIGURATION, f"exit-{status}", None
+    return FaultClass.CRASH, "exception" if origin.record is not None and status else _name(origin), None
+
+
+def _name(origin: RankEnd) -> str:
+    """Return the code of a status."""
+    if origin.status == 0 or (origin.is_wrapped and origin.status < 0):  # not that of the trainer
+        return "no-exit-record"
+    if origin.status > 0:
+        return f"exit-{origin.status}"
+    try:
+        return f"signal-{signal.Signals(-origin.status).name}"
+    except ValueError:
+        return f"signal-{-origin.status}"
 
 
 def _cause(origin: RankEnd, observations: Sequence[Observation]) -> Observation | None:
     """Return the observed fault that explains the end; those of hardware before those of software."""
-    severe = [each for each in observations if each.severity in (Severity.ERROR, Severity.FATAL)
-              and each.rank in (None, origin.rank)]  # fmt: skip
-    order = (FaultClass.GPU, FaultClass.HOST_MEMORY, FaultClass.DISK, FaultClass.CHECKPOINT, FaultClass.DEVICE_MEMORY,
-             FaultClass.NETWORK, FaultClass.NON_FINITE, FaultClass.SPIKE)  # fmt: skip
+    severe = [each for each in observations if each.severity in _SEVERE and each.rank in (None, origin.rank)]
+    # A shell returns 128 more than the signal, and a pipe the status of its last command.
+    may_be_killed = origin.status in (-signal.SIGKILL, 128 + signal.SIGKILL) or (
+        origin.is_wrapped and not origin.status
+    )
+    order = (FaultClass.GPU, FaultClass.HOST_MEMORY, FaultClass.DISK, FaultClass.NETWORK, FaultClass.NON_FINITE,
+             FaultClass.SPIKE)  # fmt: skip
     for fault in order:
-        if fault is FaultClass.HOST_MEMORY and origin.status != -signal.SIGKILL:
+        if fault is FaultClass.HOST_MEMORY and not may_be_killed:
             continue  # the out-of-memory killer sends SIGKILL
         if fault is FaultClass.DISK and origin.status < 0 and origin.status != -signal.SIGBUS:
             continue  # a trainer whose disk is full ends by itself, unless it writes to a mapped file

@@ -18,6 +18,7 @@ class FileWorker:
     def __init__(self) -> None:
         """Start the thread."""
         self._jobs = queue.Queue[Callable[[], object]](_MOST_WAITING)
+        self._refuses = False
         self._since: float | None = None  # start of the job that runs, of `time.monotonic`
         threading.Thread(target=self._work, name="files", daemon=True).start()
 
@@ -27,6 +28,8 @@ class FileWorker:
 
         def work() -> None:
             try:
+                if self._refuses:
+                    raise OSError("Other processes have resumed the run.")
                 result.set_result(job())
             except BaseException as error:
                 result.set_exception(error)
@@ -36,6 +39,10 @@ class FileWorker:
         except queue.Full:
             result.set_exception(OSError("The run folder does not answer."))
         return result
+
+    def refuse(self) -> None:
+        """Do no job from now on, not even those that wait: the folder belongs to others."""
+        self._refuses = True
 
     @property
     def silent_seconds(self) -> float:

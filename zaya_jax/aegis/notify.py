@@ -82,7 +82,7 @@ class Notifier:
 
     @property
     def pids(self) -> set[int]:
-        """The processes of the commands that run, which whoever ends stray processes must spare."""
+        """The processes of the commands that run, which whoever ends orphans must spare."""
         pids = set()
         for each in self._running:
             with contextlib.suppress(psutil.NoSuchProcess):

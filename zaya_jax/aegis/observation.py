@@ -13,7 +13,7 @@ class FaultClass(enum.StrEnum):
     CRASH = "crash"  # a process ended by a signal or with an error
     NETWORK = "network"  # a network link is down or flaps
     PEERS = "peers"  # the processes of other nodes do not come back
-    GPU = "gpu"  # memory errors, resets and losses of a GPU
+    GPU = "gpu"  # memory errors, resets and losses of a GPU, or other broken hardware of the node
     NON_FINITE = "non_finite"  # gradients that are not finite
     SPIKE = "spike"  # the loss left its recent range
     STRAGGLER = "straggler"  # one process is slower than the others

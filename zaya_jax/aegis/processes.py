@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import psutil
 
 from zaya_jax.aegis.failure import RankEnd
 from zaya_jax.aegis.output import Output, Stream
-from zaya_jax.run.progress_record import SIZE, VARIABLE, Phase, Progress, read_progress
+from zaya_jax.run.progress_record import SIZE, VARIABLE, ExitRecord, Progress, read_progress
 
 KILL_SECONDS = 60.0  # that the kernel may take to end a process after SIGKILL
 _PR_SET_PDEATHSIG = 1
@@ -36,14 +38,20 @@ class Rank:
     """
 
     def __init__(
-        self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output]
-    ) -> None:
-        """Start `command` in `environment`; its output goes to `outputs`, stdout and stderr."""
-        self.index = index
+        self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output],
+        *, expects_record: bool = False,
+    ) -> None:  # fmt: skip
+        """Start `command` in `environment`; its output goes to `outputs`, stdout and stderr.
+
+        With `expects_record` it must keep a progress record: without one it has not finished, whatever it returns.
+        """
+        self.index, self._expects_record = index, expects_record
         self._record = os.memfd_create("zaya-progress", os.MFD_CLOEXEC)
         os.truncate(self._record, SIZE)
-        variables = {**environment, VARIABLE: f"/proc/{os.getpid()}/fd/{self._record}", "PYTHONUNBUFFERED": "1"}
-
+        path = f"/proc/{os.getpid()}/fd/{self._record}"
+        self._variable = os.fsencode(f"{VARIABLE}={path}")
+        self._trainer = (-1, -1)  # pid and pidfd of the process that keeps the record, once it is known
+        variables = {**environment, VARIABLE: path, "PYTHONUNBUFFERED": "1"}
         try:
             # The supervisor has one thread, so running Python between fork and exec is safe.
             self.process = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
@@ -67,14 +75,37 @@ class Rank:
 
     @property
     def progress(self) -> Progress | None:
-        """What the trainer does, by its own record; None if a process of its session has not written one."""
+        """What the trainer does, by its own record; None if no process that was given the record has written to it."""
         progress = read_progress(self._record)
-        if progress is None or self.end is not None:
-            return progress
+        return progress if progress is None or self.end is not None or self._keeps_record(progress.pid) else None
+
+    def _keeps_record(self, pid: int) -> bool:
+        """Return whether a process was started with this record, in whatever session (setsid, srun), or has ended.
+
+        A process is checked once: while it hangs in a page fault, the kernel lets a reader of its environment wait.
+        """
+        if pid == self._trainer[0]:
+            return True
         try:
-            return progress if os.getsid(progress.pid) == self.process.pid else None
-        except ProcessLookupError:
-            return progress  # it ended just now
+            file = os.pidfd_open(pid)
+        except (OSError, OverflowError) as error:
+            return isinstance(error, ProcessLookupError)  # it ended just now
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # another user's
+            environment = b""
+        if self._variable not in environment.split(b"\0"):
+            has_ended = bool(select.select([file], [], [], 0)[0])  # and waits to be reaped
+            os.close(file)
+            return has_ended
+        self._forget_trainer()
+        self._trainer = pid, file
+        return True
+
+    def _forget_trainer(self) -> None:
+        if self._trainer[0] >= 0:
+            os.close(self._trainer[1])
+        self._trainer = (-1, -1)
 
     def note_end(self, seconds: float | None = None) -> RankEnd:
         """Wait at most `seconds` for the end of the process, reap it, and return how it ended.
@@ -82,50 +113,90 @@ class Rank:
         Raises:
           subprocess.TimeoutExpired: it has not ended.
         """
-        status = self.process.wait(seconds)
-        progress = read_progress(self._record)
-        step, phase, words = (-1, Phase.START, None) if progress is None else (
-            progress.step if progress.first_step >= 0 else -1, progress.phase, progress.last_words)  # fmt: skip
-        self.end = RankEnd(self.index, status, time.monotonic(), step, phase, words, self.killed)
+        status, progress = self.process.wait(seconds), self.progress
+        end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed,
+                      expects_record=self._expects_record)  # fmt: skip
+        self.end = end if progress is None else dataclasses.replace(
+            end, step=progress.step if progress.first_step >= 0 else -1, phase=progress.phase,
+            record=progress.exit_record, has_progress=True, is_wrapped=progress.pid != self.process.pid,
+        )  # fmt: skip
         return self.end
 
     def give_up(self) -> None:
         """Count the process as killed, although the kernel has not ended it."""
         self.end = RankEnd(self.index, -signal.SIGKILL, time.monotonic(), was_killed=True)
 
+    @property
+    def exit_record(self) -> ExitRecord | None:
+        """The exit record of the trainer, which may not have ended; None if it has left none."""
+        progress = self.progress
+        return None if progress is None else progress.exit_record
+
+    @property
+    def has_lost_trainer(self) -> bool:
+        """Whether the command runs on although the trainer behind it has failed."""
+        return self.outlives_trainer and ((record := self.exit_record) is None or record.status != 0)
+
+    @property
+    def outlives_trainer(self) -> bool:
+        """Whether the command runs on although the trainer behind it has ended, as a script that then evaluates."""
+        is_wrapped = self._trainer[0] not in (-1, self.process.pid)
+        return self.end is None and is_wrapped and self.running_trainer is None
+
+    @property
+    def running_trainer(self) -> int | None:
+        """File descriptor that becomes readable when the trainer ends; None if it has, or keeps no record."""
+        file = self._trainer[1]
+        return None if file < 0 or select.select([file], [], [], 0)[0] else file
+
     def send(self, number: int) -> None:
         """Send a signal to the trainer itself, not to a shell around it or to its data workers."""
-        progress = self.progress
-        pid = self.process.pid if progress is None else progress.pid
+        if self.progress is None or not self._send_to_trainer(number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def _send_to_trainer(self, number: int) -> bool:
+        """Send a signal to the process that keeps the record; return whether there is one."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            if self._trainer[0] >= 0:
+                signal.pidfd_send_signal(self._trainer[1], number)
+                return True
+        return False
 
     def kill(self) -> None:
-        """Kill the whole session, data workers included."""
-        self.killed = self.killed or self.end is None
+        """Kill the whole session, data workers included, and a trainer that has left it."""
+        self.killed = self.killed or (self.end is None and not self.has_lost_trainer)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self._send_to_trainer(signal.SIGKILL)
 
     def close(self) -> None:
         """Close all file descriptors of an ended process."""
         for stream in self.streams:
             stream.close()
+        self._forget_trainer()
         os.close(self.exit)
         os.close(self._record)
 
 
-class Gang:
+class ProcessGroup:
     """The processes of one attempt, and a selector that waits for their output and end."""
 
-    def __init__(self, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], outputs: Sequence[Output]) -> None:
-        """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started."""
+    def __init__(
+        self, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], outputs: Sequence[Output],
+        *, expects_records: bool,
+    ) -> None:  # fmt: skip
+        """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started.
+
+        See `Rank` for the other arguments.
+        """
         self.selector = selectors.DefaultSelector()
         self.ranks: list[Rank] = []
         self.final_progress: Progress | None = None  # of the first process, once closed
         self.stuck: list[int] = []  # processes that SIGKILL did not end
         try:
             for index, (command, environment) in enumerate(processes):
-                self.ranks.append(Rank(index, command, environment, outputs))
+                self.ranks.append(Rank(index, command, environment, outputs, expects_record=expects_records))
         except OSError:
             self.kill()
             self.close()
@@ -146,7 +217,10 @@ class Gang:
         for key, _ in self.selector.select(seconds):
             if isinstance(key.data, Rank):
                 self.selector.unregister(key.fileobj)
-                ends.append(key.data.note_end())
+                if (trainer := key.data.running_trainer) is None:
+                    ends.append(key.data.note_end())
+                else:  # a shell that a signal has ended, and its trainer, which saves
+                    self.selector.register(trainer, selectors.EVENT_READ, key.data)
             elif isinstance(key.data, tuple):
                 rank, stream = key.data
                 lines += [(rank, line) for line in stream.read()]
@@ -190,13 +264,13 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_strays(spared: Collection[int]) -> None:
+def kill_orphans(spared: Collection[int]) -> None:
     """Kill and reap descendants that left the sessions of the trainer's processes; `spared` are pids to leave alone."""
-    strays = [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
-    for stray in strays:
+    orphans = [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
+    for orphan in orphans:
         with contextlib.suppress(psutil.NoSuchProcess):
-            stray.kill()
-    psutil.wait_procs(strays, timeout=1.0)
+            orphan.kill()
+    psutil.wait_procs(orphans, timeout=1.0)
 
 
 def describe_process(pid: int, root: Path = Path("/proc")) -> str:

@@ -52,8 +52,7 @@ def _format_node(name: str, node: dict[str, Any]) -> str:
         after = "" if seconds is None else f", training again after {seconds:.1f} s"
         lines.append(f"  {fault['time']}  {fault['fault']}: {fault['code']}{place}{step} -> "
                      f"{fault['action'] or 'no action'}{after}")  # fmt: skip
-        if fault["text"]:
-            lines.append(f"      {fault['text']}")
+        lines += [f"      {text}" for text in (fault["text"], fault["explanation"]) if text]
     lines.append(f"Goodput {100 * goodput['fraction']:.1f} % of {goodput['seconds']:,.1f} s:")
     lines += [f"  {bucket:<24}{seconds:>12,.1f} s{100 * seconds / max(goodput['seconds'], 1e-9):>8.1f} %"
               for bucket, seconds in goodput["buckets"].items() if seconds]  # fmt: skip

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from zaya_jax.aegis.command import TrainingCommand
-from zaya_jax.aegis.failure import Failure
-from zaya_jax.aegis.signatures import SKIPPED
+from zaya_jax.aegis.failure import SKIPPED, Failure
 from zaya_jax.config.stages import rows_before
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints

@@ -1,5 +1,6 @@
 """What a supervisor is doing now (`state.json`), and how it ended (`verdict.json`)."""
 
+import contextlib
 import json
 import math
 import os
@@ -44,11 +45,11 @@ def write_state(folder: Path, **state: Any) -> None:
 
 
 def write_verdict(folder: Path, code: SupervisorExit, why: str, attempts: int, step: int) -> None:
-    """Write how the supervisor ended, since some schedulers hide exit codes; a full disk is ignored."""
+    """Write how the supervisor ended, since some schedulers hide exit codes; on a full disk, try for some seconds."""
     verdict = {"exit_code": int(code), "name": code.name.lower(), "meaning": MEANINGS[code],
                "why": printable(why, 2000), "attempts": attempts, "step": step if step >= 0 else None,
                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
-    try:
-        write_atomically(folder / VERDICT, json.dumps(verdict, indent=1) + "\n")
-    except OSError:
-        return
+    for pause in (0.0, 1.0, 2.0):
+        time.sleep(pause)
+        with contextlib.suppress(OSError):
+            return write_atomically(folder / VERDICT, json.dumps(verdict, indent=1) + "\n")

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from zaya_jax.aegis.attempt import Attempt
 from zaya_jax.aegis.command import TrainingCommand
-from zaya_jax.aegis.decision import Decision, decide
+from zaya_jax.aegis.decision import Decision, decide, final_code
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Failure
 from zaya_jax.aegis.faults import MARKS, read_marks
@@ -27,6 +27,7 @@ from zaya_jax.aegis.rollback import plan_rollback, roll_back
 from zaya_jax.aegis.shared import Shared
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
+from zaya_jax.aegis.training_watch import level_changes
 from zaya_jax.aegis.watch import Watch
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
@@ -57,7 +58,7 @@ class Supervisor:
         self._command, self._policy, self._environment = command, policy, environment
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode(errors="surrogateescape")))
         self._shared = Shared(folder, node, policy, timeouts)
-        self._watch = Watch(policy, command.run_dir, self._shared.files)
+        self._watch = Watch(policy, command.run_dir, self._shared.files, level_changes(command.config))
         self._failures: list[tuple[float, Failure]] = []
         self._faults_made = 0  # by a drill
 
@@ -82,7 +83,7 @@ class Supervisor:
         return code
 
     def _end(self, code: SupervisorExit, why: str) -> None:
-        """Write how it ended, everywhere."""
+        """Write how it ended, everywhere; only to the output if the run folder belongs to others now."""
         shared, submit = self._shared, self._shared.files.submit
         self._watch.close()
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
@@ -97,8 +98,8 @@ class Supervisor:
                 shared.outputs[1].say(f"{output.dropped:,} bytes of output were dropped, since nobody read them.")
             output.flush(1.0)
         shared.notifier.close(_LAST_NEWS)
-        if not shared.log.close(_LAST_FILES):
-            shared.outputs[1].say("The run folder does not answer, so it may not have the verdict.")
+        if not shared.log.close(_LAST_FILES) and code is not SupervisorExit.SUPERSEDED:
+            shared.outputs[1].say("The run folder does not answer or is full, so it may lack events or the verdict.")
             shared.outputs[1].flush(1.0)
             os._exit(code)  # closing its files would wait, too
 
@@ -106,12 +107,14 @@ class Supervisor:
         shared = self._shared
         while True:
             self._watch.start_attempt()
+            note = ""
             try:
                 trains = self._command.config is not None
                 list_processes = functools.partial(self._command.processes, self._address)
                 listed = self._read(list_processes) if trains else list_processes()  # which then reads nothing
                 processes = [(argv, {**self._environment, **variables}) for argv, variables in listed]
-                attempt = Attempt(shared, processes, self._watch, expects_records=trains)
+                attempt = Attempt(shared, processes, self._watch, expects_records=trains,
+                                  is_saved=self._command.is_saved)  # fmt: skip
             except TimeoutError as error:
                 failure = Failure(FaultClass.DISK, "folder-silent", None, -1, str(error))
             except OSError as error:
@@ -119,20 +122,24 @@ class Supervisor:
                     return SupervisorExit.CONFIGURATION, f"The command cannot be started: {error}."
                 failure = Failure(FaultClass.CRASH, "not-started", None, -1)  # the machine may be short of something
             else:
-                failure = attempt.run()
+                failure, note = attempt.run(), attempt.note
             self._note_faults_made()
+            code = final_code(failure, shared.signals)
             if failure is None:
-                return SupervisorExit.DONE, f"The command finished in attempt {shared.log.attempt}."
-            if shared.signals:
-                return self._stopped(f"after step {max(shared.best_step, 0)}")
+                return SupervisorExit.DONE, f"The command finished in attempt {shared.log.attempt}. {note}".strip()
+            if code is not None:
+                stopped = self._stopped(f"after step {max(shared.best_step, 0)}")
+                return code, failure.words if code is SupervisorExit.SUPERSEDED else stopped
             decision = self._decide(failure)
             if decision.exit_code is not None:
                 return decision.exit_code, decision.why
             wait = f" in {decision.delay:.0f} s" if decision.delay >= 1 else ""
-            shared.outputs[1].say(f"{decision.why.removesuffix('.')}{wait}: {failure.words or 'no last words'}")
+            words = failure.words or failure.explanation or "no exit record"
+            shared.outputs[1].say(f"{decision.why.removesuffix('.')}{wait}: {words}")
             self._sleep(decision.delay)
-            if shared.signals:
-                return self._stopped("while waiting to restart")
+            code = final_code(failure, shared.signals)
+            if code is not None:
+                return code, self._stopped("while waiting to restart")
 
     def _note_faults_made(self) -> None:
         """Write the faults that a drill has made in this attempt, so that goodput leaves them out."""
@@ -142,10 +149,9 @@ class Supervisor:
                 self._shared.log.write("inject", mark["fault"], made_at=mark["monotonic"])
             self._faults_made = len(made)
 
-    def _stopped(self, when: str) -> tuple[SupervisorExit, str]:
-        name = signal.Signals(self._shared.signals[0]).name
-        code = SupervisorExit.INTERRUPTED if name == "SIGINT" else SupervisorExit.PREEMPTED
-        return code, f"Stopped by {name} {when}."
+    def _stopped(self, when: str) -> str:
+        number = next(iter(self._shared.signals), None)
+        return "" if number is None else f"Stopped by {signal.Signals(number).name} {when}."
 
     def _decide(self, failure: Failure) -> Decision:
         """Decide by the policy, change the command if it wants that, and write both."""

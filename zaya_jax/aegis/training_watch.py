@@ -1,32 +1,47 @@
 """Watch the training itself: losses that are not finite or stay high, and a process that is slower than the others."""
 
+import bisect
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import TrainingPolicy
+from zaya_jax.config import Config
+from zaya_jax.config.stages import phase_steps, schedule_spans, tokens_before
 from zaya_jax.run.progress_record import Phase, Progress
 
 _LEAST_STEPS = 16  # steps before losses are compared
 _LEAST_DEVIATION = 0.01  # of the loss, relative to the median
 # Phases in which a process may wait for others; the rest is its own time.
 _SHARED = (Phase.DISPATCH, Phase.DEVICE_WAIT)
+# Numbers of steps done, first and last, between which the loss may change its level; None if they are not known.
+LevelChanges = Sequence[tuple[int, int]] | None
 
 
 class LossWatch:
     """Compares each loss with the median of the steps before; the trainer skips single spikes, this sees lasting ones.
 
-    A loss is high if it exceeds the median of the last `spike_window` normal ones by more than `spike_threshold` robust
-    standard deviations (1.4826 × the median absolute deviation).
+    A loss is high if it exceeds the median of the last `spike_window` normal ones by more than the tolerance:
+    `spike_threshold` robust standard deviations (1.4826 × the median absolute deviation).
+
+    Where a phase starts, other data can raise the loss at once and for good. If the phases are not known, `spike_steps`
+    high losses are a fault only if their median is more than twice the one before or rises by more than the tolerance,
+    or if their deviation exceeds it. Otherwise they are a new level, and normal after `spike_window` steps.
     """
 
-    def __init__(self, policy: TrainingPolicy) -> None:
-        """Start without a step."""
-        self._policy = policy
+    def __init__(self, policy: TrainingPolicy, changes: LevelChanges = None) -> None:
+        """Start without a step.
+
+        Args:
+          policy: what is high, and for how long.
+          changes: see `level_changes`. Losses are not compared with those before a change.
+        """
+        self._policy, self._changes = policy, changes
         self._losses = deque[float](maxlen=policy.spike_window)
-        self._step, self._good, self._high, self._not_finite = -1, 0, 0, 0
+        self._high: list[float] = []  # the losses since the last normal one
+        self._step, self._good, self._not_finite, self._is_reported = -1, 0, 0, False
 
     def look(self, step: int, loss: float, first_step: int = 0) -> Observation | None:
         """Look at the loss after `step` steps; return an observation when it has been bad for `spike_steps` steps.
@@ -37,9 +52,9 @@ class LossWatch:
           first_step: number of steps that were done when training started or resumed.
         """
         self._good = max(self._good, first_step)
-        if step == self._step or (math.isnan(loss) and self._step < 0):
+        if step in (self._step, first_step):
             return None
-        self._step = step
+        before, self._step = max(self._step, first_step), step
         if not math.isfinite(loss):
             self._not_finite += 1
             if self._not_finite == self._policy.spike_steps:
@@ -47,23 +62,51 @@ class LossWatch:
                 return Observation("loss-not-finite", FaultClass.NON_FINITE, Severity.ERROR, text, None, self._good)
             return None
         self._not_finite = 0
-        if len(self._losses) >= _LEAST_STEPS and loss > self._limit():
-            self._high += 1
-            if self._high == self._policy.spike_steps:
-                return Observation(
-                    "loss-spike", FaultClass.SPIKE, Severity.ERROR,
-                    f"The loss has been high for {self._high} steps, until step {step}: {loss:.4g} after a median of "
-                    f"{statistics.median(self._losses):.4g} nats/token.", None, self._good,
-                )  # fmt: skip
-            return None
-        self._high, self._good = 0, step
+        if any(first < step and before <= last for first, last in self._changes or ()):
+            self._losses.clear()
+        if len(self._losses) >= _LEAST_STEPS:
+            median, tolerance = self._center(self._losses)
+            if loss > median + tolerance:
+                return None if self._is_reported else self._judge(step, loss, median, tolerance)
         self._losses.append(loss)
+        self._high, self._is_reported, self._good = [], False, step
         return None
 
-    def _limit(self) -> float:
-        median = statistics.median(self._losses)
-        deviation = 1.4826 * statistics.median(abs(loss - median) for loss in self._losses)
-        return median + self._policy.spike_threshold * max(deviation, _LEAST_DEVIATION * abs(median))
+    def _judge(self, step: int, loss: float, median: float, tolerance: float) -> Observation | None:
+        """Tell a divergence from a new level."""
+        steps, high = self._policy.spike_steps, self._high
+        high.append(loss)
+        if len(high) < steps:
+            return None
+        (level, _), (newest, spread) = self._center(high[:steps]), self._center(high[-steps:])
+        is_level = newest <= min(2 * median, level + tolerance) and spread <= self._policy.spike_threshold * tolerance
+        if self._changes is not None or not is_level:
+            self._is_reported = True
+            text = (f"The loss has been high for {len(high)} steps, until step {step}: {loss:.4g} after a median of "
+                    f"{median:.4g} nats/token.")  # fmt: skip
+            return Observation("loss-spike", FaultClass.SPIKE, Severity.ERROR, text, None, self._good)
+        if len(high) >= self._policy.spike_window:
+            self._losses.extend(high)
+            self._high, self._good = [], step
+        return None
+
+    def _center(self, losses: Collection[float]) -> tuple[float, float]:
+        """Return the median, and the tolerance around it."""
+        median = statistics.median(losses)
+        deviation = 1.4826 * statistics.median(abs(loss - median) for loss in losses)
+        return median, self._policy.spike_threshold * max(deviation, _LEAST_DEVIATION * abs(median))
+
+
+def level_changes(config: Config | None) -> LevelChanges:
+    """Return for each phase the numbers of steps done when it starts and when its warm-up ends; None for no config."""
+    if config is None:
+        return None
+    changes = []
+    for (first, end), span in zip(phase_steps(config), schedule_spans(config), strict=True):
+        warm = span.first_token + span.schedule.warmup_tokens
+        steps = bisect.bisect_left(range(first, end), warm, key=lambda step: tokens_before(config, step))
+        changes.append((first, first + steps))
+    return changes
 
 
 class StragglerWatch:

@@ -12,8 +12,8 @@ from zaya_jax.aegis.network import NetworkWatch
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import Rank
-from zaya_jax.aegis.signatures import match, observe_line
-from zaya_jax.aegis.training_watch import LossWatch, StragglerWatch
+from zaya_jax.aegis.signatures import observe_line
+from zaya_jax.aegis.training_watch import LevelChanges, LossWatch, StragglerWatch
 
 _EVERY = 1.0  # seconds between two looks at the machine
 _SILENT = 30.0  # seconds after which a run folder that does not answer is reported
@@ -22,9 +22,16 @@ _SILENT = 30.0  # seconds after which a run folder that does not answer is repor
 class Watch:
     """Watches the machine for as long as the supervisor runs, and output and training attempt by attempt."""
 
-    def __init__(self, policy: Policy, run_dir: Path, files: FileWorker) -> None:
-        """Start to watch the machine, and the disk of `run_dir`, whose files `files` reads and writes."""
-        self._policy, self._run_dir, self._files = policy, run_dir, files
+    def __init__(self, policy: Policy, run_dir: Path, files: FileWorker, changes: LevelChanges = None) -> None:
+        """Start to watch the machine.
+
+        Args:
+          policy: of the supervisor.
+          run_dir: whose disk to watch, too.
+          files: reads and writes the files of `run_dir`.
+          changes: see `LossWatch`.
+        """
+        self._policy, self._run_dir, self._files, self._changes = policy, run_dir, files, changes
         self._kernel_log = None if policy.watch.kernel_log is None else KernelLog(Path(policy.watch.kernel_log))
         telemetry = policy.watch.network_telemetry
         self._network = NetworkWatch(Path(policy.watch.sysfs), policy.watch.link_down_seconds,
@@ -41,7 +48,8 @@ class Watch:
 
     def start_attempt(self) -> None:
         """Forget the losses and times of the attempt before."""
-        self._loss, self._straggler = LossWatch(self._policy.training), StragglerWatch(self._policy.training)
+        policy = self._policy.training
+        self._loss, self._straggler = LossWatch(policy, self._changes), StragglerWatch(policy)
 
     @property
     def pids(self) -> list[int]:
@@ -50,7 +58,7 @@ class Watch:
 
     def read_lines(self, lines: Sequence[tuple[Rank, bytes]]) -> list[Observation]:
         """Return what lines of the processes tell."""
-        seen = (observe_line("trainer", line, rank.index) for rank, line in lines)
+        seen = (observe_line("trainer", line.decode(errors="replace"), rank.index) for rank, line in lines)
         return [each for each in seen if each is not None]
 
     def poll(self, ranks: Sequence[Rank], now: float) -> list[Observation]:
@@ -67,13 +75,15 @@ class Watch:
             seen += [] if bad is None else [bad]
         if len(progress) == len(ranks) > 1:
             seen += self._straggler.look(progress)
-        if now - self._looked < _EVERY:
-            return seen
+        return seen if now - self._looked < _EVERY else [*seen, *self.poll_machine(now)]
+
+    def poll_machine(self, now: float) -> list[Observation]:
+        """Return what is new of the machine at `now` of `time.monotonic`."""
         self._looked = now
-        for line in [] if self._kernel_log is None else self._kernel_log.read():
-            if (signature := match("kernel", line)) is not None:
-                seen.append(signature.observe(line))
-        return [*seen, *self._network.poll(now), *self._host.poll(), *self._gpus.poll(now), *self.poll_folder()]
+        lines = [] if self._kernel_log is None else self._kernel_log.read()
+        seen = [observe_line("kernel", line) for line in lines]
+        return [*(each for each in seen if each is not None), *self._network.poll(now), *self._host.poll(),
+                *self._gpus.poll(now), *self.poll_folder()]  # fmt: skip
 
     def poll_folder(self) -> list[Observation]:
         """Return what is new of the run folder: its free space, and whether its file system answers."""

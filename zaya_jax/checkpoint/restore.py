@@ -12,7 +12,7 @@ from zaya_jax.checkpoint.digest import assemble, differing
 from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader, retried, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.errors import InputError, Reason, RunStopped
 from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary, primary_first
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, read_slice
@@ -59,7 +59,7 @@ def restore_newest(
                 say(f"{error} It was quarantined as {quarantined}. Trying the next older checkpoint.")
     if quarantined or broadcast(names.has_checkpoint(folder)):
         raise RunStopped(f"Every checkpoint in {folder} is damaged. They are kept there; start again in another "
-                         "run_dir.")  # fmt: skip
+                         "run_dir.", Reason.NO_CHECKPOINT)  # fmt: skip
     return None
 
 

@@ -6,7 +6,6 @@ manifest, and finally renames the folder to the checkpoint's name.
 
 import contextlib
 import dataclasses
-import enum
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 
@@ -25,11 +24,11 @@ from zaya_jax.checkpoint.orbax_save import start_save
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import InputError, RunStopped, as_sentence
+from zaya_jax.errors import InputError, Reason, RunStopped, Superseded, as_sentence
 from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import joined, leaf_digest, uncovered
-from zaya_jax.run.fencing import is_current, take_token, why_superseded
+from zaya_jax.run.fencing import Fence, is_current
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
 from zaya_jax.run.retention import steps_to_keep
@@ -42,21 +41,6 @@ _SPARE = 1.05  # required free space over the size of the arrays, for metadata
 
 class SaveFailed(Exception):
     """A save failed; the message says why."""
-
-
-class _SaveStatus(enum.StrEnum):
-    """State of the last save, according to process 0."""
-
-    WAITING = enum.auto()  # in progress, or failed and not yet due again
-    DONE = enum.auto()
-    RETRY = enum.auto()
-
-
-class _Prospect(NamedTuple):
-    """Result of process 0's checks before a save."""
-
-    is_saved: bool = False  # the step already has a checkpoint
-    problem: str = ""  # why saving is impossible, if it is
 
 
 @dataclasses.dataclass
@@ -74,11 +58,19 @@ class _Saving:
 
 
 class CheckpointStore:
-    """Saves and retains checkpoints in the folder `checkpoints/` of a run, for the processes that train it."""
+    """Saves and retains checkpoints in the folder `checkpoints/` of a run, for the processes that train it.
+
+    Every method raises `Superseded` when it is about to write after other processes have resumed the run.
+
+    Attributes:
+      folder: of the checkpoints.
+      say: prints one sentence about a problem.
+      fence: the fencing token of these processes, in process 0.
+    """
 
     def __init__(
         self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = (),
-        say: Callable[[str], object] = print,
+        say: Callable[[str], object] = print, leave: Callable[[Superseded], object] = lambda error: None,
     ) -> None:  # fmt: skip
         """Open the folder, which need not exist; nothing is written yet.
 
@@ -87,9 +79,11 @@ class CheckpointStore:
           config: when and what to save and keep.
           pinned: steps whose checkpoints are never removed.
           say: prints one sentence about a problem.
+          leave: ends this process if other processes resume the run, see `Fence`.
         """
         self.folder = folder.resolve()
         self.say = say
+        self.fence = Fence(self.folder, leave)
         self._config, self._pinned = config, set(pinned)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._token = 0
@@ -145,15 +139,14 @@ class CheckpointStore:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
-                token = take_token(self.folder, names.current_tokens(self.folder, self._newest, self.say)).number
+                token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self._verified.intersection(self.steps()):
                     (self.folder / str(step) / names.VERIFIED).touch()
                 self._retain()
             except OSError as error:
-                problem = f"{self.folder} cannot be written: {error.strerror}."
+                problem, token = f"{self.folder} cannot be written: {error.strerror}.", 0
         message: list[Any] = [problem, token]
-        problem, token = broadcast(message)
-        self._token = 0 if problem else token
+        problem, self._token = broadcast(message)
         return problem
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], ready: Callable[[], str] = str) -> None:
@@ -178,9 +171,8 @@ class CheckpointStore:
         work = self.folder / names.unfinished_name(step, self._token)
         if not problem:  # a single broadcast, since training waits for it
             size = sum(x.nbytes for x in arrays.values())
-            prospect = self._prospect(step, work, size, ready) if is_primary() else _Prospect()
-            is_saved, problem = _Prospect(**broadcast(prospect._asdict()))
-            if is_saved:
+            problem = broadcast(self._why_not(step, work, size, ready) if is_primary() else "")
+            if problem is None:
                 return
         if problem:
             self._failed(step, problem)
@@ -196,19 +188,24 @@ class CheckpointStore:
             saving.problem = as_sentence(error)
         self._in_flight = (step, self._pool.submit(self._finish, saving))
 
-    def _prospect(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> _Prospect:
-        """Check whether `size` bytes can be saved to `work`; quarantine an unusable folder with the step's name."""
+    def _why_not(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> str | None:
+        """Return why `size` bytes cannot be saved to `work`; empty if they can, None if the step is saved already.
+
+        Quarantines an unusable folder with the step's name.
+        """
         path = self.folder / str(step)
         try:
-            manifest = try_read(path)
+            problem, manifest = self.fence.check(), try_read(path)
         except InputError as error:
-            return _Prospect(problem=str(error))
+            return str(error)
+        if problem:
+            return problem
         if manifest is not None and is_current(self.folder, step, manifest.fencing_token):
-            return _Prospect(is_saved=True)
+            return None
         if path.exists():
             with contextlib.suppress(OSError):  # if it stays in the way, the end of the save reports it
                 names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
-        return _Prospect(problem=ready() or self._check_free_space(size) or self._remove_leftovers(work))
+        return ready() or self._check_free_space(size) or self._remove_leftovers(work)
 
     def due(self) -> bool:
         """Return whether to retry a failed save now; the same in all processes.
@@ -218,15 +215,15 @@ class CheckpointStore:
         """
         if self._in_flight is None and not self._problem:
             return False
-        status = self._save_status()
-        if status is _SaveStatus.WAITING:
+        is_retry = self._in_flight is None
+        if self._is_waiting():
             return False
         self.wait()
-        return status is _SaveStatus.RETRY
+        return is_retry
 
     def backing_off(self) -> bool:
         """Return whether a failed save is not yet due again; the same in all processes."""
-        return bool(self._problem) and self._save_status() is _SaveStatus.WAITING
+        return bool(self._problem) and self._is_waiting()
 
     def finish(self, save: Callable[[], None], should_stop: Callable[[], bool]) -> bool:
         """Wait until the last save has succeeded, retrying with `save`, or until `should_stop()`.
@@ -242,13 +239,10 @@ class CheckpointStore:
                 self.wait()
         return not self._problem
 
-    def _save_status(self) -> _SaveStatus:
-        """Return process 0's status in every process."""
-        if self._in_flight is not None:
-            status = _SaveStatus.DONE if self._in_flight[1].done() else _SaveStatus.WAITING
-        else:
-            status = _SaveStatus.RETRY if time.monotonic() >= self._again_at else _SaveStatus.WAITING
-        return _SaveStatus(broadcast(str(status)))
+    def _is_waiting(self) -> bool:
+        """Whether a save is in progress, or failed and not yet due again, according to process 0."""
+        ready = time.monotonic() >= self._again_at if self._in_flight is None else self._in_flight[1].done()
+        return not broadcast(ready)
 
     def wait(self) -> bool:
         """Wait for the save in progress; return whether the last save succeeded.
@@ -280,7 +274,7 @@ class CheckpointStore:
         if broadcast(failing_seconds > self._config.max_unsaved_seconds):
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
                              f"{failing_seconds:.0f} s, more than checkpoint.max_unsaved_seconds "
-                             f"({self._config.max_unsaved_seconds:g} s); {since}.")  # fmt: skip
+                             f"({self._config.max_unsaved_seconds:g} s); {since}.", Reason.SAVE_FAILED)  # fmt: skip
         self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues; {since}. "
                      f"Retrying in about {self._pause:.0f} s.")  # fmt: skip
         self._problem, self._again_at = problem, time.monotonic() + self._pause
@@ -295,8 +289,6 @@ class CheckpointStore:
         need = round(size * _SPARE)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if problem := why_superseded(self.folder, self._token):
-                return problem
             if shutil.disk_usage(self.folder).free < need:
                 names.clean(self.folder)
                 self._retain()
@@ -342,8 +334,7 @@ class CheckpointStore:
         problems = [text for text in all_gather("saved", problem, _PATIENCE) if text]
         verdict = ""
         if is_primary():
-            superseded = why_superseded(self.folder, self._token) if problems else ""
-            verdict = superseded or problems[0] if problems else self._commit(saving)
+            verdict = self.fence.check() or problems[0] if problems else self._commit(saving)
         verdict = all_gather("kept", verdict, _PATIENCE)[0]
         if verdict:
             self.local.discard()
@@ -352,6 +343,7 @@ class CheckpointStore:
             raise SaveFailed(verdict)
         if self._config.verify == "readback":
             self._verified.add(saving.step)
+        self.fence.check()
         if problem := self.local.commit(saving.step):
             (self.say if is_primary() else print)(problem)  # local disks differ between processes
         if is_primary():
@@ -370,7 +362,7 @@ class CheckpointStore:
                 saving.step, self._token, saving.metadata, leaves, list_files(saving.work),
                 file_digests(saving.work) if verifying else {}, self._config.verify == "readback",
             ))  # fmt: skip
-            if problem := why_superseded(self.folder, self._token):
+            if problem := self.fence.check():
                 return problem
             os.rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)
@@ -380,6 +372,7 @@ class CheckpointStore:
 
     def _retain(self) -> None:
         """Apply retention in process 0; checkpoints that cannot be removed stay."""
+        self.fence.check()
         with contextlib.suppress(OSError):
             usable = names.usable_checkpoints(self.folder)
             kept = steps_to_keep(usable, self._config, self._verified) | self._pinned

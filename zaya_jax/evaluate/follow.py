@@ -1,7 +1,5 @@
 """Follow a training run: score each finished checkpoint once, as it appears."""
 
-import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ from zaya_jax.errors import InputError, printable
 from zaya_jax.evaluate.results import FOLDER
 from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
 from zaya_jax.run.folder import CONFIG, STATUS, is_locked
-from zaya_jax.run.metrics import finite, read_rows
+from zaya_jax.run.metrics import append_row, read_rows
 from zaya_jax.run.status import RUNNING, read_status
 
 
@@ -82,16 +80,3 @@ def has_ended(run: Path) -> bool:
 def finished_steps(run: Path) -> list[int]:
     """List the steps of checkpoints that are saved completely."""
     return [checkpoint.step for checkpoint in usable_checkpoints(run / CHECKPOINTS)]
-
-
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a line of JSON durably, after cutting off a line that a kill left incomplete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
-        file.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
-        file.flush()
-        os.fsync(file.fileno())

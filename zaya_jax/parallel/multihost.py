@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 from jax._src import clusters, distributed
 
-from zaya_jax.errors import ExitCode, InputError, RunStopped, last_words
+from zaya_jax.errors import ExitCode, InputError, Reason, RunStopped, exit_reason, last_words
 from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
 from zaya_jax.parallel.compilation_cache import share_compilation_cache
 from zaya_jax.parallel.peer_liveness import PeerLiveness
@@ -176,13 +176,13 @@ def primary_first(action: Callable[[], T]) -> T:
         failure: list[Any] | None = broadcast(None)
         if failure is None:
             return action()
-        problem, status = failure
-        raise (InputError if status == ExitCode.BAD_INPUT else RunStopped)(problem)
+        problem, status, reason = failure
+        raise (InputError if status == ExitCode.BAD_INPUT else RunStopped)(problem, Reason(reason))
     try:
         result = action()
     except Exception as error:
         sentence, status = last_words(error)
-        broadcast([sentence.partition(": ")[2] or type(error).__name__, status])
+        broadcast([sentence.partition(": ")[2] or type(error).__name__, status, exit_reason(error)])
         raise
     broadcast(None)
     return result

@@ -169,15 +169,14 @@ class _Members:
         ) from error
 
     def _accept(self, listener: socket.socket) -> None:
-        oldest = list(self._strangers)[:1]
-        if len(self._strangers) >= _MOST_STRANGERS:
-            self._drop(*oldest)
         try:
             connection, address = listener.accept()
         except OSError:  # no file descriptor is left
-            self._drop(*oldest)
-            time.sleep(0 if oldest else _RETRY)
+            time.sleep(0 if self._strangers else _RETRY)
+            self._drop(*list(self._strangers)[:1])
             return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._drop(next(iter(self._strangers)))
         peer, nonce = Peer(connection, host=address[0]), secrets.token_hex(16)
         self._strangers[peer] = nonce, time.monotonic()
         self._selector.register(peer, selectors.EVENT_READ)

@@ -1,34 +1,125 @@
-"""Fencing tokens, which stop superseded processes of a run from overwriting their successors' checkpoints.
+"""Fencing tokens, which stop superseded processes of a run from writing where their successors write.
 
 Processes that start or resume a run take the next token (a number) and record the checkpoints that exist. A checkpoint
 is current only if it was saved with the newest token, or existed when a newer token was taken. On disk, in the file
 `GENERATION` and in manifests, the token is called `generation`.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, Superseded
 from zaya_jax.run.digests import digest
 from zaya_jax.run.files import read_json, write_atomically
 from zaya_jax.run.signals import warn_once
 
 FENCE = "GENERATION"  # file in a folder of checkpoints
 _LEAP = 1000  # more tokens than any run takes without saving a checkpoint
+_EVERY = 10.0  # seconds between two looks at the file while a process computes or waits
+_STARTED = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+_TAKER = {"host": os.uname().nodename, "pid": os.getpid(), "started": _STARTED}
 
 
 class FencingToken(NamedTuple):
-    """The newest token of a checkpoint folder; `accepted` maps steps that existed when it was taken to their tokens."""
+    """The newest token of a checkpoint folder.
+
+    Attributes:
+      number: greater than all before.
+      accepted: step → token of the checkpoints that existed when it was taken.
+      taker: `host`, `pid` and start time (`started`, UTC) of the process that took it; empty in files of earlier
+        versions.
+    """
 
     number: int
     accepted: Mapping[int, int]
+    taker: Mapping[str, str | int] = MappingProxyType({})
 
     def accepts(self, step: int, number: int) -> bool:
         """Return whether the checkpoint of `step`, saved with the token `number`, is current."""
         return number == self.number or self.accepted.get(step) == number
+
+
+class Fence:
+    """The token that this process holds. Once another process takes a newer one, this one must not write any more."""
+
+    def __init__(self, folder: Path, leave: Callable[[Superseded], object] = lambda error: None) -> None:
+        """Hold no token yet.
+
+        Args:
+          folder: of the checkpoints.
+          leave: ends this process at once, from any thread, so that nothing of what it has begun is written; by
+            default, `check` only raises.
+        """
+        self._folder, self._leave = folder, leave
+        self._number, self._content = 0, b""  # of the token, and of the file that has it
+        self._lock = threading.Lock()  # only one thread leaves
+
+    def take(self, checkpoints: Mapping[int, int]) -> FencingToken:
+        """Take the next token, which supersedes all other processes of this run.
+
+        Args:
+          checkpoints: steps of the checkpoints to accept → tokens that saved them.
+
+        Raises:
+          Superseded: another process has superseded this one.
+          OSError: the token cannot be written.
+        """
+        self.check()
+        previous, newest = read_token(self._folder), max(checkpoints.values(), default=0)
+        # Only the file knows tokens that have saved nothing yet. If it is lost, skip past them.
+        last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
+        accepted = {str(step): number for step, number in checkpoints.items()}
+        tree = {"generation": last + 1, "accepted": accepted, **_TAKER}
+        text = json.dumps({**tree, "digest": digest(json.dumps(tree).encode())}) + "\n"
+        write_atomically(self._folder / FENCE, text)
+        self._number, self._content = last + 1, text.encode()
+        return FencingToken(last + 1, dict(checkpoints), _TAKER)
+
+    def check(self) -> str:
+        """Compare this process's token with the newest one; do nothing if it has none.
+
+        Returns:
+          Why they cannot be compared, in which case this process is not superseded; empty if they are equal.
+
+        Raises:
+          Superseded: another process has taken a newer one.
+        """
+        with self._lock:
+            with contextlib.suppress(OSError):  # `read_token` explains it
+                if not self._number or (self._folder / FENCE).read_bytes() == self._content:
+                    return ""
+            newest = read_token(self._folder)
+            if newest is None or newest.number < self._number:
+                return f"The fencing token of {self._folder} cannot be read; restart the run."
+            taker = "Process {pid} on {host}, started at {started}, took it. " if newest.taker else ""
+            error = Superseded(f"Other processes have resumed this run: its fencing token is now {newest.number}, this "
+                               f"process has {self._number}. {taker.format_map(newest.taker)}This process writes "
+                               "nothing more.")  # fmt: skip
+            self._leave(error)
+            raise error
+
+    def watch(self) -> Callable[[], None]:
+        """Also `check` every 10 s in a thread, since steps, compilations and saves may take hours.
+
+        Returns:
+          A function that ends the thread.
+        """
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(_EVERY):
+                with contextlib.suppress(Superseded):  # which the next `check` of the training loop raises, too
+                    self.check()
+
+        threading.Thread(target=look, name="fence", daemon=True).start()
+        return ended.set
 
 
 def read_token(folder: Path) -> FencingToken | None:
@@ -36,9 +127,10 @@ def read_token(folder: Path) -> FencingToken | None:
     path = folder / FENCE
     try:
         tree = read_json(path)
-        if digest(_canonical_json(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
+        if tree.pop("digest") != digest(json.dumps(tree).encode()):
             raise InputError(f"{path} does not match its checksum.")
-        token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()})
+        token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()},
+                             {key: tree[key] for key in _TAKER} if "pid" in tree else {})  # fmt: skip
         return token if all(type(number) is int for number in (token.number, *token.accepted.values())) else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if os.path.lexists(path):
@@ -47,34 +139,7 @@ def read_token(folder: Path) -> FencingToken | None:
         return None
 
 
-def take_token(folder: Path, checkpoints: Mapping[int, int]) -> FencingToken:
-    """Take the next token; `checkpoints` maps the steps to accept to the tokens that saved them."""
-    previous = read_token(folder)
-    newest = max(checkpoints.values(), default=0)
-    # Only the file knows tokens that have saved nothing yet. If it is lost, skip past them.
-    last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
-    token = FencingToken(last + 1, dict(checkpoints))
-    text = _canonical_json(token.number, {str(step): number for step, number in token.accepted.items()})
-    write_atomically(folder / FENCE, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
-    return token
-
-
 def is_current(folder: Path, step: int, number: int) -> bool:
     """Return whether the checkpoint of `step` was not saved by a superseded process."""
     token = read_token(folder)
     return token is None or token.accepts(step, number)
-
-
-def why_superseded(folder: Path, number: int) -> str:
-    """Explain why the holder of the token `number` must not write to `folder`; empty if it may."""
-    token = read_token(folder)
-    if token is None:
-        return f"The fencing token of {folder} cannot be read; restart the run."
-    if token.number != number:
-        return (f"Other processes have resumed this run: its fencing token is now {token.number}, this process has "
-                f"{number}.")  # fmt: skip
-    return ""
-
-
-def _canonical_json(generation: int, accepted: Mapping[str, int]) -> str:
-    return json.dumps({"generation": generation, "accepted": accepted})

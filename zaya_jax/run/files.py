@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from zaya_jax.errors import InputError, did_you_mean, printable
+from zaya_jax.errors import InputError, Reason, did_you_mean, printable
 
 _LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
 
@@ -173,7 +173,8 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
     try:
         file = _locked_file(path, wait)
     except BlockingIOError as error:
-        raise InputError(f"{what} ({path.parent}) is in use by another process; wait until it finishes.") from error
+        raise InputError(f"{what} ({path.parent}) is in use by another process; wait until it finishes.",
+                         Reason.PEERS_MISSING) from error  # fmt: skip
     except OSError as error:  # includes file systems without locks
         raise InputError(f"{what} ({path.parent}) cannot be written: {error.strerror}.") from error
     with file:

@@ -1,9 +1,12 @@
 """The run folder: its files, its lock, and the check that it belongs to the configuration."""
 
+import errno
 import fcntl
 import json
+import os
+import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from zaya_jax.run.fencing import FENCE
 from zaya_jax.run.files import PARTIAL, expanded, locked, write_atomically
 from zaya_jax.run.manifest import Unreadable
 from zaya_jax.run.metrics import read_rows
+from zaya_jax.run.signals import warn
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -28,6 +32,9 @@ CHANGES = "changes.jsonl"
 STATUS = "status.json"
 PROFILE = "profile"
 _LOCK = ".lock"
+# Mount options with which locks hold on one node only: nfs(5), mount.lustre(8), mount.cifs(8), and Linux's
+# documentation of afs, gfs2 and ocfs2.
+_LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock", "nobrl", "flock=local", "localflocks"}
 
 # Keys that may change when a run resumes and affect the computation; `record_changes` records them. Training checks
 # which phases and rows to skip may change.
@@ -64,6 +71,16 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def why_unlocked(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return why the lock that this process holds does not keep others out, here or elsewhere; empty if it does."""
+    if not is_locked(folder):
+        return "file locks do not work"
+    number, text = folder.stat().st_dev, mounts.read_text(errors="replace") if mounts.exists() else ""
+    options = re.findall(rf"^\d+ \d+ {os.major(number)}:{os.minor(number)} .* (\S+)$", text, re.MULTILINE)
+    named = ", ".join(sorted(_LOCAL_LOCKS.intersection(",".join(options).split(","))))
+    return f"file locks hold on one node only (mount option {named})" if named else ""
+
+
 @contextmanager
 def lock_run(config: Config) -> Iterator[Path]:
     """Create and lock `config.run_dir` for the duration of the block, and return it.
@@ -77,7 +94,15 @@ def lock_run(config: Config) -> Iterator[Path]:
     """
     folder = run_folder(config)
     existed = folder.exists()
-    with lock_folder(folder, "run_dir"):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock_folder(folder, "run_dir"))
+        except InputError as error:
+            if getattr(error.__cause__, "errno", None) not in (errno.ENOLCK, errno.ENOSYS):
+                raise
+        if why := why_unlocked(folder):
+            warn(f"Warning: {why} in run_dir ({folder}), so nothing refuses a second training of this run; instead, "
+                 "the first one stops when the second one takes the next fencing token.")  # fmt: skip
         _compare(folder, config)
         _require_checkpoints(folder)
         for left in folder.glob(f"*{PARTIAL}"):

@@ -5,6 +5,7 @@ bitwise. Times are in `timings.jsonl`.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -20,14 +21,20 @@ _SYNC_BYTES = 2**20  # of rows in memory that trigger a sync between checkpoints
 class DiskGuard:
     """Turns failures to write non-critical files of the run folder into one warning instead of ending the run."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        """Report through `say`: once when writing starts to fail, once when every file is written again."""
-        self.say = say
+    def __init__(self, say: Callable[[str], object], check: Callable[[], object] = lambda: None) -> None:
+        """Guard the files of a run folder.
+
+        Args:
+          say: reports when writing starts to fail, and when every file is written again.
+          check: is called before a file is written; raises `Superseded` if other processes have resumed the run.
+        """
+        self.say, self._check = say, check
         self._failed: dict[Path, str] = {}
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
         """Suppress and report an `OSError` while `path` is being written."""
+        self._check()
         failing = len(self._failed) > 0
         try:
             yield
@@ -86,10 +93,69 @@ class JsonlSink:
         self._timings.close()
 
 
-class JsonlFile:
-    """Appends rows to a file. A run that resumes after step n first drops the rows after n (`dropped` of them).
+class LineFile:
+    """Appends lines to a file: each survives a kill of the process, and waits in memory while the disk refuses it.
 
-    Rows stay in memory until they are synced to disk.
+    Lines stay in memory until they are synced, since a sync that fails may lose what was written.
+    """
+
+    def __init__(self, path: Path, size: int, disk: DiskGuard) -> None:
+        """Open or create the file, and drop all but its first `size` bytes; `disk` reports failures."""
+        self._path, self._disk = path, disk
+        self._file: int | None = None
+        self._synced = size  # bytes of the file that are synced
+        self._lines = bytearray()  # lines after those bytes
+        self._written = 0  # bytes of `_lines` already written, but not synced
+        self.flush()
+
+    @property
+    def waiting(self) -> int:
+        """Number of bytes that the disk has not accepted."""
+        return len(self._lines) - self._written
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self.flush()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def append_line(self, line: bytes) -> None:
+        """Write one line."""
+        self._lines += line
+        self.flush()
+        if len(self._lines) > _SYNC_BYTES:
+            self.sync()
+
+    def sync(self) -> str:
+        """Flush all lines to disk; return a message if that fails."""
+        self.flush()
+        if self._file is not None and not self.waiting:
+            with self._disk.writing(self._path):
+                try:
+                    os.fsync(self._file)
+                except OSError:
+                    self._written = 0  # the kernel may have dropped any part of it
+                    raise
+                self._synced, self._lines, self._written = self._synced + self._written, bytearray(), 0
+        return self._disk.problem(self._path)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        with self._disk.writing(self._path):
+            if self._file is None:
+                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                os.ftruncate(file, self._synced)  # works on a full disk
+                self._file = file
+            while self.waiting:
+                rest = bytes(self._lines[self._written :])
+                self._written += os.pwrite(self._file, rest, self._synced + self._written)
+
+
+class JsonlFile(LineFile):
+    """A file with a row per step. A run that resumes after step n first drops the rows after n (`dropped` of them).
+
+    Rows are synced before a checkpoint is saved, so that no checkpoint is newer than its rows.
     """
 
     def __init__(self, path: Path, step: int, first: int, disk: DiskGuard, *, complete: bool = False) -> None:
@@ -105,63 +171,31 @@ class JsonlFile:
         Raises:
           InputError: a required row is missing or damaged; the file is left unchanged.
         """
-        self._path, self._disk = path, disk
         rows = list(_parse(path.read_bytes())) if path.exists() else []
         # Until its first checkpoint a run starts over, and `resume_from` may then name a checkpoint of another step.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
-        if complete:
-            self._check([row["step"] for row, _ in kept], range(first + 1, step + 1))
+        steps = itertools.zip_longest(range(first + 1, step + 1), (row["step"] for row, _ in kept))
+        if complete and (missing := next((expected for expected, found in steps if expected != found), None)):
+            raise InputError(f"{path} must have a row for each of the {step - first} steps up to the newest "
+                             f"checkpoint, but the row of step {missing} is missing or damaged. Restore the file, or "
+                             "choose another run_dir.")  # fmt: skip
         self.dropped = len(rows) - len(kept)
-        self._file: int | None = None
-        self._synced = kept[-1][1] if kept else 0  # bytes of the file that are synced
-        self._rows = bytearray()  # rows after those bytes
-        self._written = 0  # bytes of `_rows` already written, but not synced
-        self._write()
-
-    def _check(self, steps: list[int], expected: range) -> None:
-        for index, step in enumerate(expected):
-            if index >= len(steps) or steps[index] != step:
-                raise InputError(
-                    f"{self._path} must have a row for each of the {len(expected)} steps up to the newest checkpoint, "
-                    f"but the row of step {step} is missing or damaged. Restore the file, or choose another run_dir."
-                )
-
-    def close(self) -> None:
-        """Write pending rows and close the file."""
-        self._write()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        super().__init__(path, kept[-1][1] if kept else 0, disk)
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one row, with null for numbers that are not finite; it survives a kill of the process."""
-        self._rows += (json.dumps(finite(row), allow_nan=False) + "\n").encode()
-        self._write()
-        if len(self._rows) > _SYNC_BYTES:
-            self.sync()
+        """Write one row, with null for numbers that are not finite."""
+        self.append_line((json.dumps(finite(row), allow_nan=False) + "\n").encode())
 
-    def sync(self) -> str:
-        """Flush all rows to disk, so that no checkpoint is newer than its rows; return a message if that fails."""
-        self._write()
-        if self._file is not None and self._written == len(self._rows):
-            with self._disk.writing(self._path):
-                try:
-                    os.fsync(self._file)
-                except OSError:
-                    self._written = 0  # the kernel may have dropped any part of it
-                    raise
-                self._synced, self._rows, self._written = self._synced + self._written, bytearray(), 0
-        return self._disk.problem(self._path)
 
-    def _write(self) -> None:
-        with self._disk.writing(self._path):
-            if self._file is None:
-                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                os.ftruncate(file, self._synced)  # works on a full disk
-                self._file = file
-            while self._written < len(self._rows):
-                rest = bytes(self._rows[self._written :])
-                self._written += os.pwrite(self._file, rest, self._synced + self._written)
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a line of JSON durably, after cutting off a line that a kill or a full disk left incomplete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def finite(value: Any) -> Any:

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from zaya_jax.errors import Reason
+
 VARIABLE = "ZAYA_PROGRESS"  # environment variable with the path of the record
 
 
@@ -36,23 +38,25 @@ class Phase(enum.IntEnum):
     EVALUATE = 8
     SAVE = 9  # waits for a checkpoint
     FINISH = 10  # after the last step
-    END = 11  # has left its last words
+    END = 11  # has left its exit record
 
 
-class LastWords(NamedTuple):
+class ExitRecord(NamedTuple):
     """Why a process ends.
 
     Attributes:
       status: the exit status that it chose.
       sentence: what it printed last.
-      is_origin: whether the reason is its own, not the loss of another process.
+      is_origin: whether it ends by itself, not since another process was lost.
       time_ns: of `time.monotonic_ns`.
+      reason: what the status does not tell.
     """
 
     status: int
     sentence: str
     is_origin: bool
     time_ns: int
+    reason: Reason = Reason.OTHER
 
 
 class Progress(NamedTuple):
@@ -69,7 +73,7 @@ class Progress(NamedTuple):
       grad_norm: of the last step; NaN before the first.
       seconds: time spent in each phase so far, except the current stay in the current phase.
       longest: seconds of the longest stay in each phase, likewise.
-      last_words: why the process ends; None if it has not said so.
+      exit_record: why the process ends; None if it has not recorded that.
     """
 
     writes: int
@@ -81,20 +85,20 @@ class Progress(NamedTuple):
     grad_norm: float
     seconds: tuple[float, ...]
     longest: tuple[float, ...]
-    last_words: LastWords | None
+    exit_record: ExitRecord | None
 
 
-_MAGIC = b"ZAYA\x00\x00\x00\x01"
+_MAGIC = b"ZAYA\x00\x00\x00\x02"
 _HEAD = struct.Struct("<QIIqqdd")  # writes, pid, phase, step, first_step, loss, grad_norm
 _CHECKSUM = struct.Struct("<I")
 _DOUBLE = struct.Struct("<d")
 _TIMES = struct.Struct(f"<{2 * len(Phase)}d")
-_WORDS = struct.Struct("<iBqHI")  # status, is_origin, time_ns, bytes of the sentence, its checksum
+_EXIT = struct.Struct("<iBBqHI")  # status, is_origin, reason, time_ns, bytes of the sentence, its checksum
 _LONGEST_SENTENCE = 1024  # bytes
 _HEAD_AT = 16
 _TIMES_AT = _HEAD_AT + 64
-_WORDS_AT = _TIMES_AT + _TIMES.size
-SIZE = _WORDS_AT + _WORDS.size + _LONGEST_SENTENCE  # bytes of a record
+_EXIT_AT = _TIMES_AT + _TIMES.size
+SIZE = _EXIT_AT + _EXIT.size + _LONGEST_SENTENCE  # bytes of a record
 
 
 class ProgressRecord:
@@ -136,7 +140,7 @@ class ProgressRecord:
         return self._step
 
     def enter(self, phase: Phase) -> None:
-        """Enter `phase`, unless the last words are said."""
+        """Enter `phase`, unless the exit record is written."""
         if self._phase is Phase.END:
             return
         now, left = time.monotonic(), self._phase
@@ -168,13 +172,13 @@ class ProgressRecord:
         self._step, self._loss, self._grad_norm = step, loss, grad_norm
         self._write()
 
-    def end(self, status: int, sentence: str, *, is_origin: bool) -> None:
-        """Leave the last words; later ones are ignored."""
+    def end(self, status: int, sentence: str, *, is_origin: bool, reason: Reason = Reason.OTHER) -> None:
+        """Write the exit record; later ones are ignored."""
         if self._phase is Phase.END:
             return
         content = sentence.encode(errors="backslashreplace")[:_LONGEST_SENTENCE]
-        words = _WORDS.pack(status, is_origin, time.monotonic_ns(), len(content), zlib.crc32(content))
-        self._memory[_WORDS_AT : _WORDS_AT + len(words) + len(content)] = words + content
+        record = _EXIT.pack(status, is_origin, reason, time.monotonic_ns(), len(content), zlib.crc32(content)) + content
+        self._memory[_EXIT_AT : _EXIT_AT + len(record)] = record
         self.enter(Phase.END)
 
     def _write(self) -> None:
@@ -211,15 +215,15 @@ def _parse(
     if phase >= len(Phase):
         return None
     times = _TIMES.unpack_from(content, _TIMES_AT)
-    words = _last_words(content) if phase == Phase.END else None
+    record = _exit_record(content) if phase == Phase.END else None
     return Progress(writes, pid, Phase(phase), step, first_step, loss, grad_norm, times[: len(Phase)],
-                    times[len(Phase) :], words)  # fmt: skip
+                    times[len(Phase) :], record)  # fmt: skip
 
 
-def _last_words(content: bytes) -> LastWords | None:
-    status, is_origin, time_ns, length, checksum = _WORDS.unpack_from(content, _WORDS_AT)
-    start = _WORDS_AT + _WORDS.size
+def _exit_record(content: bytes) -> ExitRecord | None:
+    status, is_origin, reason, time_ns, length, checksum = _EXIT.unpack_from(content, _EXIT_AT)
+    start = _EXIT_AT + _EXIT.size
     sentence = content[start : start + min(length, _LONGEST_SENTENCE)]
-    if zlib.crc32(sentence) != checksum:
+    if zlib.crc32(sentence) != checksum or reason >= len(Reason):
         return None
-    return LastWords(status, sentence.decode(errors="replace"), bool(is_origin), time_ns)
+    return ExitRecord(status, sentence.decode(errors="replace"), bool(is_origin), time_ns, Reason(reason))

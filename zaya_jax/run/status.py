@@ -4,11 +4,11 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.errors import ExitCode, InputError, Superseded, last_words
 from zaya_jax.run.files import read_json, write_atomically
 from zaya_jax.run.folder import STATUS, is_locked
 
@@ -28,15 +28,23 @@ class Status(NamedTuple):
 
 
 @contextlib.contextmanager
-def track_status(folder: Path) -> Iterator[None]:
-    """Write `status.json` at the start and the end of the block; the caller must hold the run's lock."""
+def track_status(folder: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Write `status.json` at the start and the end of the block; the caller must hold the run's lock.
+
+    Args:
+      folder: of the run.
+      check: raises `Superseded` if other processes have resumed the run, whose status the file then has.
+    """
     _write(folder, RUNNING)
     try:
         yield
     except BaseException as error:
         message, exit_status = last_words(error)
-        _write(folder, STOPPED, exit_status, message)
+        with contextlib.suppress(Superseded):
+            check()
+            _write(folder, STOPPED, exit_status, message)
         raise
+    check()
     _write(folder, FINISHED, ExitCode.OK)
 
 

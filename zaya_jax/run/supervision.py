@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ STATE = "state.json"
 VERDICT = "verdict.json"
 VERSION = 1  # of the schema of events
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
+SAME_FAULT = 120.0  # seconds before the end of an attempt in which a fault may have ended it
 _STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
 
 
@@ -72,30 +74,41 @@ def _describe_node(folder: Path) -> dict[str, Any]:
         "running": running,
         "state": state,
         "verdict": {} if running else verdict,
-        "faults": _faults(events),
+        "faults": list_faults(events),
         "goodput": {"fraction": goodput.fraction, "seconds": goodput.seconds, "attempts": goodput.attempts,
                     "steps": goodput.steps, "wasted_steps": goodput.wasted_steps,
                     "buckets": dict(goodput.buckets)},
     }  # fmt: skip
 
 
-def _faults(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each fault with what followed from it, by the links of the events."""
-    faults = []
+def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """List each fault with what followed from it, by the links of the events.
+
+    A fault that ended an attempt is one, however many processes it ended and whatever else the machine said of it.
+    """
+    faults, follow_ups, ended = [], defaultdict[int, list[Mapping[str, Any]]](list), dict[int, Mapping[str, Any]]()
+    for event in events:
+        follow_ups[event.get("cause") or 0].append(event)
+        if event["kind"] == "end" and event.get("cause"):
+            ended[event["attempt"]] = event
     for event in events:
         if event["kind"] != "detect" or event["severity"] == "info":
             continue
-        follow_ups = [each for each in events if each.get("cause") == event["id"]]
-        end = next((each for each in follow_ups if each["kind"] == "end"), event)
-        recover = next((each for each in follow_ups if each["kind"] == "recover"), {})
-        decision = next((each for each in follow_ups if each["kind"] == "decide"), {})
+        own, last = follow_ups[event["id"]], ended.get(event["attempt"], {})
+        is_cause = last.get("cause") == event["id"]
+        if not is_cause and last.get("fault", "") == event.get("fault") and last["unix"] - event["unix"] < SAME_FAULT:
+            continue  # another sign of the fault that ended the attempt
+        end = last if is_cause else event
+        recover = next((each for each in own if each["kind"] == "recover"), {})
+        decision = next((each for each in own if each["kind"] == "decide"), {})
         faults.append({
             "time": event["time"], "attempt": event["attempt"], "fault": end.get("fault", event.get("fault")),
             "code": end["code"], "rank": end.get("rank", event.get("rank")), "step": event.get("step"),
-            "text": end.get("text") or event["text"], "action": decision.get("action"), "rule": decision.get("code"),
+            "text": end.get("text") or event["text"], "explanation": end.get("explanation", ""),
+            "action": decision.get("action"), "rule": decision.get("code"),
             "detect_seconds": event.get("seconds", {}).get("detect"),
             "recover_seconds": recover.get("seconds", {}).get("recover"),
-            "files": [file for each in follow_ups for file in each.get("files", ())],
+            "files": [file for each in own for file in each.get("files", ())],
         })  # fmt: skip
     return faults
 

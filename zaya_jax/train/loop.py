@@ -17,7 +17,7 @@ from zaya_jax.data.account import account, account_lines
 from zaya_jax.data.pipeline import TrainBatches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import vocabulary_warning
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, Superseded
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss
 from zaya_jax.hardware.environment import combine_thresholds
@@ -30,6 +30,7 @@ from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.parallel.storage import storage_rows, storage_table
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
+from zaya_jax.run.fencing import Fence
 from zaya_jax.run.folder import METRICS, claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard, read_rows
 from zaya_jax.run.progress_record import Phase, ProgressRecord
@@ -49,7 +50,6 @@ from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
-from zaya_jax.train.progress_sink import ProgressSink
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.sinks import open_sinks, require_login, require_sinks
@@ -73,6 +73,7 @@ class TrainResult:
       data: what of each source is used, see `data.account.account`.
       program: program of the last phase.
       base: the frozen parameters under adapters; {} without adapters.
+      fence: tells whether other processes have resumed the run.
     """
 
     config: Config
@@ -84,6 +85,7 @@ class TrainResult:
     data: dict[str, dict[str, Any]]
     program: PhaseProgram
     base: Arrays
+    fence: Fence
 
     @functools.cached_property
     def model(self) -> Zaya:
@@ -106,18 +108,22 @@ class TrainResult:
 
 
 def run_training(
-    config: Config, peers: PeerLiveness | None = None, progress: ProgressRecord | None = None
-) -> TrainResult:
+    config: Config, peers: PeerLiveness | None = None, progress: ProgressRecord | None = None,
+    leave: Callable[[Superseded], object] = lambda error: None,
+) -> TrainResult:  # fmt: skip
     """Train through all phases of `config`, or resume from the newest checkpoint in its `run_dir`.
 
     Args:
       config: checked configuration of the run.
       peers: connections to the other processes of the job; None if this process is alone.
       progress: tells a supervisor what this process does; None if there is none.
+      leave: ends the job at once, from any thread, if other processes resume the run; by default, this function only
+        raises, before it writes anything else.
 
     Raises:
       InputError: the configuration, the data or the run folder cannot be used; nothing is overwritten.
       RunStopped: too many steps in a row were skipped, or saving failed for too long.
+      Superseded: other processes have resumed the run.
       Preempted: Ctrl-C, SIGTERM or SIGHUP ended the run after it saved.
     """
     progress = progress or ProgressRecord()
@@ -136,9 +142,9 @@ def run_training(
         evaluators: list[Evaluator] = [heldout := HeldoutEvaluator(config, prepared)]
         device = jax.devices()[0].device_kind
         console = ConsoleReport(config, batches.plan, device, evaluators=evaluators, quiet=not is_primary())
-        disk = DiskGuard(console.say)
         phase_ends = [end for _, end in phase_steps(config)]
-        store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends, console.say))
+        store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends, console.say, leave))
+        disk = DiskGuard(console.say, store.fence.check)
         # Not earlier, since validation is slow and input errors should come first; not later, when the state takes
         # memory.
         progress.enter(Phase.COMPILE)
@@ -147,7 +153,8 @@ def run_training(
         compiled = enter(CompiledSteps(programs, console.say))
         state, first, base = _initialize_or_resume(config, compiled, folder, prepared, batches, store)
         if is_primary():
-            enter(track_status(folder))
+            stack.callback(store.fence.watch())
+            enter(track_status(folder, store.fence.check))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
         step = int(jax.device_get(state.step))
         progress.start_training(step)
@@ -167,7 +174,7 @@ def run_training(
                         f"{total_steps(config)}.")  # fmt: skip
         trainer = Trainer(
             compiled=compiled, state=state, base=base, first_step=first, batches=batches,
-            evaluators=evaluators, logger=StepLogger(config, [ProgressSink(progress), *sinks, console]), store=store,
+            evaluators=evaluators, logger=StepLogger(config, [*sinks, console], progress), store=store,
             disk=disk, preemption=preemption, progress=progress,
             profiler=profiler,
             draw=lambda path: plot_run(read_rows(folder / METRICS), path, heldout.compressors),
@@ -175,7 +182,7 @@ def run_training(
         del state, base  # so that the trainer can free what a step or a phase replaces
         trainer.run()
         return TrainResult(config, trainer.state, folder, heldout.total, heldout.losses, prepared, data, programs[-1],
-                           trainer.base)  # fmt: skip
+                           trainer.base, store.fence)  # fmt: skip
 
 
 def _say_storage(config: Config, programs: Programs, say: Callable[[str], object]) -> None:

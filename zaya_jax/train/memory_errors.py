@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import psutil
 
-from zaya_jax.errors import RunStopped
+from zaya_jax.errors import Reason, RunStopped
 
 TRAINING_REMEDY = "Lower train.batch.micro_batch, set train.remat to full, or raise parallel.fsdp"
 _REQUESTED = re.compile(r"allocat\w*(?: request for)?\s+([\d.]+) ?(bytes|[KMGT]?i?B)\b")
@@ -28,7 +28,7 @@ def check_compiled(compiled: Any, phase: str) -> None:
         new += needs.argument_size_in_bytes  # a GPU's limit is its total memory, not what is free
     if new > available:
         raise RunStopped(f"A step of {phase} needs {gigabytes(new)} of memory per device, but only "
-                         f"{gigabytes(available)} is available. {TRAINING_REMEDY}.")  # fmt: skip
+                         f"{gigabytes(available)} is available. {TRAINING_REMEDY}.", Reason.DEVICE_MEMORY)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -51,7 +51,8 @@ def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
             count, unit = requested.groups()
             asked = f": it requested {gigabytes(int(float(count))) if unit == 'bytes' else f'{count} {unit}'}"
         has = f", and {gigabytes(available)} is available per device" if available is not None else ""
-        raise RunStopped(f"{activity} ran out of memory{asked}{has}. {remedy}.") from error
+        reason = Reason.HOST_MEMORY if isinstance(error, MemoryError) else Reason.DEVICE_MEMORY
+        raise RunStopped(f"{activity} ran out of memory{asked}{has}. {remedy}.", reason) from error
 
 
 def available_memory() -> int | None:

@@ -20,10 +20,15 @@ from zaya_jax.train.memory_errors import out_of_memory
 
 
 def report(config: Config, result: TrainResult) -> str:
-    """Write `summary.json` into the run folder, and return its contents as a few lines of text."""
+    """Write `summary.json` into the run folder, and return its contents as a few lines of text.
+
+    Raises:
+      Superseded: other processes have resumed the run.
+    """
     results = summary(config, result)
     path, lines = result.run_dir / SUMMARY, []
     if is_primary():
+        result.fence.check()
         try:
             write_atomically(path, json.dumps(finite(results), indent=1, allow_nan=False) + "\n")
         except OSError as error:  # as on a full disk; the run itself is saved

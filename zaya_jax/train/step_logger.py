@@ -9,8 +9,9 @@ import jax
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stage_at, step_rows, tokens_before
-from zaya_jax.errors import RunStopped
+from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.run.metrics import MetricSink
+from zaya_jax.run.progress_record import ProgressRecord
 from zaya_jax.train.spikes import REASONS
 from zaya_jax.train.throughput import throughput
 
@@ -21,9 +22,9 @@ _DETAILS = ("expert_counts", "grad_norm_by_role", "update_norm_by_role", "loss_b
 class StepLogger:
     """Logs the steps of a run, each once, in order."""
 
-    def __init__(self, config: Config, sinks: Sequence[MetricSink]) -> None:
-        """Log the run of `config` to `sinks`."""
-        self._config, self._sinks = config, sinks
+    def __init__(self, config: Config, sinks: Sequence[MetricSink], progress: ProgressRecord | None = None) -> None:
+        """Log the run of `config` to `sinks`, and tell a supervisor's `progress`."""
+        self._config, self._sinks, self._progress = config, sinks, progress or ProgressRecord()
         self._devices = jax.devices()[0].device_kind, jax.device_count()
         self._running: tuple[int, Any, float] | None = None  # step, metrics on the device, seconds of data wait
         self._done: tuple[int, dict[str, Any], float, float] | None = None  # step, metrics, seconds, data wait
@@ -68,13 +69,15 @@ class StepLogger:
         row |= scores
         timings = {"step": step, "seconds": seconds, "data_wait": data_wait,
                    **throughput(config, step, row["tokens"], seconds, *self._devices)}  # fmt: skip
+        self._progress.complete_step(step, row["loss"], row["grad_norm"])
         for sink in self._sinks:
             sink.write(row, timings)
         if row["skipped"] >= config.train.max_skipped_steps:
             raise RunStopped(
                 "The number of skipped steps in a row reached train.max_skipped_steps="
                 f"{config.train.max_skipped_steps} at step {step} (reason for the last one: {reason}). "
-                f"{_advice(config, reason)}"
+                f"{_advice(config, reason)}",
+                Reason.NOT_FINITE if reason == REASONS[1] else Reason.SPIKE,
             )
 
     def sync(self) -> str:

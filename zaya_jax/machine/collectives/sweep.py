@@ -1,6 +1,5 @@
 """Measure collectives over sizes, device counts and dtypes: print nccl-tests' tables, fit, write JSON, plot."""
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.result import describe_run, print_once
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.metrics import append_row
 
 
 class Sweep(NamedTuple):
@@ -210,8 +210,7 @@ def _measure(
         print_once(text.row(case, halves.get("out_of_place"), halves["in_place"]))
         measured.append(_row(case, mode, timings))
         if rows and is_primary():
-            with rows.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(head | measured[-1]) + "\n")
+            append_row(rows, head | measured[-1])
     print_once(*text.footer(label(collective), columns), "")
     return measured
 

@@ -1,0 +1,38 @@
+"""One fault is one fault, however many events tell of it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_jax.run.supervision import SAME_FAULT, list_faults
+
+CLASSES = ("crash", "gpu", "host_memory", "network")
+
+
+def event(number, kind, unix, attempt=1, **fields):
+    return {"id": number, "kind": kind, "unix": unix, "time": str(unix), "attempt": attempt, "code": "x", "text": "",
+            "cause": None, "severity": "error"} | fields  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from(CLASSES), st.floats(0, 300), st.booleans()), max_size=8),
+       st.sampled_from(CLASSES), st.integers(1, 5))  # fmt: skip
+def test_what_ended_an_attempt_is_one_fault_and_other_faults_are_their_own(signs, fault, attempts):
+    events, expected = [], 0
+    for attempt in range(1, attempts + 1):
+        start = 1000.0 * attempt
+        for kind, at, is_line in signs:
+            severity = "info" if is_line else "warning"
+            events.append(event(len(events) + 1, "detect", start + at, attempt, fault=kind, severity=severity))
+            expected += not is_line and not (kind == fault and 300 - at < SAME_FAULT)
+        cause = event(len(events) + 1, "detect", start + 300, attempt, fault="crash", code="exit--9")
+        events += [
+            cause,
+            event(len(events) + 2, "end", start + 300, attempt, fault=fault, code="end", cause=cause["id"]),
+        ]
+        expected += 1
+    faults = list_faults(events)
+    assert len(faults) == expected
+    assert [each["fault"] for each in faults if each["code"] == "end"] == [fault] * attempts
+
+
+def test_a_fault_that_ended_nothing_counts():
+    assert len(list_faults([event(1, "detect", 1.0, fault="gpu"), event(2, "end", 2.0, code="finished")])) == 1
