@@ -153,7 +153,7 @@ def test_strangers_at_every_port_change_nothing(tmp_path):
         exporter.wait()
         assert status == 0, supervised.said
         assert run.results() == expected
-        assert "Traceback" not in supervised.said
+        assert "Traceback" not in supervised.said, supervised.said
         assert "\x1b" not in supervised.said
         print(f"job {number}: {attack.connections:,} connections at the ports {attack.seen}; Gloo's: {gloo}; attempts: "
               f"{len(supervised.kinds('start'))}")  # fmt: skip
