@@ -91,7 +91,7 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
     progress = process.progress
     progress.enter(Phase.JOIN)
     process.peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, timeout,
-                         progress)  # fmt: skip
+                         progress, Path(os.path.expanduser(config.run_dir)))  # fmt: skip
     result = run_training(config, process.peers, progress, process.leave)
     progress.enter(Phase.FINISH)
     if is_primary() and config.sample.tokens:

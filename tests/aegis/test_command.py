@@ -12,6 +12,7 @@ from zaya_jax.aegis.command import Nodes, TrainingCommand, _merged, fits, read_c
 from zaya_jax.config import ParallelConfig, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import CONFIG as CONFIG_FILE
+from zaya_jax.run.job_secret import VARIABLE
 
 ARGV = ["python", "-m", "zaya_jax.main", "--config"]
 
@@ -72,9 +73,11 @@ def test_several_processes_meet_and_have_a_device_each(tmp_path):
     assert [argv[-6:] for argv, _ in two] == [
         ["--coordinator", "a:1", "--processes", "2", "--process", str(index)] for index in range(2)
     ]
+    secret = two[0][1][VARIABLE]
     assert [variables for _, variables in two] == [
-        {"JAX_LOCAL_DEVICE_IDS": str(index), "JAX_COORDINATOR_BIND_ADDRESS": "a:1"} for index in range(2)
+        {"JAX_LOCAL_DEVICE_IDS": str(index), VARIABLE: secret} for index in range(2)
     ]
+    assert secret != command(tmp_path, processes=2).processes("a:1")[0][1][VARIABLE]  # of the next attempt
 
 
 def test_one_process_that_is_left_sees_its_device_alone(tmp_path):

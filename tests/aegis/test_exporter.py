@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -37,18 +39,25 @@ def exporter(run_dir, *options):
         url = process.stdout.readline().split()[-1]
         assert url.startswith("http://127.0.0.1:")
 
-        def scrape():
-            with urllib.request.urlopen(url, timeout=10) as response:  # noqa: S310 (loopback)
+        def scrape(**headers):
+            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as response:  # noqa: S310 (loopback)
                 text = response.read().decode()
             families = list(text_string_to_metric_families(text))
             return text, {(sample.name, *sorted(sample.labels.items())): sample.value
                           for family in families for sample in family.samples}  # fmt: skip
 
+        scrape.address = ("127.0.0.1", int(url.split(":")[-1].split("/")[0]))
         yield scrape
         assert process.poll() is None
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    with exporter(make_run(tmp_path_factory.mktemp("served") / "run")) as scrape:
+        yield scrape
 
 
 def test_a_scrape_says_what_the_run_does(tmp_path):
@@ -87,6 +96,37 @@ def test_a_scrape_says_what_the_run_does(tmp_path):
         assert values["zaya_router_entropy",] == 0.5
         assert ("zaya_loss",) not in values
         assert ("zaya_mfu",) not in values
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:80", "LocalHost:1", "[::1]:9464", "10.1.2.3"])
+def test_requests_may_name_an_address(serving, host):
+    assert "zaya_exporter_read_errors_total" in serving(Host=host)[0]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "localhost.evil.example", "1.2.3", "",
+     "127.0.0.1,evil.example", "[::1]evil", "evil@127.0.0.1"],
+)  # fmt: skip
+def test_a_page_whose_name_leads_to_the_exporter_reads_nothing(serving, host):
+    with pytest.raises(urllib.error.HTTPError, match="421: Misdirected Request") as refused:
+        serving(Host=host)
+    assert b"zaya_" not in refused.value.read()
+    refused.value.close()
+
+
+def test_slow_connections_keep_nobody_out(serving):
+    held = [socket.create_connection(serving.address, timeout=20) for _ in range(80)]
+    for connection in held:
+        connection.sendall(b"GET / HT")  # and nothing more
+    assert "zaya_exporter_read_errors_total" in serving()[0]
+    ended = 0
+    for connection in held[:40]:
+        ended += connection.recv(10) == b""
+        connection.close()
+    assert ended == 40  # so that no more than 40 others are open
+    for connection in held:
+        connection.close()
 
 
 def test_a_run_that_has_not_started_has_no_values(tmp_path):

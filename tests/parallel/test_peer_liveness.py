@@ -1,14 +1,15 @@
 """A process that has lost another ends with a sentence; one whose others are there, or have said farewell, goes on."""
 
+import contextlib
+import os
 import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.parallel.processes_helpers import free_port
 from tests.train_helpers import ROOT
-from zaya_jax.parallel.relay import relay
+from zaya_jax.parallel.relay import private_address, relay
 
 # The threads have a clock that stands still unless `pass_time` sets it, so that no peer is late on a busy machine.
 CODE = """
@@ -16,7 +17,7 @@ import socket, sys, threading, time
 from collections import Counter
 from types import SimpleNamespace
 from zaya_jax.parallel import peer_liveness
-from zaya_jax.parallel.rendezvous import Peer
+from zaya_jax.parallel.peer import Peer
 from zaya_jax.parallel.peer_liveness import PeerLiveness
 
 now, looks = 0.0, Counter()
@@ -113,34 +114,51 @@ theirs.sendall(b"!7 lost\\n")
     assert run(act) == (7, "", "")
 
 
-# --- connections to the coordination service, which a relay lets outlast it ------------------------------------
+# --- the connection to the coordination service, which relays let outlast it -------------------------------------
+
+
+@contextlib.contextmanager
+def relayed():
+    """The path of a service, and a connection of a client to it, through the relays of two processes."""
+    with socket.create_server(("127.0.0.1", 0)) as server, private_address() as path, private_address() as near:
+        tunnel = socket.create_connection(server.getsockname())
+        relay(tunnel, near, is_service_here=False)
+        relay(server.accept()[0], path, is_service_here=True)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(60)
+            client.connect(near)
+            assert os.stat(os.path.dirname(near)).st_mode & 0o777 == 0o700
+            yield path, client
+
+
+@contextlib.contextmanager
+def service(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(60)
+        server.bind(path)
+        server.listen()
+        with server.accept()[0] as connection:
+            connection.settimeout(60)
+            yield connection
 
 
 def test_a_connection_waits_for_the_service_and_outlasts_it():
-    port = free_port()
-    host, _, near_port = relay("127.0.0.1", port).rpartition(":")
-    with socket.create_connection((host, int(near_port)), timeout=60) as near:
-        near.sendall(b"first")  # before there is a service
-        with socket.create_server(("127.0.0.1", port)) as server:
-            far, _ = server.accept()
+    with relayed() as (path, client):
+        client.sendall(b"first")  # before there is a service
+        with service(path) as far:
             assert far.recv(100) == b"first"
             far.sendall(b"answer")
-            assert near.recv(100) == b"answer"
-            far.close()
-        near.settimeout(0.3)
+            assert client.recv(100) == b"answer"
+        client.settimeout(0.3)
         with pytest.raises(TimeoutError):
-            near.recv(100)
+            client.recv(100)
         for _ in range(3):
-            near.sendall(b"into the void")
+            client.sendall(b"into the void")
         with pytest.raises(TimeoutError):
-            near.recv(100)
+            client.recv(100)
 
 
 def test_the_service_learns_of_the_end():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        host, _, port = relay(*server.getsockname()).rpartition(":")
-        with socket.create_connection((host, int(port))):
-            far, _ = server.accept()
-        with far:
-            far.settimeout(60)
-            assert far.recv(100) == b""
+    with relayed() as (path, client), service(path) as far:
+        client.close()
+        assert far.recv(100) == b""

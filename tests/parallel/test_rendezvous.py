@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from tests.parallel.processes_helpers import free_port
 from zaya_jax.errors import InputError
 from zaya_jax.parallel import rendezvous
-from zaya_jax.parallel.rendezvous import Job, dismiss, meet, split_address
+from zaya_jax.parallel.peer import end_connections
+from zaya_jax.parallel.rendezvous import Job, meet, split_address
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Where process 0 hands on the secret."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("ZAYA_JOB_SECRET", raising=False)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def outcome(job, seconds=0.6):
@@ -82,21 +92,24 @@ def test_an_address_where_nobody_listens_is_named():
     assert "Connection refused" in said
 
 
-def test_a_program_that_is_not_process_0_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_WELCOMED", 0.3)  # of the 60 s in which all processes must arrive
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(None, "timed out"), (b"", "the connection was closed"), (b"SSH-2.0\r\n", "another program uses the port")],
+)
+def test_a_program_that_is_not_process_0_is_not_waited_for_without_end(monkeypatch, answer, reason):
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        assert "received no answer from --coordinator" in meeting([1], 2, 60, port)[0]
-        threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(2)], daemon=True).start()
-        assert "closed the connection" in meeting([1], 2, 5, port)[0]
 
+        def serve():
+            while answer is not None:
+                connection, _ = other.accept()
+                connection.sendall(answer)
+                connection.close()
 
-def test_process_0_that_reaches_another_program_says_so_at_once(monkeypatch):
-    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", f"127.0.0.1:{free_port()}")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        threading.Thread(target=lambda: [other.accept()[0].close()], daemon=True).start()
-        said = outcome(Job("127.0.0.1", other.getsockname()[1], "--coordinator", 2, 0), 20)
-    assert "Another program answered process 0 at --coordinator 127.0.0.1:" in said
+        threading.Thread(target=serve, daemon=True).start()
+        (said,) = meeting([1], 2, 0.1, other.getsockname()[1])
+        assert "could not reach process 0 at --coordinator" in said
+        assert f"({reason})" in said
 
 
 @pytest.mark.parametrize("bad", ["127.0.0.1", "[::1]:none", "localhost:70000"])
@@ -148,28 +161,17 @@ def test_one_that_is_lost_before_the_rest_have_come_is_named():
     port = free_port()
 
     def visit():
-        peer = rendezvous._connect(job._replace(process=1), 10)
-        peer.send(rendezvous._hello(job._replace(process=1)))
-        time.sleep(0.3)
-        peer.close()
+        rendezvous._enter(job._replace(process=1), "lines", time.monotonic(), 10).close()
 
     job = Job("127.0.0.1", port, "--coordinator", 3, 0)
     threading.Thread(target=visit).start()
     assert "was lost before all 3 processes had connected" in outcome(job, 10)
 
 
-def test_strangers_are_let_go_and_the_port_is_free_while_connections_are_open():
+def test_the_port_is_free_while_connections_are_open():
     job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
-
-    def strangers():
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b"", b'zaya_jax {"process": "x"}\n', b"\xff\n"):
-            with socket.create_connection((job.host, job.port)) as connection:
-                connection.sendall(said)
-
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, job, 20)
-        time.sleep(0.2)
-        strangers()
         second = pool.submit(meet, job._replace(process=1), 20)
         (other,), (itself,) = first.result(), second.result()
     with socket.create_server(("127.0.0.1", job.port)):
@@ -178,7 +180,7 @@ def test_strangers_are_let_go_and_the_port_is_free_while_connections_are_open():
         other.send("still open")
         time.sleep(0.1)
         assert (itself.receive() or [])[-1:] == ["still open"]
-    threading.Thread(target=dismiss, args=([itself], "farewell", 5)).start()
+    threading.Thread(target=end_connections, args=([itself], "farewell", 5)).start()
     time.sleep(0.1)
     assert other.receive() == ["farewell"]
     assert other.receive() is None

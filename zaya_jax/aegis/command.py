@@ -15,6 +15,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import CONFIG, read_config
+from zaya_jax.run.job_secret import VARIABLE, make_secret
 from zaya_jax.run.launcher import node_index
 from zaya_jax.run.options import parse_training
 
@@ -57,10 +58,10 @@ class TrainingCommand:
             device = str(self.devices[0])
             visible = {"HIP_VISIBLE_DEVICES": device, "CUDA_VISIBLE_DEVICES": device}
             return [(argv, visible if self.is_reduced else {})]
-        bind = {} if self.coordinator else {"JAX_COORDINATOR_BIND_ADDRESS": address}  # one node: nobody else connects
+        secret = {} if self.coordinator else {VARIABLE: make_secret()}  # processes of other nodes would not have it
         job = [["--coordinator", self.coordinator or address, "--processes", str(count), "--process",
                 str(self.node * here + index)] if count > 1 else [] for index in range(here)]  # fmt: skip
-        return [([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **bind})
+        return [([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret})
                 for flags, device in zip(job, self.devices, strict=True)]  # fmt: skip
 
     def with_fewer_devices(self, lost: int | None) -> Self | None:

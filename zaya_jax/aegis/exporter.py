@@ -8,12 +8,16 @@ import contextlib
 import itertools
 import json
 import os
+import re
+import socket
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.config.checks import require
@@ -27,11 +31,15 @@ from zaya_jax.run.progress_record import Phase
 from zaya_jax.run.supervision import AEGIS, EVENTS, STATE, is_running, list_faults, read_events, running_attempt
 
 if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
     from prometheus_client import CollectorRegistry, Metric
 
 _TAIL = 256 * 1024  # bytes of a file of rows that a scrape reads
 _MOST_EVENTS = 2**26  # bytes of an event log that a scrape reads
 _MOST = 1024  # samples or nodes from one source, so that no damage can flood Prometheus
+
+_MOST_CONNECTIONS = 32  # at a time
 
 T = TypeVar("T")
 
@@ -227,7 +235,8 @@ def serve(run_dir: Path, address: str, port: int) -> None:
     Args:
       run_dir: folder of the run.
       address: of this machine to listen on. Nothing encrypts or authenticates; beyond the loopback address that is up
-        to the operator.
+        to the operator. Requests must name it, an IP address or localhost as their host: a web page whose own name
+        leads here (DNS rebinding) can read nothing.
       port: to listen on; 0 for any free one.
 
     Raises:
@@ -237,11 +246,51 @@ def serve(run_dir: Path, address: str, port: int) -> None:
         raise InputError(f"{run_dir} is not a folder.")
     require(0 <= port < 2**16, "--port", port, "from 0 to 65535")
     registry = make_registry(run_dir)
-    from prometheus_client import start_http_server
+    from prometheus_client import make_wsgi_app
 
     try:
-        server, thread = start_http_server(port, address, registry)
+        _Server.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        server = make_server(address, port, _check_host(make_wsgi_app(registry), address), _Server, _Handler)
     except OSError as error:
         raise InputError(f"Metrics cannot be served at {address}:{port}: {error.strerror}.") from error
     print(f"Serving the metrics of {run_dir} at http://{address}:{server.server_port}/metrics", flush=True)
-    thread.join()
+    server.serve_forever()
+
+
+def _check_host(app: "WSGIApplication", address: str) -> "WSGIApplication":
+    """Return an application that refuses requests to another host than an IP address, localhost or `address`."""
+    allowed = re.compile(rf"(\[[\da-f:.]+\]|\d+(\.\d+){{3}}|localhost|{re.escape(address)})(:\d+)?", re.ASCII | re.I)
+
+    def checked(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        if allowed.fullmatch(environ.get("HTTP_HOST", "")):
+            return app(environ, start_response)
+        start_response("421 Misdirected Request", [])
+        return [b"Address the exporter by an IP address, localhost or the name in --address.\n"]
+
+    return checked
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 30.0  # seconds that a client may be silent
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A server with a bounded number of connections."""
+
+    daemon_threads = True
+    request_queue_size = 128  # connections that wait to be accepted
+    _latest: ClassVar[deque[Any]] = deque()  # connections, some of which are closed
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread; above the bound, end the oldest one."""
+        self._latest.append(request)
+        if len(self._latest) > _MOST_CONNECTIONS:
+            with contextlib.suppress(OSError):
+                self._latest.popleft().shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing about a client that has gone."""

@@ -6,7 +6,6 @@ import functools
 import os
 import random
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from zaya_jax.aegis.training_watch import level_changes
 from zaya_jax.aegis.watch import Watch
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
+from zaya_jax.run.reserved_port import reserved_port
 
 _TICK = 0.05  # seconds
 _LAST_NEWS = 10.0  # seconds that commands which tell of the end may take
@@ -69,7 +69,8 @@ class Supervisor:
         before = {number: signal.signal(number, self._note_signal) for number in heard}
         try:
             try:
-                code, why = self._supervise()
+                with reserved_port() as self._address:
+                    code, why = self._supervise()
             except InputError as error:
                 code, why = SupervisorExit.CONFIGURATION, str(error)
             except Exception as error:
@@ -109,7 +110,7 @@ class Supervisor:
             note = ""
             try:
                 trains = self._command.config is not None
-                list_processes = functools.partial(self._command.processes, f"127.0.0.1:{_free_port()}")
+                list_processes = functools.partial(self._command.processes, self._address)
                 listed = self._read(list_processes) if trains else list_processes()  # which then reads nothing
                 processes = [(argv, {**self._environment, **variables}) for argv, variables in listed]
                 attempt = Attempt(shared, processes, self._watch, expects_records=trains,
@@ -222,9 +223,3 @@ class Supervisor:
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self._shared.note_signal(number)
-
-
-def _free_port() -> int:
-    with socket.socket() as unbound:
-        unbound.bind(("127.0.0.1", 0))
-        return unbound.getsockname()[1]

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -21,6 +20,7 @@ from zaya_jax.config.checks import require
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
+from zaya_jax.run.reserved_port import reserved_port
 
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
 _DRAWS = 2000  # of the bootstrap
@@ -83,11 +83,9 @@ def describe_disk(folder: Path) -> dict[str, Any]:
 
 def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[str, Any]]:
     """Run one job, and return what its processes measured: one row per method and turn."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
     work = folder / f"{processes}_{size}"
     work.mkdir()
-    with restored_environment(), ExitStack() as stack:
+    with reserved_port() as coordinator, restored_environment(), ExitStack() as stack:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         jobs = [Job(work, coordinator, processes, process, size, repeats) for process in range(processes)]
         steps = [stack.enter_context(run_in_subprocess(functools.partial, measure, job)) for job in jobs]

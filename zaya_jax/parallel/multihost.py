@@ -9,6 +9,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +19,7 @@ from zaya_jax.errors import ExitCode, InputError, Reason, RunStopped, exit_reaso
 from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
 from zaya_jax.parallel.compilation_cache import share_compilation_cache
 from zaya_jax.parallel.peer_liveness import PeerLiveness
-from zaya_jax.parallel.relay import relay
+from zaya_jax.parallel.relay import private_address, relay
 from zaya_jax.parallel.rendezvous import Job, meet, split_address
 from zaya_jax.run.launcher import detect_launcher
 from zaya_jax.run.progress_record import ProgressRecord
@@ -36,7 +37,7 @@ _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 def join(
     coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, peer_timeout: float,
-    progress: ProgressRecord | None = None,
+    progress: ProgressRecord | None = None, folder: Path | None = None,
 ) -> PeerLiveness | None:  # fmt: skip
     """Join the job that this process belongs to, and start to watch its peers.
 
@@ -47,6 +48,7 @@ def join(
       join_seconds: seconds to wait for the other processes.
       peer_timeout: seconds that another process may be silent before this one ends; above 0.
       progress: receives the last words if the loss of another process ends this one; None for no record.
+      folder: that all processes share, to hand on the secret of the job; None for the user's cache.
 
     Returns:
       The liveness thread; None if this process is alone.
@@ -73,22 +75,22 @@ def join(
             )
     except Exception as error:  # invalid variables of a launcher, or an error of the Kubernetes API
         raise _unusable(source, error) from error
-    job = _job(coordinator, processes, process, source)
+    job = _job(coordinator, processes, process, source)._replace(folder=folder)
     connections = meet(job, join_seconds)
     peers = PeerLiveness(connections, peer_timeout, progress) if connections else None
-    # The processes reach each other directly, but gRPC would use the proxy of http_proxy. Its variables are lower case.
-    direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")  # noqa: SIM112
-    os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1,{job.host}"  # noqa: SIM112
-    jax.config.update("jax_check_proxy_envs", False)  # it would warn about the line above
+    jax.config.update("jax_check_proxy_envs", False)  # its service is not called over the network
     jax.config.update("jax_enable_preemption_service", False)  # `StopStep` takes its place
     share_compilation_cache()
     try:
-        jax.distributed.initialize(
-            relay(job.host, job.port) if job.process else job.address, job.processes, job.process,
-            initialization_timeout=join_seconds + HEARTBEAT_MARGIN,
-            heartbeat_timeout_seconds=math.ceil(peer_timeout) + HEARTBEAT_MARGIN,
-            shutdown_timeout_seconds=math.ceil(peer_timeout),
-        )  # fmt: skip
+        with private_address() as path:
+            for tunnel in [peer.tunnel for peer in connections if peer.tunnel is not None]:
+                relay(tunnel, path, is_service_here=job.process == 0)
+            jax.distributed.initialize(
+                f"unix:{path}", job.processes, job.process, coordinator_bind_address=f"unix:{path}",
+                initialization_timeout=join_seconds + HEARTBEAT_MARGIN,
+                heartbeat_timeout_seconds=math.ceil(peer_timeout) + HEARTBEAT_MARGIN,
+                shutdown_timeout_seconds=math.ceil(peer_timeout),
+            )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         refused = _unusable(job.coordinator, error)
         if peers is not None:

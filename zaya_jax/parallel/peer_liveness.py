@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from zaya_jax.parallel.rendezvous import ENDS, Peer, dismiss, verdict
+from zaya_jax.parallel.peer import EXIT, Peer, end_connections, parse_exit
 from zaya_jax.parallel.stop_step import StopStep
 from zaya_jax.run.progress_record import ProgressRecord
 from zaya_jax.run.signals import exit_at_once, print_error
@@ -42,11 +42,11 @@ class PeerLiveness:
         """
         self._peers, self._timeout, self._progress = list(peers), peer_timeout, progress or ProgressRecord()
         self.stop_step = StopStep(self._peers)
-        self._heard = dict.fromkeys(peers, time.monotonic())
+        self._last_seen = dict.fromkeys(peers, time.monotonic())
         self._done: set[Peer] = set()
         self._last_word = threading.Lock()
         threading.Thread(target=self._listen, name="peer-liveness", daemon=True).start()
-        atexit.register(self._farewell)  # before jax's own, which was registered earlier and waits for the others
+        atexit.register(self._send_done)  # before jax's own, which was registered earlier and waits for the others
 
     def leave(self, sentence: str, status: int) -> NoReturn:
         """Print a message, send it to the other processes, and exit at once.
@@ -56,14 +56,14 @@ class PeerLiveness:
         self._last_word.acquire()  # never released: the first message is the last one
         self._progress.end(status, sentence, is_origin=False)  # ignored if this process has left its own
         print_error(sentence)
-        dismiss(self._peers, f"{ENDS}{status} {sentence}", min(self._timeout, _LAST_WORD))
+        end_connections(self._peers, f"{EXIT}{status} {sentence}", min(self._timeout, _LAST_WORD))
         exit_at_once(status)
 
     def wait(self) -> None:
         """Wait for the thread to end this process, after a collective failed before the lost process is known."""
         time.sleep(self._timeout + _BEAT)
 
-    def _farewell(self) -> None:
+    def _send_done(self) -> None:
         for peer in self._peers:
             peer.send(_DONE)
 
@@ -75,7 +75,7 @@ class PeerLiveness:
                 selector.register(peer, selectors.EVENT_READ)
             while True:
                 readable = [key.fileobj for key, _ in selector.select(pause)]
-                closed = [peer for peer in live if peer in readable and not self._hear(peer)]
+                closed = [peer for peer in live if peer in readable and not self._receive(peer)]
                 for peer in closed:
                     selector.unregister(peer)
                     live.remove(peer)
@@ -85,19 +85,19 @@ class PeerLiveness:
                     for peer in live:
                         peer.send("")
                 self._end_if([peer for peer in closed if peer not in self._done], "was lost: its connection closed")
-                silent = [peer for peer in live if now - self._heard[peer] > self._timeout]
+                silent = [peer for peer in live if now - self._last_seen[peer] > self._timeout]
                 self._end_if(silent, f"sent no heartbeat for {self._timeout:g} s")
 
-    def _hear(self, peer: Peer) -> bool:
+    def _receive(self, peer: Peer) -> bool:
         """Read what a peer sent; returns whether the connection is still open."""
         lines = peer.receive()
         if lines:
-            self._heard[peer] = time.monotonic()
+            self._last_seen[peer] = time.monotonic()
         for line in lines or ():
             if line == _DONE:
                 self._done.add(peer)
-            elif line.startswith(ENDS):
-                status, sentence = verdict(line)
+            elif line.startswith(EXIT):
+                status, sentence = parse_exit(line)
                 self.leave(sentence, status)
             else:
                 self.stop_step.receive(line)

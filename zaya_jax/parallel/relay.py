@@ -1,4 +1,7 @@
-"""A relay to jax's coordination service that keeps connections open when the service is gone.
+"""A relay to jax's coordination service, which neither listens nor is called over the network.
+
+The service listens at a Unix socket in process 0. The client of every other process connects to a Unix socket of its
+own; what it sends goes through the `tunnel` to process 0, whose both ends have proved that they belong to the job.
 
 jax's client aborts its process with a C++ stack trace as soon as its connection closes, for example when process 0 is
 killed. Behind the relay it only sees a service that does not answer, so `PeerLiveness` can end the process with a
@@ -6,31 +9,52 @@ message.
 """
 
 import contextlib
+import os
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 
 
-def relay(host: str, port: int) -> str:
-    """Forward a local port to `host` and `port` without ever closing a connection; returns the local HOST:PORT."""
-    server = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_accept, args=(server, host, port), name="relay", daemon=True).start()
-    return "{}:{}".format(*server.getsockname())
+@contextlib.contextmanager
+def private_address() -> Iterator[str]:
+    """Yield the path of a Unix socket that only this user's processes can reach, once somebody has made it."""
+    with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
+        # The way over the descriptor is short, as such a path must be, and contains nothing that gRPC would decode.
+        # It stays open, since gRPC removes the socket at the end, and the number must not mean another folder then.
+        yield f"/proc/self/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/service"
 
 
-def _accept(server: socket.socket, host: str, port: int) -> None:
-    while True:
-        downstream, _ = server.accept()
-        threading.Thread(target=_forward, args=(downstream, host, port), name="relay", daemon=True).start()
+def relay(tunnel: socket.socket, path: str, *, is_service_here: bool) -> None:
+    """Forward between a tunnel and the Unix socket at `path`, without ever closing the connection of a client.
+
+    Args:
+      tunnel: connection to process 0, or from process 0 to another one.
+      path: where the service listens, or will; in the other processes, where the client will connect.
+      is_service_here: whether this is process 0.
+    """
+    tunnel.setblocking(True)
+    tunnel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as gRPC does
+    local = socket.socket(socket.AF_UNIX)
+    if not is_service_here:
+        local.bind(path)
+        local.listen()
+    threading.Thread(target=_run, args=(tunnel, local, path, is_service_here), name="relay", daemon=True).start()
 
 
-def _forward(downstream: socket.socket, host: str, port: int) -> None:
-    while True:
-        try:
-            upstream = socket.create_connection((host, port))
-            break
-        except OSError:  # the service does not listen yet, or is gone
+def _run(tunnel: socket.socket, local: socket.socket, path: str, is_service_here: bool) -> None:
+    if is_service_here:
+        while local.connect_ex(path):
             time.sleep(0.1)
+        _forward(tunnel, local)
+    else:
+        with local:
+            client, _ = local.accept()
+        _forward(client, tunnel)
+
+
+def _forward(downstream: socket.socket, upstream: socket.socket) -> None:
     threading.Thread(target=_copy_back, args=(upstream, downstream), name="relay", daemon=True).start()
     with downstream, upstream, contextlib.suppress(OSError):
         try:

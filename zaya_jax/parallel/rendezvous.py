@@ -1,29 +1,47 @@
-"""The processes of a job meet here before jax starts, so that a missing or duplicate process is named in a message.
+"""The processes of a job connect here before jax starts, so that a missing or duplicate process is named in a message.
 
-Process 0 listens at the coordinator's address until every process has connected and sent its index. Then jax's
-coordination service takes over the port, and `PeerLiveness` the connections, which stay open.
+Process 0 listens at the coordinator's address until every process has connected twice: for the lines of `PeerLiveness`,
+and for jax's coordination service (`relay`). From then on nothing of this package listens to other hosts.
+
+Whoever connects is a stranger until it has proved that it knows the secret of the job (`run.job_secret`):
+
+    process 0:  zaya_jax NONCE
+    the other:  {"process": 1, "processes": 2, "host": "node2", "channel": "lines", "nonce": NONCE} PROOF
+    process 0:  welcome PROOF
+
+Each proof covers the nonce of the other side, so recorded lines are worthless. Strangers learn nothing else, and what
+they send costs only their own connections.
 """
 
 import contextlib
 import errno
 import json
 import os
+import secrets
+import select
 import selectors
 import socket
 import time
-from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, PeersMissing, printable
+from zaya_jax.parallel.peer import Peer, end_connections
+from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secret_path, share_secret
+from zaya_jax.run.signals import warn
 
-ENDS = "!"  # starts the last line of a process that ends the job, followed by exit status and message
-_HELLO = "zaya_jax "  # starts the first line of a connection
-_WELCOME = "welcome"  # process 0's answer to the first line
+_HELLO = "zaya_jax "  # starts process 0's first line
+_WELCOME = "welcome "  # starts process 0's answer to a proof
+_REJECTED = "rejected"  # process 0's answer to a wrong proof
 _READY = "ready"  # process 0's message that all processes are connected
-_LONGEST = 2**16  # bytes of a line, in case another program connected
+_REFUSALS = {"missing ": PeersMissing, "invalid ": InputError}  # starts process 0's message why the job does not start
+_LINES, _SERVICE = "lines", "service"  # the two connections
+_MOST_STRANGERS = 64  # connections at a time
+_LONGEST = 2**14  # bytes of a line of process 0
+_PATIENCE = 10.0  # seconds that either side may take to prove that it belongs to the job
 _ANSWER = 2.0  # seconds to wait for an answer from a process that already has the port
 _BUSY = 10.0  # seconds that a name server may be busy
-_WELCOMED = 10.0  # seconds to wait for `_WELCOME`; another program never sends it
+_RETRY = 0.2  # seconds
 _MARGIN = 5.0  # seconds to wait longer than process 0, which knows who is missing
 
 
@@ -35,6 +53,7 @@ class Job(NamedTuple):
     source: str  # the flag or launcher that host and port come from
     processes: int  # number of processes in the job
     process: int  # index of this process
+    folder: Path | None = None  # that all processes share; without one, they share their user's cache
 
     @property
     def address(self) -> str:
@@ -55,71 +74,6 @@ def split_address(text: str, source: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-class Peer:
-    """A non-blocking connection to another process, over which both send lines."""
-
-    def __init__(self, connection: socket.socket, process: int | None = None, host: str = "") -> None:
-        """Wrap a connection to `process` on `host`; its index is None until it sends one."""
-        connection.setblocking(False)
-        self._connection, self._partial_line = connection, b""
-        self.process, self.host = process, host
-
-    def __str__(self) -> str:
-        """Index and host, for messages."""
-        return f"{self.process} on {self.host}"
-
-    def fileno(self) -> int:
-        """File descriptor, for selectors."""
-        return self._connection.fileno()
-
-    def send(self, line: str) -> None:
-        """Send a line, ignoring errors: the peer timeout detects a lost process."""
-        with contextlib.suppress(OSError):
-            self._connection.send(f"{line}\n".encode(errors="backslashreplace"))
-
-    def receive(self) -> list[str] | None:
-        """Return the lines received since the last call; None if the other side has closed."""
-        try:
-            data = self._connection.recv(_LONGEST)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not data or len(self._partial_line) > _LONGEST:
-            return None
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
-
-    def finish(self) -> None:
-        """Close the sending side."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-
-def dismiss(peers: Iterable[Peer], line: str, seconds: float) -> None:
-    """Send a last line, wait until the peers have closed, then close.
-
-    Closing with unread data would reset the connection, and the peer might lose the line.
-    """
-    peers = list(peers)
-    with selectors.DefaultSelector() as selector:
-        for peer in peers:
-            selector.register(peer, selectors.EVENT_READ)
-            peer.send(line)
-            peer.finish()
-        deadline = time.monotonic() + seconds
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if key.fileobj.receive() is None:  # pyright: ignore[reportAttributeAccessIssue]
-                    selector.unregister(key.fileobj)
-    for peer in peers:
-        peer.close()
-
-
 def meet(job: Job, seconds: float) -> list[Peer]:
     """Wait until all processes of the job are connected.
 
@@ -131,122 +85,162 @@ def meet(job: Job, seconds: float) -> list[Peer]:
       In process 0, connections to all others; in the others, the connection to process 0.
 
     Raises:
-      InputError: a process is missing or lost, two have the same index, their numbers of processes differ, or the
-        address cannot be used.
+      PeersMissing: a process is missing or lost, or the address is in use.
+      InputError: two processes have the same index, their numbers of processes or secrets differ, or the address
+        cannot be used.
     """
+    if job.processes == 1:
+        return []
     if job.process == 0:
-        return _Gathering(job, seconds).wait()
-    return [_wait_for_admission(_connect(job, seconds), job, seconds + _MARGIN)]
+        return _Members(job, seconds).wait()
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(_enter(job, _LINES, start, seconds))
+        service = stack.enter_context(_enter(job, _SERVICE, start, seconds, lines))
+        _wait_until_ready(lines, job, seconds + _MARGIN)
+        stack.pop_all()
+    return [Peer(lines, 0, job.host, service)]
 
 
-class _Refused(InputError):
-    """Process 0's message why the job cannot start."""
-
-
-class _Gathering:
-    """Process 0's side of `meet`."""
+class _Members:
+    """Process 0's side of `meet`: the processes that have proved that they belong to the job, and strangers."""
 
     def __init__(self, job: Job, seconds: float) -> None:
-        self._job, self._seconds = job, seconds
-        self._arrived: dict[int, Peer] = {}
+        self._job, self._seconds, self._secret, self._start = job, seconds, "", time.monotonic()
+        self._members: dict[tuple[int, str], Peer] = {}  # by index and channel
+        self._strangers: dict[Peer, tuple[str, float]] = {}  # nonce and time of arrival, the oldest first
+        self._rejected, self._rejection = 0, ""  # number of wrong proofs, and a sentence about them
         self._selector = selectors.DefaultSelector()
 
     def wait(self) -> list[Peer]:
         """Wait for the other processes, and return the connections to them."""
-        deadline = time.monotonic() + self._seconds
-        with contextlib.ExitStack() as stack, self._listen() as listener, self._selector:
-            # Process 0 connects to itself: if another program listens at the address, this shows it.
-            itself = stack.enter_context(contextlib.closing(_connect(self._job, self._seconds)))
-            itself.send(_hello(self._job))
-            self._selector.register(listener, selectors.EVENT_READ)
-            self._selector.register(itself, selectors.EVENT_READ)
-            while len(self._arrived) < self._job.processes:
-                events = self._selector.select(max(0, deadline - time.monotonic()))
-                if time.monotonic() >= deadline:
-                    self._refuse(self._missing())
-                for key, _ in events:
-                    if key.fileobj is itself:
-                        self._receive_own(itself)
-                    elif isinstance(key.fileobj, Peer):
+        others = range(1, self._job.processes)
+        with self._selector, contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._drop(*self._strangers))
+            self._listen(stack)
+            self._secret = stack.enter_context(share_secret(secret_path(self._job.folder, self._job.address)))
+            while len(self._members) < 2 * len(others):
+                left = self._start + self._seconds - time.monotonic()
+                if left <= 0:
+                    self._refuse(PeersMissing(self._describe_missing()))
+                now = time.monotonic()
+                self._drop(*[peer for peer, (_, arrival) in self._strangers.items() if now - arrival > _PATIENCE])
+                for key, _ in self._selector.select(min(left, 1.0)):
+                    if isinstance(key.fileobj, Peer):
                         self._receive(key.fileobj)
-                    else:
-                        self._selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
-        self._arrived.pop(0).close()
-        others = [self._arrived[process] for process in sorted(self._arrived)]
-        for peer in others:  # only now that the port is free for jax
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._accept(key.fileobj)
+        if self._rejection:
+            warn(self._rejection)
+        for process in others:  # only now that nothing listens at the port
+            peer = self._members[process, _LINES]
+            peer.tunnel = self._members[process, _SERVICE].connection
             peer.send(_READY)
-        return others
+        return [self._members[process, _LINES] for process in others]
 
-    def _listen(self) -> socket.socket:
-        # At every interface by default, as jax's service does.
-        host, port = "::" if socket.has_dualstack_ipv6() else "0.0.0.0", self._job.port  # noqa: S104
+    def _listen(self, stack: contextlib.ExitStack) -> None:
+        host, port = self._job.host, self._job.port
         if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
             host, port = split_address(chosen, "JAX_COORDINATOR_BIND_ADDRESS")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            return socket.create_server((host, port), family=family, backlog=self._job.processes + 1,
-                                        dualstack_ipv6=host == "::")  # fmt: skip
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # if by another process 0, it sends both the reason
-                try:
-                    _wait_for_admission(_connect(self._job, 0), self._job, _ANSWER)
-                except _Refused:
-                    raise
-                except InputError:
-                    pass
-            raise InputError(
-                f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the program "
-                f"that uses port {port}, or choose another port"
-                f"{'' if self._job.source.startswith('--') else ' (JAX_COORDINATOR_PORT)'}."
-            ) from error
+        for address in _resolve(self._job, host, self._start, self._seconds):
+            try:
+                listener = stack.enter_context(socket.create_server(
+                    (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                    backlog=socket.SOMAXCONN, dualstack_ipv6=address == "::",
+                ))  # fmt: skip
+                self._selector.register(listener, selectors.EVENT_READ)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # as ::1 of localhost without IPv6
+                    self._end_other_job(error)
+        if not self._selector.get_map():
+            raise InputError(f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host. "
+                             "Start process 0 on that host. If the address is translated, set "
+                             "JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host.")  # fmt: skip
 
-    def _receive_own(self, itself: Peer) -> None:
-        lines = itself.receive()
-        if lines is None:
-            self._refuse(f"Another program answered process 0 at {self._job.coordinator} and closed the connection. "
-                         "Start process 0 on that host, or correct the address.")  # fmt: skip
-        _raise_verdict(lines)
+    def _end_other_job(self, error: OSError) -> NoReturn:
+        """Raise why process 0 cannot listen. If another process 0 of the job has the port, both end."""
+        if error.errno == errno.EADDRINUSE:
+            with contextlib.suppress(PeersMissing), _enter(self._job, _LINES, 0, 0) as connection:
+                _wait_until_ready(connection, self._job, _ANSWER)
+        raise PeersMissing(
+            f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the program "
+            f"that uses port {self._job.port}, or choose another port"
+            f"{'' if self._job.source.startswith('--') else ' (JAX_COORDINATOR_PORT)'}."
+        ) from error
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, address = listener.accept()
+        except OSError:  # no file descriptor is left
+            time.sleep(0 if self._strangers else _RETRY)
+            self._drop(*list(self._strangers)[:1])
+            return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        peer, nonce = Peer(connection, host=address[0]), secrets.token_hex(16)
+        self._strangers[peer] = nonce, time.monotonic()
+        self._selector.register(peer, selectors.EVENT_READ)
+        peer.send(_HELLO + nonce)
+
+    def _drop(self, *strangers: Peer) -> None:
+        for stranger in strangers:
+            del self._strangers[stranger]
+            self._selector.unregister(stranger)
+            stranger.close()
 
     def _receive(self, peer: Peer) -> None:
         lines = peer.receive()
-        if lines is None:
-            if peer.process is not None:
-                self._refuse(f"Process {peer} was lost before all {self._job.processes} processes had connected. "
-                             "Start all of them again.")  # fmt: skip
-            self._selector.unregister(peer)
-            peer.close()
-        elif lines and peer.process is None:
-            self._register(peer, lines[0])
+        if peer in self._strangers and lines:
+            self._check_proof(peer, lines[0])
+        elif peer in self._strangers and lines is None:
+            self._drop(peer)
+        elif peer.process is not None and lines is None:
+            self._refuse(PeersMissing(f"Process {peer} was lost before all {self._job.processes} processes had "
+                                      "connected. Start all of them again."))  # fmt: skip
 
-    def _register(self, peer: Peer, line: str) -> None:
-        try:
-            hello = json.loads(line.removeprefix(_HELLO)) if line.startswith(_HELLO) else {}
-            peer.process, processes, peer.host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
-        except (ValueError, KeyError, TypeError):  # another program; it will disconnect
+    def _check_proof(self, peer: Peer, line: str) -> None:
+        body, _, proof = line.rpartition(" ")
+        nonce, _ = self._strangers[peer]
+        if is_proof(proof, self._secret, "enter", nonce, body):
+            del self._strangers[peer]
+            self._admit(peer, json.loads(body))
             return
-        if processes != self._job.processes or not 0 <= peer.process < processes:
-            self._refuse(f"Process {peer} was started with --processes {processes}, but process 0 with --processes "
-                         f"{self._job.processes}. Start all processes with the same number.")  # fmt: skip
-        peer.send(_WELCOME)
-        first = self._arrived.setdefault(peer.process, peer)
-        if first is not peer:
-            hosts = f"{first.host} and {peer.host}"
-            self._refuse(f"Two processes have --process {peer.process}, on {hosts}. Give each of the {processes} "
-                         f"processes a different --process, 0 to {processes - 1}, and each job a different "
-                         "port.")  # fmt: skip
+        self._rejected += 1
+        self._rejection = (f"Process 0 rejected {self._rejected:,} connection{'s' * (self._rejected > 1)} without the "
+                           f"secret of this job ({VARIABLE}), the last from {peer.host}.")  # fmt: skip
+        peer.send(_REJECTED)
+        self._drop(peer)
 
-    def _missing(self) -> str:
-        absent = [process for process in range(self._job.processes) if process not in self._arrived]
-        return (
-            f"{_list_processes(absent)} of {self._job.processes} did not reach {self._job.coordinator} within "
-            f"{self._seconds:g} s; {_list_processes(sorted(self._arrived)).lower()} did. Start every process with this "
-            "address and a different --process."
-        )
+    def _admit(self, peer: Peer, hello: dict[str, Any]) -> None:
+        """Make a stranger that has proved to know the secret a member."""
+        process, processes, key = hello["process"], hello["processes"], (hello["process"], hello["channel"])
+        peer.process, peer.host = process, printable(hello["host"], 255)
+        peer.send(_WELCOME + prove(self._secret, "admit", hello["nonce"]))
+        if processes != self._job.processes or not 0 <= process < processes:
+            self._refuse(InputError(f"Process {peer} was started with --processes {processes}, but process 0 with "
+                                    f"--processes {self._job.processes}. Start all processes with the same "
+                                    "number."))  # fmt: skip
+        if process == 0 or key in self._members:
+            first = self._members[key].host if process else socket.gethostname()
+            self._refuse(InputError(f"Two processes have --process {process}, on {first} and {peer.host}. Give each of "
+                                    f"the {processes} processes a different --process, 0 to {processes - 1}, and each "
+                                    "job a different port."))  # fmt: skip
+        self._members[key] = peer
 
-    def _refuse(self, sentence: str) -> NoReturn:
+    def _describe_missing(self) -> str:
+        job, absent = self._job, [n for n in range(1, self._job.processes) if (n, _SERVICE) not in self._members]
+        present = [process for process in range(job.processes) if process not in absent]
+        listeners = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
+        addresses = " and ".join(listener.getsockname()[0] for listener in listeners)
+        return (f"{_list_processes(absent)} of {job.processes} did not reach {job.coordinator} within "
+                f"{self._seconds:g} s; {_list_processes(present).lower()} did. Start every process with this address "
+                f"and a different --process. Process 0 listened at {addresses}. {self._rejection}").strip()  # fmt: skip
+
+    def _refuse(self, error: InputError) -> NoReturn:
         peers = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, Peer)]
-        dismiss(peers, f"{ENDS}2 Error: {sentence}", _ANSWER)
-        raise InputError(sentence)
+        start = next(start for start, kind in _REFUSALS.items() if isinstance(error, kind))
+        end_connections([peer for peer in peers if peer.process is not None], f"{start}{error}", _ANSWER)
+        raise error
 
 
 def _list_processes(numbers: list[int]) -> str:
@@ -255,71 +249,93 @@ def _list_processes(numbers: list[int]) -> str:
     return f"Process{'es' if len(numbers) > 1 else ''} {listed}"
 
 
-def _hello(job: Job) -> str:
-    return _HELLO + json.dumps({"process": job.process, "processes": job.processes, "host": socket.gethostname()})
-
-
-def _connect(job: Job, seconds: float) -> Peer:
-    """Connect to process 0, which may not listen yet."""
-    deadline = time.monotonic() + seconds
+def _resolve(job: Job, host: str, start: float, seconds: float) -> list[str]:
+    """Return the addresses of a host; `InputError` if its name cannot be resolved."""
     while True:
         try:
-            connection = socket.create_connection((job.host, job.port), timeout=5)
-            if connection.getsockname() != connection.getpeername():  # a free local port can connect to itself
-                return Peer(connection, 0, job.host)
-            connection.close()
-            problem = os.strerror(errno.ECONNREFUSED)
+            return list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(host, None)))
         except socket.gaierror as error:
             # Kubernetes registers a pod's name only once it is scheduled; a name server may be busy for a moment.
-            late = "KUBERNETES_SERVICE_HOST" in os.environ or (
-                error.errno == socket.EAI_AGAIN and time.monotonic() < deadline - seconds + _BUSY
-            )
-            if not late or time.monotonic() >= deadline:
-                raise InputError(f"The host of {job.coordinator} could not be resolved ({error.strerror}). Correct the "
-                                 "name, or use an IP address.") from error  # fmt: skip
-            problem = ""
+            late = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else _BUSY * (error.errno == socket.EAI_AGAIN)
+            if time.monotonic() >= start + late:
+                raise PeersMissing(f"The host of {job.coordinator} could not be resolved ({error.strerror}). Correct "
+                                   "the name, or use an IP address.") from error  # fmt: skip
         except UnicodeError as error:  # a name that the idna codec cannot encode
             raise InputError(f"{job.coordinator} has an invalid host name: each part between dots must have 1 to 63 "
                              "characters.") from error  # fmt: skip
-        except OSError as error:
-            problem = error.strerror or str(error)
-        if time.monotonic() >= deadline:
-            raise InputError(f"Process {job.process} could not reach process 0 at {job.coordinator} within "
-                             f"{seconds:g} s ({problem}). Start process 0 on that host, or correct the "
-                             "address.")  # fmt: skip
-        time.sleep(0.2)
+        time.sleep(_RETRY)
 
 
-def _wait_for_admission(peer: Peer, job: Job, seconds: float) -> Peer:
-    """Send this process' index to process 0, and return the connection once all processes are connected."""
-    limit, start = min(seconds, _WELCOMED), time.monotonic()
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        stack.callback(peer.close)
-        selector.register(peer, selectors.EVENT_READ)
-        peer.send(_hello(job))
-        while (left := start + limit - time.monotonic()) > 0:
-            lines = peer.receive() if selector.select(left) else []
-            if lines is None:
-                raise InputError(f"{job.coordinator} closed the connection of process {job.process}: process 0 has "
-                                 "ended, or another program or job uses the port. Start all processes again, or "
-                                 "choose another port.")  # fmt: skip
-            _raise_verdict(lines)
-            if _READY in lines:
-                stack.pop_all()
-                return peer
-            if _WELCOME in lines:
-                limit = seconds
-    raise InputError(f"Process {job.process} received no answer from {job.coordinator} for {limit:g} s. Check that "
-                     "process 0 runs there, and that no other program uses the port.")  # fmt: skip
+def _enter(job: Job, channel: str, start: float, seconds: float, lines: socket.socket | None = None) -> socket.socket:
+    """Connect to process 0 for a `channel`, and prove that this process belongs to the job.
+
+    Process 0 may not listen yet, it drops strangers when there are too many, and the secret may be that of an earlier
+    start, so this tries again, until process 0 ends the start over the connection for `lines`.
+    """
+    poll = select.poll()
+    while True:
+        problem = ""
+        for address in _resolve(job, job.host, start, seconds):
+            try:
+                with contextlib.ExitStack() as stack:
+                    connection = stack.enter_context(socket.create_connection((address, job.port), timeout=5))
+                    _exchange_proofs(connection, job, channel)
+                    stack.pop_all()
+                    return connection
+            except OSError as error:
+                problem = error.strerror or str(error)
+        if lines is not None:
+            poll.register(lines, select.POLLIN)
+            if poll.poll(0):
+                _wait_until_ready(lines, job, _ANSWER)
+        if time.monotonic() >= start + seconds:
+            raise PeersMissing(f"Process {job.process} could not reach process 0 at {job.coordinator} within "
+                               f"{seconds:g} s ({problem}). Start process 0 on that host, or correct the "
+                               "address.")  # fmt: skip
+        time.sleep(_RETRY)
 
 
-def _raise_verdict(lines: list[str]) -> None:
-    for line in lines:
-        if line.startswith(ENDS):
-            raise _Refused(verdict(line)[1].removeprefix("Error: "))
+def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> None:
+    """Prove to process 0 that this process belongs to the job, and check its proof; `OSError` if it sends none."""
+    if connection.getsockname() == connection.getpeername():  # a free local port can connect to itself
+        raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    deadline, path = time.monotonic() + (_PATIENCE if job.process else _ANSWER), secret_path(job.folder, job.address)
+    challenge, secret, nonce = _read_line(connection, deadline), read_secret(path), secrets.token_hex(16)
+    if not challenge.startswith(_HELLO):
+        raise OSError("another program uses the port")
+    if secret is None:
+        raise OSError(f"it has not written {path}, the secret of the job. If the processes share no folder, set "
+                      f"{VARIABLE} for all")  # fmt: skip
+    body = json.dumps({"process": job.process, "processes": job.processes, "host": socket.gethostname(),
+                       "channel": channel, "nonce": nonce})  # fmt: skip
+    connection.sendall(f"{body} {prove(secret, 'enter', challenge.removeprefix(_HELLO), body)}\n".encode())
+    answer = _read_line(connection, deadline)
+    if answer == _REJECTED and job.process and os.environ.get(VARIABLE):
+        raise InputError(f"Process {job.process} has another {VARIABLE} than process 0 at {job.coordinator}. Set the "
+                         "same for all processes, or for none.")  # fmt: skip
+    if not is_proof(answer.removeprefix(_WELCOME), secret, "admit", nonce):
+        raise OSError(f"its secret is not that in {path}")
 
 
-def verdict(line: str) -> tuple[int, str]:
-    """Parse a line that ends the job into exit status and message."""
-    status, _, sentence = line.removeprefix(ENDS).partition(" ")
-    return int(status), sentence
+def _read_line(connection: socket.socket, deadline: float) -> str:
+    """Read a line, and no byte after it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        byte = connection.recv(1)
+        if not byte or len(line) > _LONGEST:
+            raise OSError("the connection was closed")
+        line += byte
+    return line[:-1].decode(errors="replace")
+
+
+def _wait_until_ready(lines: socket.socket, job: Job, seconds: float) -> None:
+    """Wait until process 0 says that all are connected; raise why, if it ends the start instead."""
+    try:
+        line = _read_line(lines, time.monotonic() + seconds)
+    except OSError as error:
+        raise PeersMissing(f"Process {job.process} received no answer from process 0 at {job.coordinator} ({error}). "
+                           "Start all processes again.") from error  # fmt: skip
+    for start, kind in _REFUSALS.items():
+        if line.startswith(start):
+            raise kind(printable(line.removeprefix(start)))

@@ -11,7 +11,7 @@ which its messages pass.
 import threading
 from collections.abc import Sequence
 
-from zaya_jax.parallel.rendezvous import Peer
+from zaya_jax.parallel.peer import Peer, parse_number
 
 _REQUEST, _QUESTION, _ANSWER, _DECISION = "stop", "finished?", "finished", "stop-after"
 
@@ -48,7 +48,8 @@ class StopStep:
 
     def receive(self, line: str) -> None:
         """Handle a line from a peer; any other than those of the agreement is ignored."""
-        kind, _, number = line.partition(" ")
+        kind, _, text = line.partition(" ")
+        number = parse_number(text)
         with self._changed:
             if kind == _REQUEST and not self._deciding and self._stop_after is None:
                 self._deciding, self._answers = True, [self._finished]
@@ -56,13 +57,13 @@ class StopStep:
             elif kind == _QUESTION:
                 self._deciding = True
                 self._send(f"{_ANSWER} {self._finished}")
-            elif kind == _ANSWER:
-                self._answers.append(int(number))
+            elif kind == _ANSWER and number is not None:
+                self._answers.append(number)
                 if len(self._answers) > len(self._peers):
                     self._decide(max(self._answers) + 1)
                     self._send(f"{_DECISION} {self._stop_after}")
-            elif kind == _DECISION:
-                self._decide(int(number))
+            elif kind == _DECISION and number is not None:
+                self._decide(number)
 
     def _send(self, line: str) -> None:
         for peer in self._peers:
