@@ -135,24 +135,29 @@ def _traffic(result: Result) -> Table:
 
 
 def _step(result: Result) -> list[Table]:
-    step, what = result["seconds"], result["what"]
+    step, what, untraced = result["seconds"], result["what"], result["untraced_seconds"]
     rows = [{"part": name, **row} for name, row in result["parts"].items()]
     if result["overlap"] is not None:
         rows.append({"part": "exposed collectives", "measured": result["exposed_collectives"]})
     rows += [{"part": "unattributed", "measured": result["unattributed"]}, {"part": what, "measured": step}]
-    remarks = {
-        f"Other operations overlap with {percent(result['overlap'])} of the time of collectives.": result["overlap"],
-        f"Without the profiler, a {what} takes {number(result['untraced_seconds'], _MILLI)} ms.":
-            result["untraced_seconds"],
-        f"The dry run estimates {number(result.get('estimated_seconds'), _MILLI)} ms.": result.get("estimated_seconds"),
-        f"Not predicted: {result['not_predicted']}": result["not_predicted"],
-    }  # fmt: skip
+    remarks = []
+    if result["overlap"] is not None:
+        remarks.append(f"Other operations overlap with {percent(result['overlap'])} of the time of collectives.")
+    if untraced is not None:
+        remarks.append(
+            f"Without the profiler, a {what} takes {number(untraced, _MILLI)} ms ({step / untraced:.2f}× with it)."
+        )
+    if estimated := result.get("estimated_seconds"):
+        error = estimated / (untraced or step) - 1
+        remarks.append(f"The dry run estimates {number(estimated, _MILLI)} ms, {error:+.0%} against the measurement.")
+    if result["not_predicted"]:
+        remarks.append(f"Not predicted: {result['not_predicted']}")
     return [
-        make_table("Parts", rows, {
+        make_table(f"Time of a {what} by part", rows, {
             "part": "part", "measured (ms)": quantity("measured", unit=_MILLI),
             "share": lambda row: percent(row["measured"] / step),
             "predicted (ms)": quantity("predicted", unit=_MILLI), "roofline (ms)": quantity("roofline", unit=_MILLI),
-        }, *(remark for remark, value in remarks.items() if value is not None))
+        }, *remarks)
     ]  # fmt: skip
 
 

@@ -110,22 +110,3 @@ def _measured(results: Mapping[str, Any], model: ModelConfig) -> Measured:
         min(experts, default=None),
         offsets[0] / statistics.median(others) if 0 in offsets and others else None,
     )
-
-
-def lines(findings: dict[str, list[Finding]], devices: int, hardware: str) -> list[str]:
-    """Return the lines of the report, a table for each phase.
-
-    Args:
-      findings: of `check_sizing`.
-      devices: number of devices.
-      hardware: its name.
-    """
-    report = [f"Sizing rules for training on {devices:,} × {hardware}", ""]
-    for phase, found in findings.items():
-        report += [f"Phase {phase}", f"  {'':<5}{'rule':<30}{'loss':>6}  value"]
-        for finding in found:
-            loss = "–" if finding.loss is None else f"{finding.loss:.0%}"
-            advice = f" → {finding.advice}" if finding.advice else ""
-            report.append(f"  {finding.status:<5}{finding.rule:<30}{loss:>6}  {finding.value}{advice}")
-        report.append("")
-    return report
