@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config.checks import require
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.table import Table
@@ -74,7 +74,12 @@ def table_lines(table: Table) -> list[str]:
     aligned = [str.rjust if numeric else str.ljust for numeric in table.numeric]
     lines = ["  ".join(align(cell, width) for align, cell, width in zip(aligned, cells, widths, strict=True)).rstrip()
              for cells in (table.columns, *table.rows)]  # fmt: skip
-    return [table.title, *lines, *table.remarks]
+    return [printable(line) for line in (table.title, *lines, *table.remarks)]
+
+
+def print_tables(tables: Iterable[Table]) -> None:
+    """Print tables, without empty ones."""
+    print("\n\n".join("\n".join(lines) for table in tables if (lines := table_lines(table))), flush=True)
 
 
 def print_once(*lines: str) -> None:

@@ -21,7 +21,7 @@ from zaya_jax.machine.comparison import no_data_sheet
 from zaya_jax.machine.compilers.predict import PartCost, Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.report.tables import TABLES
-from zaya_jax.machine.result import describe_run, table_lines
+from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.machine.step import place_rows, random_tokens
 from zaya_jax.machine.timing import timed
 from zaya_jax.ops.parts import PARTS
@@ -110,7 +110,7 @@ def _report(
     result |= _rows(trace, shares, calls) | {"what": what, "untraced_seconds": untraced}
     if estimated is not None:
         result["estimated_seconds"] = estimated
-    print("\n".join(table_lines(*TABLES["step"](result))))
+    print_tables(TABLES["step"](result))
     return result
 
 

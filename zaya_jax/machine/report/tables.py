@@ -1,7 +1,7 @@
 """The tables of a result, by verb; those of the smoke test are in `smoke`."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zaya_jax.machine.preflight.run import UNITS
@@ -99,14 +99,19 @@ def _collectives(result: Result) -> list[Table]:
             **case, **fit, "half of β at (bytes)": size("half_bytes"), "90 % of β at (bytes)": size("knee_bytes"),
         }, "α is the latency, β the algorithm bandwidth, each with its 95 % confidence interval.",
            "– as the end of an interval means that the measurements give no upper bound."),
-        make_table("Messages of a step", result.get("messages", []), {
-            "operation": "operation", "axes": case["axes"], "bytes": "bytes", "times per step": "times",
-            "each (µs)": quantity("seconds", unit=_MICRO),
-            "together (ms)": lambda row: number(row["times"] * row["seconds"], _MILLI),
-        }),
+        message_table(result.get("messages", [])),
         make_table("Times and bandwidths", result["results"], {**case, "bytes": "bytes", **rows, "wrong": "wrong"}),
         _traffic(result),
     ]  # fmt: skip
+
+
+def message_table(messages: Sequence[Row]) -> Table:
+    """Make the table of the collectives of a step, with their measured times."""
+    return make_table("Messages of a step", messages, {
+        "operation": "operation", "axes": lambda row: ", ".join(row["axes"]), "bytes": "bytes",
+        "times per step": "times", "each (µs)": quantity("seconds", unit=_MICRO),
+        "together (ms)": lambda row: number(row["times"] * row["seconds"], _MILLI),
+    })  # fmt: skip
 
 
 def _storage(result: Result) -> list[Table]:
@@ -124,7 +129,8 @@ def _storage(result: Result) -> list[Table]:
         make_table("Shortest step that the storage can feed", result["phases"], {
             "phase": "phase", "sequences": "sequences", "tokens of each": "context",
             **{f"{name} (ms)": quantity("shortest_step_seconds", key, unit=_MILLI) for name, key in packed.items()},
-        }, f"The page cache can hold up to {number(result['available_memory'], _GIGA)} GB."),
+        }, f"The page cache can hold up to {number(result['available_memory'], _GIGA)} GB: prepared data that fits is "
+           "read from the storage once."),
         _traffic(result),
     ]  # fmt: skip
 

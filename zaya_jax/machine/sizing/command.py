@@ -66,16 +66,15 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _check(parsed: argparse.Namespace, config: Config, hardware: Hardware, measured: "Measured") -> dict[str, Any]:
     from zaya_jax.machine.report.tables import TABLES
-    from zaya_jax.machine.result import table_lines
+    from zaya_jax.machine.result import print_tables
     from zaya_jax.machine.sizing.check import check_sizing
 
     findings = check_sizing(config, parsed.devices, hardware, measured)
     result: dict[str, Any] = {
         "phases": {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
     }
-    print(f"Sizing rules for training on {parsed.devices:,} × {parsed.hardware}")
-    for table in TABLES["sizing"](result)[:-1]:
-        print("", *table_lines(table), sep="\n")
+    print(f"Sizing rules for training on {parsed.devices:,} × {parsed.hardware}\n")
+    print_tables(TABLES["sizing"](result)[:-1])
     if failed := [f"{phase}: {finding.rule}" for phase, found in findings.items() for finding in found
                   if finding.status == "FAIL"]:  # fmt: skip
         result["failed"] = f"Rules that fail: {', '.join(failed)}."
