@@ -22,12 +22,10 @@ from zaya_jax.machine.compilers.predict import PartCost, Shares, phase_shares, p
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables
-from zaya_jax.machine.step import place_rows, random_tokens
-from zaya_jax.machine.timing import timed
+from zaya_jax.machine.step import place_rows, random_tokens, time_train_steps
 from zaya_jax.ops.parts import PARTS
 from zaya_jax.run.folder import PROFILE
 from zaya_jax.run.run import Run
-from zaya_jax.train.initialization import initialize
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import make_programs
@@ -128,15 +126,9 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
     programs = make_programs(config)
     programs.check()
     program, stage = programs.with_kernels(validated_kernels(config))[0], largest_stage(config, 0)
-    compiled, state = program.compile(stage), initialize(program)
-    batch = place_rows(program, stage, random_tokens(config, stage))
-
-    def one_step() -> None:
-        nonlocal state
-        state, metrics = compiled(state, batch, {})
-        jax.block_until_ready(metrics)
-
-    untraced = timed(one_step, steps)
+    compiled, tokens = program.compile(stage), random_tokens(config, stage)
+    untraced, _, state = time_train_steps(program, compiled, stage, tokens, steps)
+    batch = place_rows(program, stage, tokens)
     profiler = StepProfiler(ProfileConfig(1, steps), folder, lambda _: None)
     profiler.start(0, state, compiled)
     for _ in range(steps):  # without waiting, as in training
