@@ -1,7 +1,6 @@
 """Hardware by name: a data sheet, or a folder with results of `python -m zaya_jax.machine` in its place."""
 
 import contextlib
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import DATA_SHEET
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, find_hardware
 from zaya_jax.hardware.presets import Preset
+from zaya_jax.run.files import read_json
 
 _VERBS = {"matrix products": "gemm", "memory bandwidth": "memory", "collectives": "collectives",
           "preflight": "preflight"}  # fmt: skip
@@ -120,7 +120,7 @@ def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str
     """
     if file is None:
         return None if folder is None else read_results(Path(folder), "measurements").get(verb)
-    result = _read(Path(file), f"--baseline {file}")
+    result = read_json(Path(file))
     if not isinstance(result, dict) or _VERBS.get(result.get("benchmark", "")) != verb:
         raise InputError(f"--baseline {file} is no result of python -m zaya_jax.machine {verb} --output.")
     return result
@@ -142,19 +142,12 @@ def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
     require(folder.is_dir(), source, str(folder), "a folder with results of python -m zaya_jax.machine")
     results: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
-        result = _read(path, f"{source}: {path}")
+        result = read_json(path)
         if isinstance(result, dict) and (verb := _VERBS.get(result.get("benchmark", ""))):
             if verb in results:
                 raise InputError(f"{source}: {path} is a second result of machine {verb} in {folder}; keep one.")
             results[verb] = result
     return results
-
-
-def _read(path: Path, named: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{named} cannot be read as JSON: {error}.") from error
 
 
 def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
