@@ -1,34 +1,29 @@
 """Compile a phase's train step for a GPU in a subprocess, and parse the compiler's output."""
 
-import functools
+import contextlib
 import json
-import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
-from zaya_jax.config import Config
+from zaya_jax.config import Config, to_yaml
 from zaya_jax.config.checks import require
-from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.machine.compilers.cross_compile import compile_traced, gpu_devices, load_compiler
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Place, entry_place, parse
 from zaya_jax.machine.compilers.resources import KernelResources, read_resources
 from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS, DUMP, environment, find_toolchain
-from zaya_jax.ops.registry import select_kernels
-from zaya_jax.train.program import Programs
 
 # Parts of a line that says why a compiler failed, the most telling first.
 _TELLING = ("is a stand-in", "RESOURCE_EXHAUSTED", "Check failed", "Error")
+STEP = "step.hlo"  # the scheduled program, from the worker
+FACTS = "facts.json"  # the compiler's figures, from the worker
 
 
 class CompiledStep(NamedTuple):
@@ -101,46 +96,48 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
       InputError: the packages of the compiler are missing, or the compiler refuses the step.
     """
     toolchain, start = find_toolchain(gpu), time.monotonic()
-    work = functools.partial(scheduled_step, config, phase, gpu, devices)
     failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        made = run_worker(work, environment(gpu, folder, config.measurements), failure)
+    with run_worker("step", gpu, (str(phase), str(devices)), failure, config) as folder:
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
         kernels = read_resources("train_step", toolchain, GPUS[gpu].architecture, folder / DUMP, folder / CODE_OBJECTS)
-    entry, seconds = entry_place(parse(made["text"])), round(time.monotonic() - start, 1)
-    return CompiledStep(gpu, devices, made["memory"], entry, kernels, seconds, made["host_bytes"])
+    host_bytes = facts.pop("host_bytes")
+    return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
 
 
-def scheduled_step(config: Config, phase: int, gpu: str, devices: int) -> dict[str, Any]:
-    """Compile a step in a process with the environment of the GPU's compiler; returns its text and `memory`."""
-    load_compiler(gpu)
-    if config.train.compute_dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    kernels = select_kernels(GPUS[gpu].target, config.model, config.train.compute_dtype)
-    program = Programs(config, kernels, gpu_devices(gpu, devices))[phase]
-    compiled = compile_traced(lambda: program.trace(largest_stage(config, phase)), gpu, program.placement.mesh)
-    return {"text": compiled.as_text(), "memory": program_memory(compiled)}
-
-
-def run_worker(work: Callable[[], dict[str, Any]], environment: Mapping[str, str], failure: str) -> dict[str, Any]:
-    """Run a function in a process of its own.
+@contextlib.contextmanager
+def run_worker(
+    what: str, gpu: str, arguments: Sequence[str], failure: str, config: Config | None = None
+) -> Iterator[Path]:
+    """Run `worker` in a process with the environment of a GPU's compiler.
 
     Args:
-      work: the function, which can be pickled and returns JSON values.
-      environment: of the process.
-      failure: start of the message if the process fails.
+      what: what to compile, the first argument of `worker`.
+      gpu: name in `GPUS`, the second one.
+      arguments: the others, without the last ones, which are the file of `config` and the folder.
+      failure: start of the message if the compiler fails.
+      config: configuration, whose key `measurements` sets flags; None if the worker needs none.
 
-    Returns:
-      What it returned, with the peak memory of the process, `host_bytes`.
+    Yields:
+      The temporary folder of what the worker and the compiler wrote.
 
     Raises:
-      InputError: the process failed.
+      InputError: the packages of the compiler are missing, or the process fails.
     """
-    process = subprocess.run([sys.executable, "-m", "zaya_jax.machine.compilers.worker"], input=pickle.dumps(work),
-                             capture_output=True, check=False, env=environment)  # fmt: skip
-    if process.returncode:
-        raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr.decode(errors='replace'))}")
-    return json.loads(process.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        command = [sys.executable, "-m", "zaya_jax.machine.compilers.worker", what, gpu, *arguments]
+        if config is not None:
+            command.append(str(folder / "config.yaml"))
+            Path(command[-1]).write_text(to_yaml(config), encoding="utf-8")
+        command.append(str(folder))
+        process = subprocess.run(  # noqa: S603 (this program, on files of our own)
+            command, capture_output=True, text=True, check=False,
+            env=environment(gpu, folder, None if config is None else config.measurements),
+        )  # fmt: skip
+        if process.returncode:
+            raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
+        yield folder
 
 
 def failure_reason(status: int, stderr: str) -> str:

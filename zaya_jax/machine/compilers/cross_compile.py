@@ -9,6 +9,7 @@ from jax.experimental import topologies
 
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.gpus import GPUS, target_config
+from zaya_jax.machine.compilers.kernels import program_files
 from zaya_jax.machine.compilers.stand_ins import load_stand_ins
 from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS, find_toolchain, silence_plugins
 
@@ -40,7 +41,7 @@ def compile_program(
     name: str, function: Callable[..., Any], arguments: Sequence[Any], gpu: str, folder: Path,
     donated: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Compile a function for one GPU, and write its `program_files`.
+    """Compile a function for one GPU, and write what `kernels.read_program` reads.
 
     Args:
       name: name of the program, unique in this process.
@@ -65,8 +66,3 @@ def compile_program(
     # Kernels of different programs can have the same name.
     for file in (folder / CODE_OBJECTS).glob("*.hsaco"):
         file.rename(objects / file.name)
-
-
-def program_files(folder: Path, name: str) -> tuple[Path, Path]:
-    """Return the file of a program's HLO, and the folder of its code objects on AMD."""
-    return folder / f"{name}.hlo", folder / name

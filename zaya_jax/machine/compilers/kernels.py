@@ -1,22 +1,19 @@
 """Compile the kernel cases for GPUs, and report what each kernel needs and what each case launches and moves."""
 
-import functools
-import tempfile
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
 from zaya_jax.machine.compilers.compiled import check_gpu, run_worker
-from zaya_jax.machine.compilers.cross_compile import compile_program, load_compiler, program_files
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Instruction, Place, entry_place, parse, shape_bytes, walk
 from zaya_jax.machine.compilers.predict import instruction_cost, is_launch, launches
 from zaya_jax.machine.compilers.resources import KernelResources, read_resources
-from zaya_jax.machine.compilers.toolchain import DUMP, environment, find_toolchain
-from zaya_jax.machine.kernel_cases import EIGHT_B, Case, cases, passes
+from zaya_jax.machine.compilers.toolchain import DUMP, find_toolchain
+from zaya_jax.machine.kernel_cases import EIGHT_B, Case, cases
 from zaya_jax.machine.result import describe_run, write_result
-from zaya_jax.ops.registry import KernelSelection, select_kernels
 
 SIDES = ("kernels", "references")
 DTYPES = ("bfloat16", "float32")
@@ -96,10 +93,8 @@ def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], Comp
       InputError: the packages of the compiler are missing, or the compiler refuses a program.
       ValueError: the compiler left no resources of a kernel.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        work = functools.partial(write_cases, gpu, request, folder)
-        run_worker(work, environment(gpu, folder), f"The kernels cannot be compiled for {gpu}")
+    words = json.dumps(request._asdict())
+    with run_worker("cases", gpu, (words,), f"The kernels cannot be compiled for {gpu}") as folder:
         programs = {
             (dtype, case, side): read_program(name, gpu, folder) for name, dtype, case, side, _ in requested(request)
         }
@@ -110,16 +105,9 @@ def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], Comp
     return programs
 
 
-def write_cases(gpu: str, request: Request, folder: Path) -> dict[str, Any]:
-    """Compile the cases in a process with the environment of the GPU's compiler, and write them into `folder`."""
-    load_compiler(gpu)
-    target = GPUS[gpu].target
-    for name, dtype, _, side, case in requested(request):
-        kernels = select_kernels(target, EIGHT_B.model, dtype) if side == "kernels" else KernelSelection(target)
-        function, arguments = passes(case, kernels)
-        donated = () if case.backward else tuple(range(case.held))
-        compile_program(name, function, arguments, gpu, folder, donated)
-    return {}
+def program_files(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return the file of a program's HLO, and the folder of its code objects on AMD."""
+    return folder / f"{name}.hlo", folder / name
 
 
 def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:

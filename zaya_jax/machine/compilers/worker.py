@@ -1,23 +1,65 @@
-"""The process of `compiled.run_worker`: `python -m zaya_jax.machine.compilers.worker`.
-
-It reads a pickled function from its input, calls it, and prints what it returns as JSON.
-"""
+"""The process that compiles: `python -m zaya_jax.machine.compilers.worker step|cases|products GPU … FOLDER`."""
 
 import json
 import os
-import pickle
 import resource
 import sys
+from pathlib import Path
 
+import jax
+
+from zaya_jax.config import load_config
+from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.convert import end_with_parent
+from zaya_jax.machine.compilers.compiled import FACTS, STEP, program_memory
+from zaya_jax.machine.compilers.cross_compile import compile_program, compile_traced, gpu_devices, load_compiler
+from zaya_jax.machine.compilers.gpus import GPUS
+from zaya_jax.machine.compilers.kernels import Request, requested
+from zaya_jax.machine.gemm.compiled import program_name
+from zaya_jax.machine.gemm.sweep import Request as GemmRequest
+from zaya_jax.machine.gemm.sweep import make_problems
+from zaya_jax.machine.kernel_cases import EIGHT_B, passes
+from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.train.program import Programs
 
 
-def main() -> None:
-    """Call the function; this process ends with the one that started it."""
+def compile_step(gpu: str, phase: str, devices: str, path: str, folder: str) -> None:
+    """Write the scheduled program and the compiler's figures of the largest step of a phase into `folder`."""
+    config, index = load_config(path), int(phase)
+    if config.train.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    kernels = select_kernels(GPUS[gpu].target, config.model, config.train.compute_dtype)
+    program = Programs(config, kernels, gpu_devices(gpu, int(devices)))[index]
+    compiled = compile_traced(lambda: program.trace(largest_stage(config, index)), gpu, program.placement.mesh)
+    (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")
+    facts = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    (Path(folder) / FACTS).write_text(json.dumps(program_memory(compiled) | facts), encoding="utf-8")
+
+
+def compile_cases(gpu: str, request: str, folder: str) -> None:
+    """Compile the kernel cases of a `kernels.Request`, given as JSON, and write them into `folder`."""
+    target = GPUS[gpu].target
+    for name, dtype, _, side, case in requested(Request(**json.loads(request))):
+        kernels = select_kernels(target, EIGHT_B.model, dtype) if side == "kernels" else KernelSelection(target)
+        function, arguments = passes(case, kernels)
+        donated = () if case.backward else tuple(range(case.held))
+        compile_program(name, function, arguments, gpu, Path(folder), donated)
+
+
+def compile_products(gpu: str, request: str, path: str, folder: str) -> None:
+    """Compile the products of a `gemm.sweep.Request`, given as JSON, and write them into `folder`."""
+    config, wanted = load_config(path), GemmRequest(**json.loads(request))
+    kernels = select_kernels(GPUS[gpu].target, config.model, wanted.dtype)
+    for index, problem in enumerate(make_problems(config, wanted, kernels)):
+        compile_program(program_name(index), problem.run, (*problem.arrays, *problem.integers), gpu, Path(folder))
+
+
+def main(what: str, gpu: str, *arguments: str) -> None:
+    """Compile; this process ends with the one that started it."""
     end_with_parent(os.getppid())
-    result = pickle.load(sys.stdin.buffer)()  # noqa: S301 (of the process that started this one)
-    print(json.dumps(result | {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    load_compiler(gpu)
+    {"step": compile_step, "cases": compile_cases, "products": compile_products}[what](gpu, *arguments)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

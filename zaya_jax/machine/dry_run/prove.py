@@ -1,16 +1,20 @@
-"""Compile a phase's step for simulated devices, in a process of its own."""
+"""Compile a phase's step for simulated devices: `python -m zaya_jax.machine.dry_run.prove CONFIG PHASE`."""
 
-import functools
+import json
 import os
+import resource
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
-import jax
-
-from zaya_jax.config import Config
+from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.config.stages import largest_stage
-from zaya_jax.machine.compilers.compiled import run_worker
-from zaya_jax.train.program import make_programs
+from zaya_jax.data.convert import end_with_parent
+from zaya_jax.errors import InputError
+from zaya_jax.machine.compilers.compiled import failure_reason
 
 # The program is compiled but never run, so optimisation would only cost time. The disabled pass would expand every
 # all-to-all into one slice per device, which takes minutes for a thousand devices.
@@ -32,20 +36,42 @@ def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
     Raises:
       InputError: the step does not compile.
     """
-    start, failure = time.monotonic(), f"The step of {config.phase_key(phase)} cannot be compiled for {devices} devices"
-    environment = {**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": str(devices)}
-    proof = run_worker(functools.partial(compile_simulated, config, phase), environment, failure)
-    return proof | {"seconds": round(time.monotonic() - start, 1)}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(to_yaml(config), encoding="utf-8")
+        process = subprocess.run(  # noqa: S603 (this program, on a file of our own)
+            [sys.executable, "-m", "zaya_jax.machine.dry_run.prove", str(path), str(phase)], capture_output=True,
+            text=True, check=False, env={**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": str(devices)},
+        )  # fmt: skip
+    if process.returncode:
+        reason = failure_reason(process.returncode, process.stderr)
+        raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} devices: {reason}")
+    return {**json.loads(process.stdout), "seconds": round(time.monotonic() - start, 1)}
 
 
-def compile_simulated(config: Config, phase: int) -> dict[str, str]:
-    """Compile or lower the step of a phase for all devices of this process; returns which, as `proof`."""
+def main(path: str, phase: int) -> None:
+    """Compile or lower the step of a phase; prints which (`proof`) and the process' peak `host_bytes`, as JSON."""
+    import jax
+
+    end_with_parent(os.getppid())
+    config = load_config(path)
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    from zaya_jax.train.program import make_programs
+
     step = make_programs(config)[phase].trace(largest_stage(config, phase))
     parallel = config.parallel_for(config.phases[phase])
-    if parallel.expert > 1 and parallel.expert_exchange == "ragged":
+    ragged = parallel.expert > 1 and parallel.expert_exchange == "ragged"
+    if ragged:
         step.lower(lowering_platforms=("rocm", "cuda"))
-        return {"proof": "lowered"}
-    step.lower().compile()
-    return {"proof": "compiled"}
+    else:
+        step.lower().compile()
+    print(json.dumps({
+        "proof": "lowered" if ragged else "compiled",
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
