@@ -96,7 +96,7 @@ def test_missing_measurements_are_named(results, message, tmp_path):
 
 def test_a_damaged_file_and_an_unknown_name_are_named(tmp_path):
     (tmp_path / "gemm.json").write_text("{")
-    with pytest.raises(InputError, match=r"gemm\.json cannot be read as JSON"):
+    with pytest.raises(InputError, match=r"gemm\.json is not JSON"):
         get_hardware(str(tmp_path), 1)
     with pytest.raises(InputError, match=r"--hardware is 'b200', but must be one of mi300x.*, or a folder"):
         get_hardware("b200", 1)

@@ -1,5 +1,6 @@
 """What tests of measurements share."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,3 +46,17 @@ def empty_state(program: PhaseProgram) -> Any:
         return jax.random.key(0) if typed_key else np.zeros(x.shape, x.dtype)
 
     return jax.tree.map(empty, program.abstract_state)
+
+
+_NUMBER = r"\s+([\d.]+(?:e[+-]\d+)?)"
+_HALF = _NUMBER * 3 + r"\s+(\d+(?:\.\d+)?(?:e\+\d+)?|N/A)"
+_ROW = re.compile(rf"\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)(?:{_HALF}| {{32}}){_HALF}")
+_FIELDS = ("size", "count", "type", "redop", "root", "time", "algbw", "busbw", "wrong", "time_in_place",
+           "algbw_in_place", "busbw_in_place", "wrong_in_place")  # fmt: skip
+
+
+def parse_rows(text: str) -> list[dict[str, str]]:
+    """The columns of each row of a table of nccl-tests, by name, without blank ones."""
+    matches = (_ROW.fullmatch(line.rstrip()) for line in text.splitlines())
+    return [{name: value for name, value in zip(_FIELDS, match.groups(), strict=True) if value is not None}
+            for match in matches if match]  # fmt: skip

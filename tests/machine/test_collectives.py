@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.devices_helpers import on_devices
+from tests.machine.helpers import parse_rows
 from zaya_jax.config import ParallelConfig
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.collectives import check
 from zaya_jax.machine.collectives import sweep as sweep_module
 from zaya_jax.machine.collectives.fit import fit_times
 from zaya_jax.machine.collectives.operations import COLLECTIVES, pattern
-from zaya_jax.machine.collectives.plot import scaling
 from zaya_jax.machine.collectives.programs import IN_GRAPH, Case, Programs, collective_counts
-from zaya_jax.machine.collectives.text import column, footer, header, parse_rows, row
+from zaya_jax.machine.collectives.text import column, footer, header, row
 from zaya_jax.machine.collectives.timing import Timing, wrong_elements
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train.program import PhaseProgram
@@ -244,14 +244,6 @@ END
     rows = json.loads((tmp_path / "result").read_text())["results"]
     # 256 bytes, seven eighths of which each device receives in 1 µs.
     assert [row.get("peer_busbw") for row in rows] == [None, pytest.approx(0.22e9) if works else None, None]
-
-
-def test_the_scaling_is_that_of_the_largest_size_which_all_numbers_of_devices_have():
-    measured = ((1, 2), (1, 4), (2, 4), (2, 2), (4, 2))  # bytes and devices
-    rows = [{"operation": "all_gather", "dtype": "int8", "bytes": size, "devices": devices, "groups": 1,
-             "in_place": {"busbw": 1e9 * size}} for size, devices in measured]  # fmt: skip
-    assert scaling(rows) == {("all_gather", "int8", 2): {2: 2.0, 4: 2.0}}
-    assert scaling(rows[:1]) == {}
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

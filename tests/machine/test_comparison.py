@@ -15,11 +15,13 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
 from zaya_jax.machine import train_step as module
-from zaya_jax.machine.comparison import Row, as_json, compare, table
+from zaya_jax.machine.comparison import Row, as_json, compare
 from zaya_jax.machine.compilers.hlo import entry_place, parse
 from zaya_jax.machine.compilers.predict import ASSUMPTIONS, predict
 from zaya_jax.machine.dry_run import memory
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
+from zaya_jax.machine.report.smoke import comparison_table
+from zaya_jax.machine.result import table_lines
 from zaya_jax.machine.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
 
 H200 = HARDWARE["h200"]
@@ -114,7 +116,7 @@ def test_a_step_without_a_prediction_is_still_measured_and_says_why(run, kind, t
     assert (rows["step"].predicted, rows["step"].ratio, rows["step"].measured) == (None, None, 0.1)
     assert rows["peak memory"].predicted == pytest.approx(42e-9)  # the compiler knows it on every device
     assert (rows["peak memory"].measured is None) == (kind == "cpu")
-    *_, last = table(list(rows.values()))
+    *_, last = comparison_table(as_json(list(rows.values()))).remarks
     assert why in last
 
 
@@ -140,14 +142,14 @@ def test_parts_without_measurements_have_no_rows():
         compare({"machine": MACHINE, "train step, data": failed, "kernels": failed, "training": {"losses": []}}) == []
     )
     assert compare({"machine": failed}) == []
-    assert table([]) == []
+    assert table_lines(comparison_table([])) == []
 
 
 _VALUES = st.none() | st.floats(1e-9, 1e12)
 
 
 @given(predicted=_VALUES, estimated=_VALUES, measured=_VALUES)
-def test_rows_are_json_and_lines_that_fit_a_terminal(predicted, estimated, measured):
+def test_rows_are_json_and_a_line_each(predicted, estimated, measured):
     row = Row("train step, fsdp", "speed", "tokens/s", predicted, estimated, measured)
     (written,) = as_json([row])
     if predicted is None or measured is None:
@@ -155,8 +157,9 @@ def test_rows_are_json_and_lines_that_fit_a_terminal(predicted, estimated, measu
     else:
         assert written["ratio"] == pytest.approx(measured / predicted, rel=1e-3)
     assert written["measured"] == (None if measured is None else pytest.approx(measured, rel=1e-3))
-    head, line = table([row])
-    assert len(head) <= 100
+    _, head, line = table_lines(comparison_table([written]))
+    assert line.startswith("train step, fsdp")
+    assert head.endswith("measured/predicted")
     assert line.count("–") == sum(value is None for value in (predicted, estimated, measured, row.ratio))
 
 

@@ -167,8 +167,8 @@ def test_speeds_are_compared_with_the_recorded_ones(results):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ("--tolerance 0", "--tolerance is 0.0, but must be above 0 and below 100."),
-    ("--baseline missing", "--baseline missing cannot be read as JSON"),
-    ("--baseline pyproject.toml", "--baseline pyproject.toml cannot be read as JSON"),
+    ("--baseline missing", "missing cannot be read: No such file or directory."),
+    ("--baseline pyproject.toml", "pyproject.toml is not JSON"),
     ("--baseline benchmarks/machine_cpu/memory.json", "is no result of python -m zaya_jax.machine preflight --output."),
 ])  # fmt: skip
 def test_bad_input_is_named(arguments, message, capsys):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.machine.helpers import parse_rows
 from tests.parallel.processes_helpers import finish_job, start_job
-from zaya_jax.machine.collectives.text import parse_rows
 
 # Those that processes do by an all-reduce, and one that they do as devices of one process.
 OPERATIONS = ["broadcast", "reduce_scatter", "all_to_all"]
@@ -59,10 +59,10 @@ def test_processes_measure_collectives_together(job):
     assert {row["operation"] for row in result["results"]} == {
         "bcast_via_allreduce", "reduce_scatter_via_allreduce", "all_to_all"}  # fmt: skip
     assert {(row["devices"], row["wrong"]) for row in result["results"]} == {(4, 0)}
-    rows = list(parse_rows(said[0]))
+    rows = parse_rows(said[0])
     assert len(rows) == len(result["results"])
     assert {(row["wrong"], row["wrong_in_place"]) for row in rows} == {("0", "0")}
-    assert not any(list(parse_rows(other)) for other in said[1:])  # process 0 speaks
+    assert not any(parse_rows(other) for other in said[1:])  # process 0 speaks
 
 
 def test_a_process_that_fails_ends_the_others_with_its_reason(tmp_path):

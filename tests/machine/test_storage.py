@@ -82,7 +82,10 @@ def test_the_shortest_step_follows_from_pages_and_speed(tmp_path, monkeypatch, c
     (phase,) = result["phases"]  # 200 cold pages/s by two threads
     pages = phase["sequences"] * phase["context"] * 2 / PAGE_BYTES
     np.testing.assert_allclose([*phase["shortest_step_seconds"].values()], [pages / 200 * more for more in (1, 2, 8)])
-    assert "25% of the file was in the page cache" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"reads in {tmp_path}, and saves in {tmp_path}" in printed
+    assert ["random", "cold", "2", "200"] in [line.split()[:4] for line in printed.splitlines()]
+    assert "25.0 %" in printed  # was cached
     assert [path.name for path in tmp_path.iterdir()] == ["storage.json"]
 
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from tests.machine.helpers import parse_rows
 from tests.parallel.processes_helpers import free_port
 from tests.train_helpers import ROOT
 from zaya_jax.machine.collectives.operations import COLLECTIVES
-from zaya_jax.machine.collectives.text import parse_rows
 
 pytestmark = pytest.mark.soak
 
@@ -30,9 +30,9 @@ def test_results_are_right_over_processes(processes, tmp_path):
     ]  # fmt: skip
     tables = [process.communicate(timeout=500)[0] for process in job]
     assert [process.returncode for process in job] == [0] * processes
-    rows = list(parse_rows(tables[0]))
+    rows = parse_rows(tables[0])
     assert len(rows) == len(COLLECTIVES) * 2 * 3
     assert {(row["wrong"], row["wrong_in_place"]) for row in rows} == {("0", "0")}
-    assert not list(parse_rows(tables[1]))
+    assert not parse_rows(tables[1])
     result = json.loads((tmp_path / "0.json").read_text())
     assert {row["operation"] for row in result["results"]} >= {"all_reduce", "reduce_scatter_via_allreduce"}

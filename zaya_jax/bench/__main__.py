@@ -10,24 +10,11 @@ from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.hardware.huge_pages import use_huge_pages
-from zaya_jax.machine.command import add_flags, add_verb, run_verb
+from zaya_jax.machine.command import add_flags, add_verb, run_verb, verb_examples
 from zaya_jax.run.command import prepare_streams
 from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.bench"
-_EXAMPLES = """examples:
-  python -m zaya_jax.bench step --dtype float32
-  python -m zaya_jax.bench step --whole --config configs/bench_8b.yaml
-  python -m zaya_jax.bench decode --output decode.json
-  python -m zaya_jax.bench prefill --lengths 4096
-  python -m zaya_jax.bench data --repeats 3
-  python -m zaya_jax.bench checkpoint --gib 2 --processes 1 4 --png saving.png
-  python -m zaya_jax.bench kernels --only attention --output attention.json
-  python -m zaya_jax.bench optimizer --steps 150 --png optimizer.png
-  python -m zaya_jax.bench balance --steps 100
-  python -m zaya_jax.bench supervision --config configs/tiny.yaml phases.0.tokens=122_880
-  python -m zaya_jax.bench startup
-  python -m zaya_jax.bench ablations --steps 200"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,16 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog=_PROGRAM,
+        prog=_PROGRAM, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Benchmark zaya_jax against other libraries, or compare training recipes.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    step = add_verb(
-        verbs, _PROGRAM, "step", _step, "time a training step against transformers in PyTorch",
-        "Prints tokens/s of both on the same random tokens and the same device.", "--dtype float32 --repeats 3",
-    )  # fmt: skip
+    step = add_verb(verbs, _PROGRAM, _step)
     add_flags(step, repeats=7)
     step.add_argument("--whole", action="store_true",
                       help="time the whole step, with micro-batches, clipping, optimizer and balancing, and report the "
@@ -58,38 +41,19 @@ def _parser() -> Parser:
     step.add_argument("overrides", nargs="*", metavar="section.key=value",
                       help="configuration value to override, such as model.num_layers=4")  # fmt: skip
 
-    decode = add_verb(
-        verbs, _PROGRAM, "decode", _decode, "time greedy decoding against generate of transformers in PyTorch",
-        "Generates 128 tokens after prompts of 512 with a model of 52.75M parameters; prints new tokens/s of both, the "
-        "time to the first token, and our compilation.", "--batch 1 8 --output decode.json",
-    )  # fmt: skip
-    add_flags(decode, repeats=5)
-    decode.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N",
-                        help="numbers of prompts (default: 1 8)")  # fmt: skip
-    decode.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    for run, flag, metavar, default, meaning in (
+        (_decode, "--batch", "N", [1, 8], "numbers of prompts"),
+        (_prefill, "--lengths", "TOKENS", [4096, 16384], "tokens of a prompt"),
+    ):
+        verb = add_verb(verbs, _PROGRAM, run)
+        add_flags(verb, repeats=5)
+        verb.add_argument(flag, type=int, nargs="+", default=default, metavar=metavar,
+                          help=f"{meaning} (default: {default[0]} {default[1]})")  # fmt: skip
+        verb.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
 
-    prefill = add_verb(
-        verbs, _PROGRAM, "prefill", _prefill,
-        "time the attention of a prompt: CCA against grouped-query and full attention",
-        "Applies one attention layer of ZAYA1-8B, and others of the same width.", "--lengths 4096",
-    )  # fmt: skip
-    add_flags(prefill, repeats=5)
-    prefill.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], metavar="TOKENS",
-                         help="tokens of a prompt (default: 4096 16384)")  # fmt: skip
-    prefill.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    add_flags(add_verb(verbs, _PROGRAM, _data), repeats=5)
 
-    data = add_verb(
-        verbs, _PROGRAM, "data", _data, "time packing against Grain, and data preparation against datasets",
-        "Uses generated documents and the Python standard library as input, with Grain's fastest settings.",
-        "--repeats 3 --output data.json",
-    )  # fmt: skip
-    add_flags(data, repeats=5)
-
-    checkpoint = add_verb(
-        verbs, _PROGRAM, "checkpoint", _checkpoint, "time saving and restoring against Orbax and gather-and-pickle",
-        "Measures how long a save blocks training, when the checkpoint is durable, and how long it takes to restore, "
-        "with several processes on one disk.", "--gib 2 --processes 1 4 --png saving.png",
-    )  # fmt: skip
+    checkpoint = add_verb(verbs, _PROGRAM, _checkpoint)
     add_flags(checkpoint, repeats=5, png="save times against the number of processes")
     checkpoint.add_argument("--gib", type=float, nargs="+", default=[0.25, 2.0], metavar="SIZE",
                             help="state sizes to save, in GiB (default: 0.25 2)")  # fmt: skip
@@ -98,52 +62,42 @@ def _parser() -> Parser:
     checkpoint.add_argument("--folder", metavar="FOLDER",
                             help="folder on the disk to measure (default: the system temporary folder)")  # fmt: skip
 
-    for name, summary, details, example in (
-        ("supervision", "time training under a supervisor against training without one",
-         "Trains a configuration with and without `aegis run`, in turn, and times the progress record.",
-         "--config configs/tiny.yaml phases.0.tokens=122_880 --output supervision.json"),
-        ("startup", "time the start of training by part, with empty caches and again",
-         "Starts a run with empty caches, ends it after its first step, and starts it again.",
-         "--config configs/tiny.yaml --output startup.json"),
-    ):  # fmt: skip
-        verb = add_verb(verbs, _PROGRAM, name, _command, summary, details, example)
+    for run in (_supervision, _startup):
+        verb = add_verb(verbs, _PROGRAM, run)
         add_flags(verb, repeats=3)
         verb.add_argument("--config", metavar="FILE", default="configs/tiny.yaml",
                           help="configuration to train (default: configs/tiny.yaml)")  # fmt: skip
         verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration value to override")
 
-    kernels = add_verb(
-        verbs, _PROGRAM, "kernels", _kernels, "time each Pallas kernel against XLA, PyTorch and the device's peak",
-        "Without a GPU, the kernels are emulated at a small size, and the times do not predict those of a GPU.",
-        "--only attention --output attention.json",
-    )  # fmt: skip
+    kernels = add_verb(verbs, _PROGRAM, _kernels)
     add_flags(kernels, repeats=5)
     kernels.add_argument("--only", metavar="CASE", nargs="+", default=[],
                          help="cases to time, such as attention (default: all)")  # fmt: skip
 
-    small = "Trains models of 1.65M parameters with three seeds, one training per core."
-    for name, summary, details, steps, steps_help, curves in (
-        ("optimizer", "count the steps that Muon needs to reach AdamW's final held-out loss",
-         f"{small} The learning rates of both are tuned on a grid first.", 150, "number of training steps",
-         "held-out loss against steps"),
-        ("balance", "count the steps that each balancing rule needs to even out the expert load",
-         f"{small} Training starts with a skewed router, and the data changes half-way.", 100,
-         "number of training steps before the data changes, and again after it", "expert-load entropy against steps"),
-        ("ablations", "compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time",
-         f"{small} The learning rates of each variant are tuned on the first seed.", 200,
-         "number of training steps of the whole model", "differences from the whole model"),
+    for run, steps, meaning, curves in (
+        (_optimizer, 150, "number of training steps", "held-out loss against steps"),
+        (_balance, 100, "number of training steps before the data changes, and again after it",
+         "expert-load entropy against steps"),
+        (_ablations, 200, "number of training steps of the whole model", "differences from the whole model"),
     ):  # fmt: skip
-        verb = add_verb(verbs, _PROGRAM, name, _trainings, summary, details, f"--steps 100 --png {name}.png")
+        verb = add_verb(verbs, _PROGRAM, run)
         verb.add_argument("--steps", type=int, default=steps, metavar="N",
-                          help=f"{steps_help}, at least 20 (default: {steps})")  # fmt: skip
-        if name == "optimizer":
+                          help=f"{meaning}, at least 20 (default: {steps})")  # fmt: skip
+        if run is _optimizer:
             verb.add_argument("--tuned", metavar="FILE", help="use the best learning rates of an earlier --output "
                               "instead of tuning them, such as benchmarks/optimizer_cpu.json")  # fmt: skip
         add_flags(verb, png=curves)
+    parser.epilog = verb_examples(verbs)
     return parser
 
 
 def _step(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time a training step against transformers in PyTorch.
+
+    Prints tokens/s of both on the same random tokens and the same device.
+
+    step --dtype float32 --repeats 3
+    """
     from zaya_jax.bench.step import bench_step, default_config
     from zaya_jax.bench.whole_step import bench_whole_step, default_whole_config
 
@@ -159,6 +113,13 @@ def _step(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _decode(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time greedy decoding against generate of transformers in PyTorch.
+
+    Generates 128 tokens after prompts of 512 with a model of 52.75M parameters; prints new tokens/s of both, the time
+    to the first token, and our compilation.
+
+    decode --batch 1 8 --output decode.json
+    """
     from zaya_jax.bench.decode import bench_decode
 
     require(min(parsed.batch) >= 1, "--batch", min(parsed.batch), "at least 1")
@@ -166,6 +127,12 @@ def _decode(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _prefill(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time the attention of a prompt: CCA against grouped-query and full attention.
+
+    Applies one attention layer of ZAYA1-8B, and others of the same width.
+
+    prefill --lengths 4096
+    """
     from zaya_jax.bench.prefill import CCA, bench_prefill
 
     for length in parsed.lengths:
@@ -174,12 +141,25 @@ def _prefill(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _data(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time packing against Grain, and data preparation against datasets.
+
+    Uses generated documents and the Python standard library as input, with Grain's fastest settings.
+
+    data --repeats 3 --output data.json
+    """
     from zaya_jax.bench.data import Sizes, bench_data
 
     return bench_data(Sizes(), parsed.repeats)
 
 
 def _checkpoint(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time saving and restoring against Orbax and gather-and-pickle.
+
+    Measures how long a save blocks training, when the checkpoint is durable, and how long it takes to restore, with
+    several processes on one disk.
+
+    checkpoint --gib 2 --processes 1 4 --png saving.png
+    """
     from zaya_jax.bench.checkpoint import bench_checkpoint
 
     for name, values in (("--gib", parsed.gib), ("--processes", parsed.processes)):
@@ -187,31 +167,89 @@ def _checkpoint(parsed: argparse.Namespace) -> dict[str, Any]:
     return bench_checkpoint(parsed.gib, parsed.processes, parsed.repeats, parsed.png, parsed.folder)
 
 
-def _command(parsed: argparse.Namespace) -> dict[str, Any]:
-    from zaya_jax.bench.startup import bench_startup
+def _supervision(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time training under a supervisor against training without one.
+
+    Trains a configuration with and without `aegis run`, in turn, and times the progress record.
+
+    supervision --config configs/tiny.yaml phases.0.tokens=122_880 --output supervision.json
+    """
     from zaya_jax.bench.supervision import bench_supervision
 
     load_config(parsed.config, parsed.overrides)  # so that a mistake is named before anything runs
-    bench = bench_supervision if parsed.verb == "supervision" else bench_startup
-    return bench(parsed.config, parsed.overrides, parsed.repeats)
+    return bench_supervision(parsed.config, parsed.overrides, parsed.repeats)
+
+
+def _startup(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time the start of training by part, with empty caches and again.
+
+    Starts a run with empty caches, ends it after its first step, and starts it again.
+
+    startup --config configs/tiny.yaml --output startup.json
+    """
+    from zaya_jax.bench.startup import bench_startup
+
+    load_config(parsed.config, parsed.overrides)
+    return bench_startup(parsed.config, parsed.overrides, parsed.repeats)
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time each Pallas kernel against XLA, PyTorch and the device's peak.
+
+    Without a GPU, the kernels are emulated at a small size, and the times do not predict those of a GPU.
+
+    kernels --only attention --output attention.json
+    """
     from zaya_jax.bench.kernels import bench_kernels
 
     return bench_kernels(parsed.only, parsed.repeats, parsed.output)
 
 
-def _trainings(parsed: argparse.Namespace) -> dict[str, Any]:
-    from zaya_jax.bench.ablations import bench_ablations
-    from zaya_jax.bench.balance import bench_balance
+def _optimizer(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Count the steps that Muon needs to reach AdamW's final held-out loss.
+
+    Trains models of 1.65M parameters with three seeds, one training per core. The learning rates of both are tuned on a
+    grid first.
+
+    optimizer --steps 100 --png optimizer.png
+    """
     from zaya_jax.bench.optimizer import bench_optimizer
 
+    _prepare_trainings(parsed)
+    return bench_optimizer(parsed.steps, parsed.png, parsed.tuned)
+
+
+def _balance(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Count the steps that each balancing rule needs to even out the expert load.
+
+    Trains models of 1.65M parameters with three seeds, one training per core. Training starts with a skewed router, and
+    the data changes half-way.
+
+    balance --steps 100 --png balance.png
+    """
+    from zaya_jax.bench.balance import bench_balance
+
+    _prepare_trainings(parsed)
+    return bench_balance(parsed.steps, parsed.png)
+
+
+def _ablations(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time.
+
+    Trains models of 1.65M parameters with three seeds, one training per core. The learning rates of each variant are
+    tuned on the first seed.
+
+    ablations --steps 100 --png ablations.png
+    """
+    from zaya_jax.bench.ablations import bench_ablations
+
+    _prepare_trainings(parsed)
+    return bench_ablations(parsed.steps, parsed.png)
+
+
+def _prepare_trainings(parsed: argparse.Namespace) -> None:
     require(parsed.steps >= 20, "--steps", parsed.steps, "at least 20: the warm-up takes 10 steps")
     keep_compilations()  # the seeds of a variant run the same programs
-    benches = {"optimizer": bench_optimizer, "balance": bench_balance, "ablations": bench_ablations}
-    more = {"tuned": parsed.tuned} if parsed.verb == "optimizer" else {}
-    return benches[parsed.verb](parsed.steps, parsed.png, **more)
 
 
 if __name__ == "__main__":

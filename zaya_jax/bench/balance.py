@@ -86,10 +86,8 @@ def steps_until_even(curve: Curve, switch: int) -> StepsUntilEven:
 
 def even_after(entropy: Sequence[float]) -> int | None:
     """Return the first of the `_HELD` steps in a row with an even load, from 1; None if there are none."""
-    for step in range(len(entropy) - _HELD + 1):
-        if min(entropy[step : step + _HELD]) >= EVEN:
-            return step + 1
-    return None
+    starts = range(len(entropy) - _HELD + 1)
+    return next((step + 1 for step in starts if min(entropy[step : step + _HELD]) >= EVEN), None)
 
 
 def _total_steps(until_even: StepsUntilEven, steps: int) -> int:

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import pickle
+import re
 import shutil
 import statistics
 import threading
@@ -16,7 +17,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.bench.memory import PeakMemory
 from zaya_jax.machine.storage.saves import Method, abstract, largest, make_method, make_state, time_restores, time_save
 from zaya_jax.machine.timing import elapsed, timed
 from zaya_jax.parallel.multihost import join
@@ -117,9 +117,20 @@ def timed_save(method: Method, step: int) -> dict[str, float]:
     """Save once; return the figures of `time_save`, and `memory`, bytes: the maximum over processes."""
     gc.collect()
     multihost_utils.sync_global_devices("save")
-    with PeakMemory() as peak:
-        figures = time_save(method, step)
-    return figures | {"memory": largest(peak.bytes - peak.before)}
+    before = restart_peak()
+    figures = time_save(method, step)
+    return figures | {"memory": largest(peak_memory() - before)}
+
+
+def restart_peak() -> int:
+    """Let the kernel count this process' peak memory anew (proc(5)), and return the resident memory in bytes."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    """Return this process' peak resident memory in bytes, as the kernel counts it."""
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[0])
 
 
 def timed_steps(method: Method, step: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import os
 import statistics
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +27,11 @@ from zaya_jax.machine.result import describe_run, require_packages, rounded, wri
 from zaya_jax.machine.step import describe_throughput, peak_memory, random_tokens, throughput, time_train_steps
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.machine.timing import timed
+from zaya_jax.machine.train_step import estimated_bytes, reduce_to_fit
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.train.kernels import validated_kernels
-from zaya_jax.train.memory_errors import available_memory
+from zaya_jax.train.memory_errors import available_memory, gigabytes
 from zaya_jax.train.program import Programs
 
 SHARED = (8, 1024)  # devices that would share the optimizer's work
@@ -128,11 +128,9 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     for platform in ("cuda", "rocm"):  # the peer has one device too
         jax.config.update(f"jax_{platform}_visible_devices", "0")
     stage, device = stages(config)[0], jax.devices()[0]
-    kernels = validated_kernels(config)
-    programs = Programs(config, kernels)
+    programs = Programs(config, validated_kernels(config))
     compiled = compile_parts(programs)
-    check_memory(config, compiled.bytes, available_memory(),
-                 lambda config: compile_parts(Programs(config, kernels)).bytes)  # fmt: skip
+    check_memory(config, compiled.bytes)
     seconds_of_step, losses, state = time_train_steps(programs[0], compiled.step, stage, tokens_bs, repeats)
     seconds = {"step": seconds_of_step}
     peak = peak_memory(device, compiled.step)  # before timing the optimizer, which needs extra gradients
@@ -180,26 +178,19 @@ def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, func
     return local(numbers, *leaves)
 
 
-def check_memory(config: Config, needed: int, limit: int | None, needed_by: Callable[[Config], int]) -> None:
-    """Raise `InputError`, naming a depth that fits, if `needed` is above `limit`.
+def check_memory(config: Config, needed: int) -> None:
+    """Raise `InputError` if the device has less than the `needed` bytes.
 
-    Args:
-      config: the configuration that was compiled.
-      needed: bytes that it needs.
-      limit: bytes that are available; None if unknown.
-      needed_by: returns the bytes that another configuration needs, to extrapolate linearly from half the depth.
+    It names a step whose estimate is smaller than that of `config` by as much as memory is short.
     """
+    limit = available_memory()
     if limit is None or needed <= limit:
         return
-    layers, period = config.model.num_layers, len(config.model.period)
-    sentence = f"A step with {layers} layers needs {needed / _GB:.1f} GB, but this device has {limit / _GB:.1f} GB"
-    half, fitting = layers // 2 // period * period, 0
-    if half:
-        less = needed_by(dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=half)))
-        fitting = int(layers - (needed - limit) / ((needed - less) / (layers - half))) // period * period
-    if fitting < period:
-        raise InputError(f"{sentence}. Lower model.vocab_size, model.hidden_size or train.batch.micro_batch.")
-    raise InputError(f"{sentence}. Set model.num_layers={fitting}, which fits.")
+    fitting = reduce_to_fit(config, 1, limit / needed * estimated_bytes(config, 1))
+    micro_batch = fitting.batch_for(fitting.phases[0]).micro_batch
+    raise InputError(f"A step with {config.model.num_layers} layers needs {gigabytes(needed)}, but this device has "
+                     f"{gigabytes(limit)}. Set model.num_layers={fitting.model.num_layers} and "
+                     f"train.batch.micro_batch={micro_batch}, which should fit.")  # fmt: skip
 
 
 # --- what follows from it --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Hardware by name: a data sheet, or a folder with results of `python -m zaya_jax.machine` in its place."""
 
-import json
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import DATA_SHEET
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, find_hardware
 from zaya_jax.hardware.presets import Preset
+from zaya_jax.run.files import read_json
 
 _VERBS = {"matrix products": "gemm", "memory bandwidth": "memory", "collectives": "collectives",
           "preflight": "preflight"}  # fmt: skip
@@ -50,11 +51,8 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
     if missing := [verb for verb in needed if verb not in results]:
         raise InputError(f"--hardware {folder} has no result of python -m zaya_jax.machine {missing[0]} --output "
                          f"{folder / missing[0]}.json.")  # fmt: skip
-    try:
+    with complete(f"--hardware {folder} has a result"):
         return _hardware(results)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise InputError(f"--hardware {folder} has a result without the rows or fields that are needed ({error!r}): "
-                         "measure again.") from error  # fmt: skip
 
 
 def measured_preset(preset: Preset, folder: str) -> Preset:
@@ -69,11 +67,24 @@ def measured_preset(preset: Preset, folder: str) -> Preset:
     """
     if not any(setting.name in _THRESHOLDS for setting in preset.settings):
         return preset
-    try:
+    with complete(f"measurements={folder} has a result of collectives"):
         return _with_thresholds(preset, folder)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"measurements={folder} has a result of collectives without the rows or fields that are "
-                         f"needed ({error!r}): measure again.") from error  # fmt: skip
+
+
+@contextlib.contextmanager
+def complete(subject: str) -> Iterator[None]:
+    """Raise `InputError` if the block misses rows or fields of a result; `subject` starts its message."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"{subject} without the rows or fields that are needed ({error!r}): measure again."
+                         ) from error  # fmt: skip
+
+
+def largest_fit(result: Mapping[str, Any], operation: str, key: str) -> dict[str, Any] | None:
+    """Return the fit of an operation that has `key`, over the most devices; None if there is none."""
+    fits = [fit for fit in result.get("fits", ()) if fit["operation"] == operation and key in fit]
+    return max(fits, key=lambda fit: fit["devices"], default=None)
 
 
 def _with_thresholds(preset: Preset, folder: str) -> Preset:
@@ -84,12 +95,11 @@ def _with_thresholds(preset: Preset, folder: str) -> Preset:
                          "this machine, or leave measurements out.")  # fmt: skip
     bytes_by_flag = {}
     for flag, operation in _THRESHOLDS.items():
-        fits = [fit for fit in (result or {}).get("fits", ()) if fit["operation"] == operation and "knee_bytes" in fit]
-        if not fits:
+        fit = largest_fit(result or {}, operation, "knee_bytes")
+        if fit is None:
             raise InputError(f"measurements={folder} has no fit of {operation}. Run python -m zaya_jax.machine "
                              f"collectives --operations {' '.join(_THRESHOLDS.values())} --output "
                              f"{Path(folder, 'collectives.json')}.")  # fmt: skip
-        fit = max(fits, key=lambda fit: fit["devices"])
         largest = max(row["bytes"] for row in (result or {})["results"] if row["operation"] == operation)
         if not 0 < fit["knee_bytes"] <= largest:
             raise InputError(f"measurements={folder} has a fit of {operation} that saturates at "
@@ -110,7 +120,7 @@ def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str
     """
     if file is None:
         return None if folder is None else read_results(Path(folder), "measurements").get(verb)
-    result = _read(Path(file), f"--baseline {file}")
+    result = read_json(Path(file))
     if not isinstance(result, dict) or _VERBS.get(result.get("benchmark", "")) != verb:
         raise InputError(f"--baseline {file} is no result of python -m zaya_jax.machine {verb} --output.")
     return result
@@ -132,19 +142,12 @@ def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
     require(folder.is_dir(), source, str(folder), "a folder with results of python -m zaya_jax.machine")
     results: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
-        result = _read(path, f"{source}: {path}")
+        result = read_json(path)
         if isinstance(result, dict) and (verb := _VERBS.get(result.get("benchmark", ""))):
             if verb in results:
                 raise InputError(f"{source}: {path} is a second result of machine {verb} in {folder}; keep one.")
             results[verb] = result
     return results
-
-
-def _read(path: Path, named: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{named} cannot be read as JSON: {error}.") from error
 
 
 def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
@@ -167,9 +170,8 @@ def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
     measured = base._replace(**peaks, bandwidth=bandwidth, measured=True, reached=reached)
     if "collectives" not in results:
         return measured
-    gathers = (fit for fit in results["collectives"]["fits"]
-               if fit["operation"] == "all_gather" and "beta_bytes_per_second" in fit)  # fmt: skip
-    fit = max(gathers, key=lambda fit: fit["devices"])
+    if (fit := largest_fit(results["collectives"], "all_gather", "beta_bytes_per_second")) is None:
+        raise KeyError("all_gather")
     sends = fit["beta_bytes_per_second"]["value"] * (fit["devices"] - 1) / fit["devices"]
     if sheet is None:
         return measured._replace(node_size=fit["devices"], intra_node=sends, link=sends, inter_node=sends,

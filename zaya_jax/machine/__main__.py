@@ -10,7 +10,7 @@ from zaya_jax.config.checks import counted
 from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.machine.breakdown import command as step
 from zaya_jax.machine.collectives import command as collectives
-from zaya_jax.machine.command import add_flags, add_verb, run_verb
+from zaya_jax.machine.command import add_flags, add_verb, run_verb, verb_examples
 from zaya_jax.machine.gemm import command as gemm
 from zaya_jax.machine.memory import command as memory
 from zaya_jax.machine.preflight import command as preflight
@@ -22,11 +22,6 @@ from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.machine"
 _COMMANDS = (collectives, memory, storage, gemm, step, sizing, preflight, report)
-_EXAMPLES = """examples:
-  python -m zaya_jax.machine describe
-  python -m zaya_jax.machine smoke --output smoke.json
-  python -m zaya_jax.machine collectives --operations all_reduce all_gather --png collectives.png
-  python -m zaya_jax.machine context --repeats 3 --png memory.png"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,50 +30,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=_PROGRAM, description="Describe, test and time this machine's devices.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser(prog=_PROGRAM, description="Describe, test and time this machine's devices.",
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    add_verb(
-        verbs, _PROGRAM, "describe", _describe,
-        "print devices, memory, drivers, network, environment and preset as JSON",
-        "The exit status is 1 if the machine has a GPU that JAX does not use.", "",
-    )  # fmt: skip
-
-    smoke = add_verb(
-        verbs, _PROGRAM, "smoke", _smoke, "test and time kernels, collectives and training, and write a report",
-        "The report sets predicted times and memory beside measured ones. Takes minutes on GPUs. Without a GPU, every "
-        "part runs on the CPU at a small size. Each part runs in its own process, and the exit status is 1 if one "
-        "fails.", "--output smoke.json",
-    )  # fmt: skip
+    add_verb(verbs, _PROGRAM, _describe)
+    smoke = add_verb(verbs, _PROGRAM, _smoke)
     smoke.add_argument("--output", metavar="FILE",
                        help="write the report to FILE as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
-
-    context = add_verb(
-        verbs, _PROGRAM, "context", _context, "measure memory and time of context-parallel attention",
-        "Compares ring and all-gather attention, forward and backward, on 1 to 8 devices. With a single device, "
-        "CPU devices are simulated: memory is still meaningful, times are not.", "--repeats 3 --png memory.png",
-    )  # fmt: skip
+    context = add_verb(verbs, _PROGRAM, _context)
     add_flags(context, repeats=5, png="memory per device against the number of devices")
-
     for command in _COMMANDS:
         command.add(verbs, _PROGRAM)
-
-    kernels = add_verb(
-        verbs, _PROGRAM, "kernels", _kernels, "compile each Pallas kernel for GPUs that need not be here",
-        "Reports registers, shared memory, spills and scratch memory of each kernel, and launches and bytes of each "
-        "operation with kernels and with references, from XLA's compilers. Needs the extra compile-cuda or "
-        "compile-rocm, and no GPU. Takes minutes for each GPU.", "--compile-for mi300x h200 --output kernels.json",
-    )  # fmt: skip
+    kernels = add_verb(verbs, _PROGRAM, _kernels)
     kernels.add_argument("--compile-for", nargs="+", default=[], metavar="GPU",
                          help="mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)")  # fmt: skip
     add_flags(kernels)
+    parser.epilog = verb_examples(verbs)
     return parser
 
 
 def _describe(_: argparse.Namespace) -> dict[str, Any]:
+    """Print devices, memory, drivers, network, environment and preset as JSON.
+
+    The exit status is 1 if the machine has a GPU that JAX does not use.
+
+    describe
+    """
     from zaya_jax.machine.describe import describe_machine
 
     machine = describe_machine()
@@ -90,6 +67,13 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def _smoke(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Test and time kernels, collectives and training, and write a report.
+
+    The report sets predicted times and memory beside measured ones. Takes minutes on GPUs. Without a GPU, every part
+    runs on the CPU at a small size. Each part runs in its own process, and the exit status is 1 if one fails.
+
+    smoke --output smoke.json
+    """
     from zaya_jax.bench.kernels import bench_kernels
     from zaya_jax.machine.smoke import smoke
 
@@ -97,12 +81,27 @@ def _smoke(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _context(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure memory and time of context-parallel attention.
+
+    Compares ring and all-gather attention, forward and backward, on 1 to 8 devices. With a single device, CPU devices
+    are simulated: memory is still meaningful, times are not.
+
+    context --repeats 3 --png memory.png
+    """
     from zaya_jax.machine.context import measure_context
 
     return measure_context(None, parsed.repeats)
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Compile each Pallas kernel for GPUs that need not be here.
+
+    Reports registers, shared memory, spills and scratch memory of each kernel, and launches and bytes of each operation
+    with kernels and with references, from XLA's compilers. Needs the extra compile-cuda or compile-rocm, and no GPU.
+    Takes minutes for each GPU.
+
+    kernels --compile-for mi300x h200 --output kernels.json
+    """
     from zaya_jax.machine.compilers.kernels import bench_kernels
 
     return bench_kernels(parsed.compile_for, parsed.output)

@@ -1,6 +1,7 @@
 """Flags, output file and error handling that the commands `machine` and `bench` share."""
 
 import argparse
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -17,27 +18,29 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COLUMNS = 80  # width of descriptions in `--help`
 
 
-def add_verb(
-    verbs: Any, program: str, name: str, run: Run, summary: str, details: str, example: str
-) -> argparse.ArgumentParser:
-    """Add a verb whose `--help` has a description and an example.
+def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
+    """Add a verb whose `--help` is the docstring of the function that runs it.
 
     Args:
       verbs: result of `add_subparsers`.
       program: command that runs the verbs.
-      name: name of the verb.
-      run: from the parsed arguments, makes the result.
-      summary: one phrase that starts with a verb, for the list of verbs and the start of the description.
-      details: further sentences of the description.
-      example: arguments of the example command, after the verb.
+      run: from the parsed arguments, makes the result. Its docstring ends in an example, which starts with the name of
+        the verb; the paragraphs before it are the description, and the first one stands in the list of verbs.
     """
-    description = f"{summary[0].upper()}{summary[1:]}. {details}"
+    *description, example = inspect.cleandoc(run.__doc__ or "").split("\n\n")
+    summary = description[0].replace("\n", " ").removesuffix(".")
     verb = verbs.add_parser(
-        name, help=summary, description=textwrap.fill(description, _COLUMNS, break_on_hyphens=False),
-        epilog=f"example: {program} {name} {example}".rstrip(), formatter_class=argparse.RawDescriptionHelpFormatter,
+        example.split()[0], help=f"{summary[0].lower()}{summary[1:]}", epilog=f"example: {program} {example}",
+        description=textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     verb.set_defaults(run=run)
     return verb
+
+
+def verb_examples(verbs: Any) -> str:
+    """Return the examples of all verbs, for the help of their program."""
+    return "\n  ".join(["examples:", *(verb.epilog.removeprefix("example: ") for verb in verbs.choices.values())])
 
 
 def add_config(verb: argparse.ArgumentParser) -> None:

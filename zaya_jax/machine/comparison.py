@@ -67,23 +67,6 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as lines of text, the reasons for missing predictions last."""
-    if not rows:
-        return []
-    lines = [f"{'':<38}{'predicted':>11}{'estimated':>11}{'measured':>11}  measured/predicted"]
-    for row in rows:
-        cells = "".join(f"{_text(value):>11}" for value in (row.predicted, row.estimated, row.measured))
-        lines.append(f"{f'{row.part}: {row.quantity} ({row.unit})':<38}{cells}{_text(row.ratio):>20}")
-    return lines + [f"Not predicted: {why}" for why in dict.fromkeys(row.why for row in rows if row.why)]
-
-
-def _text(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def _step_rows(name: str, part: Mapping[str, Any], hardware: Hardware | None) -> list[Row]:
     compiled, estimated, why = part["compiled"]["memory"]["peak"], part["estimated"], part.get("not_predicted", "")
     seconds = (

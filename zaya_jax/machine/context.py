@@ -6,7 +6,6 @@ Each case runs in its own process, so that the peak memory of a device is that o
 import dataclasses
 import functools
 import os
-import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,8 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.machine.plot import draw_lines
-from zaya_jax.machine.result import describe_run, rounded
+from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.machine.result import describe_run, print_tables, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, restored_environment
 from zaya_jax.ops import Ops
 from zaya_jax.ops.registry import select_kernels
@@ -63,7 +63,7 @@ Memory = dict[str, Any]
 
 
 def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
-    """Measure every case, and print a line for each.
+    """Measure every case, and print tables.
 
     With fewer than two devices, it simulates `SIMULATED` CPU devices. Memory is then what XLA:CPU needs for each, and
     times mean little, since the devices share cores.
@@ -96,7 +96,7 @@ def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
         ]
         curves = memory_curves({case: peak_bytes(memory) for case, (memory, _) in measured.items()})
         result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
-        _print(length, measured, result["scaling"][str(length)])
+    print_tables(TABLES["context"](result))
     return result
 
 
@@ -168,21 +168,8 @@ def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
     if len(curve) < 2:
         return {}
     devices, sizes = np.log(sorted(curve)), np.log([curve[n] for n in sorted(curve)])
-    fitted = np.linalg.lstsq(np.stack([devices, np.ones_like(devices)], 1), sizes)[0][0]
-    last = (sizes[-1] - sizes[-2]) / (devices[-1] - devices[-2])
-    return {"exponent": round(float(fitted), 3), "last": round(float(last), 3)}
-
-
-def _print(length: int, measured: Mapping[Case, tuple[Memory, list[float]]], scaling: Mapping[str, Any]) -> None:
-    for case, (memory, seconds) in measured.items():
-        peak = "" if memory["peak"] is None else f" (peak {memory['peak'] / 2**20:,.1f})"
-        where = "one device" if case.devices == 1 else f"{case.devices} devices, {case.attention}"
-        print(f"{length:,} tokens, {where}: {peak_bytes(memory) / 2**20:,.1f} MiB per device{peak}, "
-              f"{statistics.median(seconds):.3f} s")  # fmt: skip
-    for kind, power in scaling.items():
-        if power:
-            print(f"{length:,} tokens, {kind}: memory per device scales as N^{power['exponent']:.2f} with N devices "
-                  f"(N^{power['last']:.2f} between the two largest N)", flush=True)  # fmt: skip
+    exponent, last = (np.polyfit(devices[start:], sizes[start:], 1)[0] for start in (0, -2))
+    return {"exponent": round(float(exponent), 3), "last": round(float(last), 3)}
 
 
 def draw(path: Path, result: Mapping[str, Any]) -> None:

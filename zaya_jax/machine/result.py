@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config.checks import require
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import write_atomically
+from zaya_jax.run.table import Table
 
 
 def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
@@ -63,6 +64,22 @@ def write_result(result: dict[str, Any], output: str | None) -> None:
     """Write `result` as JSON to the file `output`, if it is not None."""
     if output:
         write_atomically(Path(output), json.dumps(result, indent=2) + "\n")
+
+
+def table_lines(table: Table) -> list[str]:
+    """Return a table as lines of text, texts to the left and numbers to the right; [] without rows."""
+    if not table.rows:
+        return []
+    widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
+    aligned = [str.rjust if numeric else str.ljust for numeric in table.numeric]
+    lines = ["  ".join(align(cell, width) for align, cell, width in zip(aligned, cells, widths, strict=True)).rstrip()
+             for cells in (table.columns, *table.rows)]  # fmt: skip
+    return [printable(line) for line in (table.title, *lines, *table.remarks)]
+
+
+def print_tables(tables: Iterable[Table]) -> None:
+    """Print tables, without empty ones."""
+    print("\n\n".join("\n".join(lines) for table in tables if (lines := table_lines(table))), flush=True)
 
 
 def print_once(*lines: str) -> None:

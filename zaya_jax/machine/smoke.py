@@ -26,7 +26,8 @@ from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.machine import comparison, context
 from zaya_jax.machine.collectives.check import check_collectives
 from zaya_jax.machine.describe import describe_machine
-from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.report.smoke import comparison_table
+from zaya_jax.machine.result import check_request, describe_run, table_lines, write_result
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.machine.train_step import Layout, time_train_step
 from zaya_jax.model.arithmetic import total_parameters
@@ -98,11 +99,11 @@ def _smoke(output: str | None, time_kernels: TimeKernels) -> dict[str, Any]:
     slug = re.sub(r"[^a-z0-9]+", "_", machine.get("device", "unknown").lower()).strip("_")
     path = output or str(Path("benchmarks", f"smoke_{slug}.json"))
     result |= {"size": sizes.name, "parts": {"machine": machine}}
-    rows = _write(result, path)
+    _write(result, path)
     for name, work in parts(sizes, time_kernels).items():
         result["parts"][name] = run_part(name, work)
-        rows = _write(result, path)
-    print("\n".join(["", *summary(result["parts"]), *comparison.table(rows)]))
+        _write(result, path)
+    print("\n".join(["", *summary(result["parts"]), *table_lines(comparison_table(result["comparison"]))]))
     print(f"The results are in {path}; please post that file in an issue.")
     return result
 
@@ -142,8 +143,8 @@ def run_part(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _write(result: dict[str, Any], path: str) -> list[comparison.Row]:
-    """Write what there is so far; returns the rows of the comparison."""
+def _write(result: dict[str, Any], path: str) -> None:
+    """Write what there is so far."""
     try:
         rows = comparison.compare(result["parts"])
     except Exception as error:  # what was measured is written even if it cannot be compared
@@ -152,7 +153,6 @@ def _write(result: dict[str, Any], path: str) -> list[comparison.Row]:
     result["failed"] = [name for name, part in result["parts"].items() if "failed" in part]
     result["comparison"] = comparison.as_json(rows)
     write_result(result, path)
-    return rows
 
 
 def sizes_for(platform: str, devices: int) -> Sizes:

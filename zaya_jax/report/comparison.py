@@ -126,14 +126,16 @@ def compare(
     for subject in subjects:
         history, has_values = subject.timings if timings else subject.metrics, False
         for metric, dash in zip(metrics, ("solid", "dot"), strict=False):
-            line = metric(subject) if callable(metric) else history.line(*_key(metric))
+            keys = (metric,) if isinstance(metric, str) else metric
+            line = keys(subject) if callable(keys) else history.line(*keys)
             if not line.steps:
                 continue
             part = f"{metric[1]} of the layers" if isinstance(metric, tuple) else ""
             name = ", ".join(filter(None, (part, subject.name if len(subjects) > 1 else ""))) or y
             style: dict[str, Any] = {"dash": dash} | ({"shape": "hv"} if step else {})
             options = {"line": style, "showlegend": len(subjects) > 1 or len(metrics) > 1}
-            traces += (noisy if smooth else _plain)(line, name, color(subject.index), subject.index, **options)
+            drawn = line, name, color(subject.index), subject.index
+            traces += noisy(*drawn, **options) if smooth else [trace(*drawn, **options)]
             has_values = True
         if not has_values:
             missing.append(subject.name)
@@ -142,14 +144,6 @@ def compare(
     absent = f"These runs do not record it: {', '.join(missing)}." if missing else ""
     figure = make_figure(traces, y, integers=integers, scale=scale, boundaries=_boundaries(subjects))
     return Plot(title, figure, " ".join(filter(None, (note, absent))))
-
-
-def _plain(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[dict[str, Any]]:
-    return [trace(line, name, hue, run, **options)]
-
-
-def _key(metric: str | tuple[str, str]) -> tuple[str, ...]:
-    return (metric,) if isinstance(metric, str) else metric
 
 
 def _mark(steps: Sequence[int], name: str, hue: str, symbol: str, run: int) -> dict[str, Any]:

@@ -31,11 +31,6 @@ def _steps(subject: Subject) -> str:
     return f"{last:,}" if planned is None else f"{last:,} of {planned:,}"
 
 
-def _tokens(subject: Subject) -> str:
-    seen = subject.metrics.last("tokens_seen")
-    return NONE if seen is None else f"{seen:,.0f}"
-
-
 def _heldout(subject: Subject) -> str:
     line = subject.metrics.line("heldout_loss")
     known = [(value, step) for step, value in zip(line.steps, line.values, strict=True) if math.isfinite(value)]
@@ -68,12 +63,8 @@ def _time(subject: Subject) -> str:
     return duration(seconds) if seconds else NONE
 
 
-def _speed(subject: Subject) -> str:
-    return NONE if (speed := _mean(subject, "tokens_per_second")) is None else f"{speed:,.0f}"
-
-
-def _mfu(subject: Subject) -> str:
-    return percent(_mean(subject, "mfu"))
+def _whole(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
 
 
 def _mean(subject: Subject, name: str) -> float | None:
@@ -137,7 +128,9 @@ def _devices(subject: Subject) -> str:
 _OVERVIEW: Mapping[str, Callable[[Subject], str]] = {
     "state": _state, "held-out loss (nats/token)": _heldout, "held-out loss (bits/byte)": _bits,
     "compressors (bits/byte)": _compressors, "training loss (nats/token)": _training_loss, "steps": _steps,
-    "tokens, with padding": _tokens, "time in steps": _time, "tokens/s": _speed, "MFU": _mfu, "goodput": _goodput,
+    "tokens, with padding": lambda subject: _whole(subject.metrics.last("tokens_seen")), "time in steps": _time,
+    "tokens/s": lambda subject: _whole(_mean(subject, "tokens_per_second")),
+    "MFU": lambda subject: percent(_mean(subject, "mfu")), "goodput": _goodput,
     "faults": _faults, "skipped steps": _skipped, "checkpoints": _checkpoints, "parameters": _parameters,
     "devices": _devices,
 }  # fmt: skip

@@ -11,12 +11,7 @@ from zaya_jax.machine.command import add_flags, add_verb
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
-    verb = add_verb(
-        verbs, program, "step", _run, "break down the time of a training step, a prefill or a decode step by part",
-        "Reads the trace that a run wrote with profile.start=STEP, or traces steps of a configuration on random "
-        "tokens. Measured times stand beside predicted ones, if the device has a data sheet. Collectives "
-        "that overlap with computation are reported separately.", "configs/tiny.yaml --png step.png",
-    )  # fmt: skip
+    verb = add_verb(verbs, program, _run)
     verb.add_argument("source", metavar="SOURCE", help="run folder with a trace, or configuration file")
     verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
     verb.add_argument("--steps", type=int, default=3, metavar="N",
@@ -32,6 +27,14 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Break down the time of a training step, a prefill or a decode step by part.
+
+    Reads the trace that a run wrote with profile.start=STEP, or traces steps of a configuration on random tokens.
+    Measured times stand beside predicted ones, if the device has a data sheet. Collectives that overlap with
+    computation are reported separately.
+
+    step configs/tiny.yaml --png step.png
+    """
     require(parsed.steps >= 1, "--steps", parsed.steps, "at least 1")
     generation = {"--batch": parsed.batch, "--prompt": parsed.prompt}
     for flag, value in generation.items():

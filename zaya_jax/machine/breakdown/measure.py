@@ -14,19 +14,18 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.breakdown.generation import Work, trace_generation
-from zaya_jax.machine.breakdown.plot import EXPOSED, UNATTRIBUTED
+from zaya_jax.machine.breakdown.plot import UNATTRIBUTED
 from zaya_jax.machine.breakdown.timeline import attribute
 from zaya_jax.machine.breakdown.trace import Trace, read_trace
 from zaya_jax.machine.comparison import no_data_sheet
 from zaya_jax.machine.compilers.predict import PartCost, Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
-from zaya_jax.machine.result import describe_run
-from zaya_jax.machine.step import place_rows, random_tokens
-from zaya_jax.machine.timing import timed
+from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.machine.result import describe_run, print_tables
+from zaya_jax.machine.step import place_rows, random_tokens, time_train_steps
 from zaya_jax.ops.parts import PARTS
 from zaya_jax.run.folder import PROFILE
 from zaya_jax.run.run import Run
-from zaya_jax.train.initialization import initialize
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import make_programs
@@ -109,7 +108,7 @@ def _report(
     result |= _rows(trace, shares, calls) | {"what": what, "untraced_seconds": untraced}
     if estimated is not None:
         result["estimated_seconds"] = estimated
-    print("\n".join(lines(result)))
+    print_tables(TABLES["step"](result))
     return result
 
 
@@ -127,15 +126,9 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
     programs = make_programs(config)
     programs.check()
     program, stage = programs.with_kernels(validated_kernels(config))[0], largest_stage(config, 0)
-    compiled, state = program.compile(stage), initialize(program)
-    batch = place_rows(program, stage, random_tokens(config, stage))
-
-    def one_step() -> None:
-        nonlocal state
-        state, metrics = compiled(state, batch, {})
-        jax.block_until_ready(metrics)
-
-    untraced = timed(one_step, steps)
+    compiled, tokens = program.compile(stage), random_tokens(config, stage)
+    untraced, _, state = time_train_steps(program, compiled, stage, tokens, steps)
+    batch = place_rows(program, stage, tokens)
     profiler = StepProfiler(ProfileConfig(1, steps), folder, lambda _: None)
     profiler.start(0, state, compiled)
     for _ in range(steps):  # without waiting, as in training
@@ -171,34 +164,3 @@ def _rows(trace: Trace, shares: Shares, calls: int) -> dict[str, Any]:
         UNATTRIBUTED: round(seconds - sum(measured.values()) - exposed, 6),
         "not_predicted": reason,
     }
-
-
-def lines(result: dict[str, Any]) -> list[str]:
-    """Format the table."""
-    step = result["seconds"]
-    rows = [(name, row["measured"], row["predicted"], row["roofline"]) for name, row in result["parts"].items()]
-    if result["overlap"] is not None:
-        rows.append((EXPOSED, result["exposed_collectives"], None, None))
-    rows += [(UNATTRIBUTED, result[UNATTRIBUTED], None, None), (result["what"], step, None, None)]
-
-    def cell(value: float | None) -> str:
-        return f"{'–' if value is None else f'{1e3 * value:,.2f}':>12}"
-
-    table = [f"{'part':<20}{'measured ms':>12}{'share':>8}{'predicted ms':>14}{'roofline ms':>13}"]
-    table += [f"{name:<20}{cell(seconds)}{seconds / step:>8.1%}  {cell(predicted)} {cell(roofline)}"
-              for name, seconds, predicted, roofline in rows]  # fmt: skip
-    if result["overlap"] is not None:
-        table.append(f"Other operations overlap with {result['overlap']:.0%} of the time of collectives.")
-    if result["untraced_seconds"] is not None:
-        untraced = result["untraced_seconds"]
-        table.append(
-            f"Without the profiler, a {result['what']} takes {1e3 * untraced:,.2f} ms ({step / untraced:.2f}× with it)."
-        )
-    if estimated := result.get("estimated_seconds"):
-        measured = result["untraced_seconds"] or step
-        table.append(
-            f"The dry run estimates {1e3 * estimated:,.2f} ms, {estimated / measured - 1:+.0%} against the measurement."
-        )
-    if result["not_predicted"]:
-        table.append(f"Not predicted: {result['not_predicted']}")
-    return table

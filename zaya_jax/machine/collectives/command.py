@@ -21,11 +21,7 @@ _SIZES = ("8", "16M", 2)  # smallest, largest, factor
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
-    verb = add_verb(
-        verbs, program, "collectives", _run, "check and time collectives over sizes, as nccl-tests and rccl-tests do",
-        "Prints their tables, and fits latency and bandwidth. Every result is compared element by element. Start it "
-        "like training for a job of several processes.", "--operations all_reduce --max-bytes 128M",
-    )  # fmt: skip
+    verb = add_verb(verbs, program, _run)
     add_flag = verb.add_argument
     add_flag("--operations", nargs="+", choices=_OPERATIONS, default=_OPERATIONS, metavar="OPERATION",
              help=f"operations to measure (default: all): {', '.join(_OPERATIONS)}")  # fmt: skip
@@ -52,6 +48,13 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Check and time collectives over sizes, as nccl-tests and rccl-tests do.
+
+    Prints their tables, and fits latency and bandwidth. Every result is compared element by element. Start it like
+    training for a job of several processes.
+
+    collectives --operations all_reduce --max-bytes 128M
+    """
     sizes = _sizes(parsed.min_bytes, parsed.max_bytes, parsed.factor)
     if parsed.devices and (parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in AXES)):
         raise InputError("--devices does not go with --axis and the sizes of mesh axes: remove one.")

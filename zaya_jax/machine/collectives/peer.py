@@ -39,7 +39,8 @@ def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: 
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{program} failed: {error}."
-    measured = {int(row["size"]): float(row["busbw"]) * 1e9 for row in text.parse_rows(done.stdout) if "busbw" in row}
+    table = [row for line in done.stdout.splitlines() if len(row := line.split()) > 8 and row[0].isdigit()]
+    measured = {int(row[0]): 1e9 * float(row[7]) for row in table}  # size, and bus bandwidth out of place
     if done.returncode or not measured:
         said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
         return f"{program} failed with status {done.returncode}: {said}"

@@ -20,7 +20,8 @@ from zaya_jax.machine.collectives.peer import peer_bandwidths
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import Mode, Timing, time_case
 from zaya_jax.machine.network_devices import Traffic
-from zaya_jax.machine.result import describe_run, print_once
+from zaya_jax.machine.report.tables import message_table
+from zaya_jax.machine.result import describe_run, print_once, table_lines
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.metrics import append_row
@@ -122,13 +123,12 @@ def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) ->
 
 
 def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Describe each message with its measured time, and print a table with the time of a step's messages."""
+    """Describe each message with its measured time, and print the time of a step's messages."""
     seconds: dict[tuple[str, Axes, int], float] = {}
     for row in results:
         half = row.get("out_of_place") or row["in_place"]
         seconds.setdefault((row["operation"], row["axes"], row["bytes"]), half["p50"])
     rows = []
-    print_once(f"{'message':<16}{'axes':<22}{'bytes':>14}{'a step':>8}{'µs each':>12}{'ms a step':>12}")
     for message in messages:
         collective = COLLECTIVES[message.operation]
         name = label(collective)
@@ -138,9 +138,8 @@ def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) ->
         # Sizes are rounded to whole elements in each chunk.
         each = seconds[min(near, key=lambda key: abs(key[2] - message.bytes))]
         rows.append(message._asdict() | {"seconds": each})
-        print_once(f"{name:<16}{' '.join(message.axes):<22}{message.bytes:>14,}{message.times:>8,}{1e6 * each:>12,.1f}"
-               f"{1e3 * message.times * each:>12,.2f}")  # fmt: skip
     total = sum(row["times"] * row["seconds"] for row in rows)
+    print_once(*table_lines(message_table(rows)))
     print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
     return rows
 

@@ -1,12 +1,11 @@
-"""The table of nccl-tests and rccl-tests, in their exact form, so that existing parsers read it; and its parser.
+"""The table of nccl-tests and rccl-tests, in their exact form, so that existing parsers read it.
 
 The form is that of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu).
 """
 
 import os
-import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,11 +16,6 @@ from zaya_jax.machine.collectives.timing import WARM_UP, Mode
 
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
 _COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6} "
-_NUMBER = r"\s+([\d.]+(?:e[+-]\d+)?)"
-_HALF = _NUMBER * 3 + r"\s+(\d+(?:\.\d+)?(?:e\+\d+)?|N/A)"
-_ROW = re.compile(rf"\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)(?:{_HALF}| {{32}}){_HALF}")
-_FIELDS = ("size", "count", "type", "redop", "root", "time", "algbw", "busbw", "wrong", "time_in_place",
-           "algbw_in_place", "busbw_in_place", "wrong_in_place")  # fmt: skip
 
 
 class Column(NamedTuple):
@@ -91,13 +85,6 @@ def footer(name: str, columns: Sequence[Column]) -> list[str]:
         "#",
         f"# Collective test concluded: {name}_perf",
     ]
-
-
-def parse_rows(text: str) -> Iterator[dict[str, str]]:
-    """Yield the columns of each row of a table, by name, without blank ones."""
-    for line in text.splitlines():
-        if match := _ROW.fullmatch(line.rstrip()):
-            yield {name: value for name, value in zip(_FIELDS, match.groups(), strict=True) if value is not None}
 
 
 def _half(half: Column) -> str:

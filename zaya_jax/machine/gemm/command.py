@@ -14,11 +14,7 @@ FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention"
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
-    verb = add_verb(
-        verbs, program, "gemm", _run, "measure matrix products: squares, and those of a configuration",
-        "Prints the speed of each product with its operands in the caches and without, and its share of the fastest "
-        "square's speed.", "configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png",
-    )  # fmt: skip
+    verb = add_verb(verbs, program, _run)
     add_config(verb)
     verb.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="FAMILY",
                       help=f"what to measure; squares always are (default: all): {', '.join(FAMILIES)}")  # fmt: skip
@@ -39,6 +35,13 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure matrix products: squares, and those of a configuration.
+
+    Prints the speed of each product with its operands in the caches and without, and its share of the fastest square's
+    speed.
+
+    gemm configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png
+    """
     first, last, step = parsed.squares
     if not (1 <= first <= last and step >= 1):
         raise InputError(f"--squares is {first} {last} {step}, but must be FIRST ≤ LAST and a STEP, all at least 1.")

@@ -11,10 +11,12 @@ from zaya_jax.config import Config
 from zaya_jax.machine.gemm import problems
 from zaya_jax.machine.gemm.histograms import read_histograms, scale_counts
 from zaya_jax.machine.gemm.timing import flush_array, time_problem
-from zaya_jax.machine.result import describe_run
+from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
+from zaya_jax.run.progress import track
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,27 +58,20 @@ def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
     result = describe_run("matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens", "", ())
     result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, []
     result["dtype"] = request.dtype
-    flush, maximum, family = flush_array(request.flush), 0.0, ""
-    for problem in every:
-        if problem.family != family:
-            family = problem.family
-            print(f"\n{family:<52}{'GFLOP':>10}{'warm GFLOP/s':>14}{'cold':>10}{'of maximum':>12}")
-        line, row = f"{problem.name:<52}{problem.flops / 1e9:>10,.3g}", {"family": family, "name": problem.name}
-        row |= {**problem.sizes, "flops": problem.flops}
+    flush = flush_array(request.flush)
+    for problem in track("measuring", every, lambda problem: f"{problem.family} {problem.name}"):
+        row = {"family": problem.family, "name": problem.name, **problem.sizes, "flops": problem.flops}
         try:
             seconds = time_problem(problem, flush, request.repeats)
         except jax.errors.JaxRuntimeError as error:  # such as too little memory: the others can still be measured
-            print(f"{line}  failed: {str(error).splitlines()[0]}")
+            print(f"{problem.family} {problem.name} failed: {str(error).splitlines()[0]}")
             result["results"].append(row | {"failed": str(error)})
             continue
-        warm, cold = problem.flops / seconds.warm, problem.flops / seconds.cold
-        if family == "square":
-            maximum = max(maximum, warm)
-        result["results"].append(row | {"warm_flops_per_second": warm, "cold_flops_per_second": cold})
-        share = f"{warm / maximum:>12.0%}" if family != "square" and maximum else ""
-        print(f"{line}{warm / 1e9:>14,.4g}{cold / 1e9:>10,.4g}{share}", flush=True)
-    print(f"\nmaximum: {maximum / 1e9:,.4g} GFLOP/s, of the fastest square")
-    result["maximum"] = maximum
+        speeds = {f"{name}_flops_per_second": problem.flops / time for name, time in seconds._asdict().items()}
+        result["results"].append(row | speeds)
+    squares = (row for row in result["results"] if row["family"] == "square")
+    result["maximum"] = max((row.get("warm_flops_per_second", 0.0) for row in squares), default=0.0)
+    print_tables(TABLES["gemm"](result))
     return result
 
 

@@ -12,12 +12,7 @@ _SMALLEST = 4096  # bytes of an array
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
-    verb = add_verb(
-        verbs, program, "memory", _run,
-        "measure memory bandwidth, and the share of it that the model's operations reach",
-        "Runs BabelStream's copy, mul, add, triad and dot on the first device, then the model's memory-bound "
-        "operations.", "--sizes 1M 16M 256M --stream",
-    )  # fmt: skip
+    verb = add_verb(verbs, program, _run)
     verb.add_argument("--sizes", nargs="+", default=["256M"], metavar="SIZE", help="sizes of an array; the largest "
                       "should be at least four times the last-level cache (default: 256M)")  # fmt: skip
     verb.add_argument("--config", default="configs/zaya1_8b.yaml", metavar="FILE", help="configuration whose "
@@ -28,6 +23,12 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure memory bandwidth, and the share of it that the model's operations reach.
+
+    Runs BabelStream's copy, mul, add, triad and dot on the first device, then the model's memory-bound operations.
+
+    memory --sizes 1M 16M 256M --stream
+    """
     sizes = [parse_bytes("--sizes", text) for text in parsed.sizes]
     if small := [text for text, size in zip(parsed.sizes, sizes, strict=True) if size < _SMALLEST]:
         raise InputError(f"--sizes is {small[0]}, but must be at least {_SMALLEST}.")

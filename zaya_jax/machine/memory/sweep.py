@@ -14,7 +14,8 @@ from zaya_jax.machine.kernel_cases import Case, Sizes, cases, program
 from zaya_jax.machine.memory import bandwidth
 from zaya_jax.machine.memory.stream import compile_stream, time_stream
 from zaya_jax.machine.plot import draw_lines
-from zaya_jax.machine.result import describe_run
+from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.machine.timing import timed
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
@@ -62,10 +63,10 @@ def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, st
     if peer is not None:
         theirs = 3 * max(sizes) / min(c_seconds)
         result["stream"] = {"compiler": peer.compiler, "bytes_per_second": theirs, "ratio": triad / theirs}
-        print(f"triad in C ({peer.compiler}): {theirs / 1e9:.3g} GB/s; ours is {triad / theirs:.2f} of it\n")
     widths = _widths(model, max(sizes))
     kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
     result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]
+    print_tables(TABLES["memory"](result)[1:])
     return result
 
 
@@ -88,7 +89,6 @@ def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, re
         arguments = (*out[: case.held], *arguments[case.held :])
 
     speed = case.bytes / statistics.median(timed(one_call, repeats))
-    print(f"{name}: {speed / 1e9:.3g} GB/s of the bytes that it must move, {speed / triad:.0%} of triad", flush=True)
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
 
 

@@ -16,12 +16,7 @@ VERB = "preflight"
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
-    verb = add_verb(
-        verbs, program, VERB, _run, "check the devices of a job before it trains, and name slow ones",
-        "Checks the kernels that the configuration selects, the speed of each device, and the results and bandwidth of "
-        "collectives, in about two minutes. Start it like training for a job of several processes. The exit status is "
-        "1 if a check fails.", "configs/zaya1_8b.yaml --output preflight.json",
-    )  # fmt: skip
+    verb = add_verb(verbs, program, _run)
     add_config(verb)
     verb.add_argument("--baseline", metavar="FILE", help="result of an earlier preflight to compare with (default: "
                       "that in the folder `measurements` of the configuration, if there is one)")  # fmt: skip
@@ -32,6 +27,14 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Check the devices of a job before it trains, and name slow ones.
+
+    Checks the kernels that the configuration selects, the speed of each device, and the results and bandwidth of
+    collectives, in about two minutes. Start it like training for a job of several processes. The exit status is 1 if a
+    check fails.
+
+    preflight configs/zaya1_8b.yaml --output preflight.json
+    """
     require(0 < parsed.tolerance < 100, "--tolerance", parsed.tolerance, "above 0 and below 100")
     config = load_config(parsed.config, parsed.overrides)
     baseline = recorded_result(VERB, parsed.baseline, config.measurements)

@@ -12,17 +12,19 @@ from zaya_jax.machine.result import check_request
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
-    verb = add_verb(
-        verbs, program, "report", _run, "write the results in a folder as one HTML page",
-        "The page has the tables and plots of all results that the other verbs wrote with --output, and needs no "
-        "network.", "results --output machine.html",
-    )  # fmt: skip
+    verb = add_verb(verbs, program, _run)
     verb.add_argument("folder", metavar="FOLDER", help="folder with results as JSON")
     # `--output` of other verbs is a JSON file, which `run_verb` writes.
     verb.add_argument("--output", dest="page", metavar="FILE", help="HTML file (default: FOLDER/report.html)")
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Write the results in a folder as one HTML page.
+
+    The page has the tables and plots of all results that the other verbs wrote with --output, and needs no network.
+
+    report results --output machine.html
+    """
     folder = Path(parsed.folder)
     require(folder.is_dir(), "FOLDER", parsed.folder, "a folder with results of python -m zaya_jax.machine")
     page = folder / "report.html" if parsed.page is None else Path(parsed.page)

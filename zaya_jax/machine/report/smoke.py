@@ -14,14 +14,9 @@ def smoke_tables(result: dict[str, Any]) -> list[Table]:
     parts = result["parts"]
     ends = [{"part": name, "status": next((_END[key] for key in _END if key in part), "PASS"), **part}
             for name, part in parts.items()]  # fmt: skip
-    reasons = dict.fromkeys(f"Not predicted: {row['why']}" for row in result["comparison"] if row["why"])
     tables = [
         make_table("Parts", ends, {"part": "part", "status": "status", "time (s)": quantity("seconds", unit=1.0)}),
-        make_table("Predictions and measurements", result["comparison"], {
-            **{key: key for key in ("part", "quantity", "unit")},
-            **{key: quantity(key, unit=1.0) for key in ("predicted", "estimated", "measured")},
-            "measured/predicted": quantity("ratio", unit=1.0),
-        }, *reasons),
+        comparison_table(result["comparison"]),
         make_table("Training step", [part for part in parts.values() if "step_seconds" in part], {
             "layout": "layout", "devices": "devices", "layers": "layers", "tokens": "tokens",
             "median (ms)": lambda row: number(statistics.median(row["step_seconds"]), 1e-3),
@@ -42,6 +37,15 @@ def smoke_tables(result: dict[str, Any]) -> list[Table]:
         elif "network" in part:
             tables += TABLES["describe"](part)
     return tables
+
+
+def comparison_table(rows: list[dict[str, Any]]) -> Table:
+    """Make the table of predictions and measurements from `comparison.as_json`."""
+    return make_table("Predictions and measurements", rows, {
+        **{key: key for key in ("part", "quantity", "unit")},
+        **{key: quantity(key, unit=1.0) for key in ("predicted", "estimated", "measured")},
+        "measured/predicted": quantity("ratio", unit=1.0),
+    }, *dict.fromkeys(f"Not predicted: {row['why']}" for row in rows if row["why"]))  # fmt: skip
 
 
 def _operations(part: dict[str, Any]) -> Table:

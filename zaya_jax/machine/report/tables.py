@@ -1,7 +1,7 @@
 """The tables of a result, by verb; those of the smoke test are in `smoke`."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zaya_jax.machine.preflight.run import UNITS
@@ -99,14 +99,19 @@ def _collectives(result: Result) -> list[Table]:
             **case, **fit, "half of β at (bytes)": size("half_bytes"), "90 % of β at (bytes)": size("knee_bytes"),
         }, "α is the latency, β the algorithm bandwidth, each with its 95 % confidence interval.",
            "– as the end of an interval means that the measurements give no upper bound."),
-        make_table("Messages of a step", result.get("messages", []), {
-            "operation": "operation", "axes": case["axes"], "bytes": "bytes", "times per step": "times",
-            "each (µs)": quantity("seconds", unit=_MICRO),
-            "together (ms)": lambda row: number(row["times"] * row["seconds"], _MILLI),
-        }),
+        message_table(result.get("messages", [])),
         make_table("Times and bandwidths", result["results"], {**case, "bytes": "bytes", **rows, "wrong": "wrong"}),
         _traffic(result),
     ]  # fmt: skip
+
+
+def message_table(messages: Sequence[Row]) -> Table:
+    """Make the table of the collectives of a step, with their measured times."""
+    return make_table("Messages of a step", messages, {
+        "operation": "operation", "axes": lambda row: ", ".join(row["axes"]), "bytes": "bytes",
+        "times per step": "times", "each (µs)": quantity("seconds", unit=_MICRO),
+        "together (ms)": lambda row: number(row["times"] * row["seconds"], _MILLI),
+    })  # fmt: skip
 
 
 def _storage(result: Result) -> list[Table]:
@@ -124,7 +129,8 @@ def _storage(result: Result) -> list[Table]:
         make_table("Shortest step that the storage can feed", result["phases"], {
             "phase": "phase", "sequences": "sequences", "tokens of each": "context",
             **{f"{name} (ms)": quantity("shortest_step_seconds", key, unit=_MILLI) for name, key in packed.items()},
-        }, f"The page cache can hold up to {number(result['available_memory'], _GIGA)} GB."),
+        }, f"The page cache can hold up to {number(result['available_memory'], _GIGA)} GB: prepared data that fits is "
+           "read from the storage once."),
         _traffic(result),
     ]  # fmt: skip
 
@@ -135,24 +141,29 @@ def _traffic(result: Result) -> Table:
 
 
 def _step(result: Result) -> list[Table]:
-    step, what = result["seconds"], result["what"]
+    step, what, untraced = result["seconds"], result["what"], result["untraced_seconds"]
     rows = [{"part": name, **row} for name, row in result["parts"].items()]
     if result["overlap"] is not None:
         rows.append({"part": "exposed collectives", "measured": result["exposed_collectives"]})
     rows += [{"part": "unattributed", "measured": result["unattributed"]}, {"part": what, "measured": step}]
-    remarks = {
-        f"Other operations overlap with {percent(result['overlap'])} of the time of collectives.": result["overlap"],
-        f"Without the profiler, a {what} takes {number(result['untraced_seconds'], _MILLI)} ms.":
-            result["untraced_seconds"],
-        f"The dry run estimates {number(result.get('estimated_seconds'), _MILLI)} ms.": result.get("estimated_seconds"),
-        f"Not predicted: {result['not_predicted']}": result["not_predicted"],
-    }  # fmt: skip
+    remarks = []
+    if result["overlap"] is not None:
+        remarks.append(f"Other operations overlap with {percent(result['overlap'])} of the time of collectives.")
+    if untraced is not None:
+        remarks.append(
+            f"Without the profiler, a {what} takes {number(untraced, _MILLI)} ms ({step / untraced:.2f}× with it)."
+        )
+    if estimated := result.get("estimated_seconds"):
+        error = estimated / (untraced or step) - 1
+        remarks.append(f"The dry run estimates {number(estimated, _MILLI)} ms, {error:+.0%} against the measurement.")
+    if result["not_predicted"]:
+        remarks.append(f"Not predicted: {result['not_predicted']}")
     return [
-        make_table("Parts", rows, {
+        make_table(f"Time of a {what} by part", rows, {
             "part": "part", "measured (ms)": quantity("measured", unit=_MILLI),
             "share": lambda row: percent(row["measured"] / step),
             "predicted (ms)": quantity("predicted", unit=_MILLI), "roofline (ms)": quantity("roofline", unit=_MILLI),
-        }, *(remark for remark, value in remarks.items() if value is not None))
+        }, *remarks)
     ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.hardware.measurements import read_results
+from zaya_jax.hardware.measurements import complete, largest_fit, read_results
 from zaya_jax.machine.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.machine.dry_run.memory import local_shapes
 from zaya_jax.machine.dry_run.traffic import group_devices
@@ -87,16 +87,12 @@ def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
       InputError: there is no such folder, or a result in it is damaged.
     """
     results = read_results(Path(folder), source)
-    try:
+    with complete(f"{source} {folder} has a result"):
         return _measured(results, model)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"{source} {folder} has a result without the rows or fields that are needed ({error!r}): "
-                         "measure again.") from error  # fmt: skip
 
 
 def _measured(results: Mapping[str, Any], model: ModelConfig) -> Measured:
-    fits = [fit for fit in results.get("collectives", {}).get("fits", ())
-            if fit["operation"] == "all_gather" and "knee_bytes" in fit]  # fmt: skip
+    fit = largest_fit(results.get("collectives", {}), "all_gather", "knee_bytes")
     gemm, d, f = results.get("gemm", {}), model.hidden_size, model.expert_size
     rows = [row for row in gemm.get("results", ()) if "warm_flops_per_second" in row and gemm["dtype"] == "bfloat16"]
     experts = [row["warm_flops_per_second"] / gemm["maximum"] for row in rows
@@ -106,26 +102,7 @@ def _measured(results: Mapping[str, Any], model: ModelConfig) -> Measured:
                if row["family"] == "stride" and row["depth"] - row["offset"] == d}  # fmt: skip
     others = [speed for offset, speed in offsets.items() if offset]
     return Measured(
-        float(max(fits, key=lambda fit: fit["devices"])["knee_bytes"]) if fits else None,
+        None if fit is None else float(fit["knee_bytes"]),
         min(experts, default=None),
         offsets[0] / statistics.median(others) if 0 in offsets and others else None,
     )
-
-
-def lines(findings: dict[str, list[Finding]], devices: int, hardware: str) -> list[str]:
-    """Return the lines of the report, a table for each phase.
-
-    Args:
-      findings: of `check_sizing`.
-      devices: number of devices.
-      hardware: its name.
-    """
-    report = [f"Sizing rules for training on {devices:,} × {hardware}", ""]
-    for phase, found in findings.items():
-        report += [f"Phase {phase}", f"  {'':<5}{'rule':<30}{'loss':>6}  value"]
-        for finding in found:
-            loss = "–" if finding.loss is None else f"{finding.loss:.0%}"
-            advice = f" → {finding.advice}" if finding.advice else ""
-            report.append(f"  {finding.status:<5}{finding.rule:<30}{loss:>6}  {finding.value}{advice}")
-        report.append("")
-    return report

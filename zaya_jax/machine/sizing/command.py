@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
-    verb = add_verb(
-        verbs, program, "sizing", _run, "check the sizes of a configuration against the rules for a GPU",
-        "Prints PASS, WARN or FAIL for each rule and phase, with the predicted loss of time where a rule gives one; "
-        "OPEN if a measurement is missing. No GPU is needed. The exit status is 1 if a rule fails. With --suggest it "
-        "prints other widths with about as many parameters instead: those that no others beat in both training "
-        "throughput and decode latency.",
-        "configs/zaya1_8b.yaml --devices 1024 --hardware mi300x",
-    )  # fmt: skip
+    verb = add_verb(verbs, program, _run)
     add_config(verb)
     verb.add_argument("--devices", type=int, default=8, metavar="N", help="number of devices (default: 8)")
     verb.add_argument("--hardware", default="mi300x", metavar="NAME",
@@ -43,6 +36,15 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Check the sizes of a configuration against the rules for a GPU.
+
+    Prints PASS, WARN or FAIL for each rule and phase, with the predicted loss of time where a rule gives one; OPEN if a
+    measurement is missing. No GPU is needed. The exit status is 1 if a rule fails. With --suggest it prints other
+    widths with about as many parameters instead: those that no others beat in both training throughput and decode
+    latency.
+
+    sizing configs/zaya1_8b.yaml --devices 1024 --hardware mi300x
+    """
     require(parsed.devices >= 1, "--devices", parsed.devices, "at least 1")
     for flag in ("phase", "band", "layers", "png"):
         if getattr(parsed, flag) is not None and not parsed.suggest:
@@ -63,13 +65,16 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(parsed: argparse.Namespace, config: Config, hardware: Hardware, measured: "Measured") -> dict[str, Any]:
-    from zaya_jax.machine.sizing.check import check_sizing, lines
+    from zaya_jax.machine.report.tables import TABLES
+    from zaya_jax.machine.result import print_tables
+    from zaya_jax.machine.sizing.check import check_sizing
 
     findings = check_sizing(config, parsed.devices, hardware, measured)
-    print("\n".join(lines(findings, parsed.devices, parsed.hardware)))
     result: dict[str, Any] = {
         "phases": {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
     }
+    print(f"Sizing rules for training on {parsed.devices:,} × {parsed.hardware}\n")
+    print_tables(TABLES["sizing"](result)[:-1])
     if failed := [f"{phase}: {finding.rule}" for phase, found in findings.items() for finding in found
                   if finding.status == "FAIL"]:  # fmt: skip
         result["failed"] = f"Rules that fail: {', '.join(failed)}."

@@ -12,12 +12,7 @@ _SMALLEST = 2**20  # bytes
 
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
-    verb = add_verb(
-        verbs, program, "storage", _run, "measure reads of data, and saves and restores of checkpoints",
-        "Reads a file in the folder of the data, cold and warm, saves and restores a state in the folder of the run, "
-        "and prints the shortest step that the storage can feed. Removes what it writes.",
-        "configs/zaya1_8b.yaml --size 8G --threads 1 16 64",
-    )  # fmt: skip
+    verb = add_verb(verbs, program, _run)
     add_config(verb)
     verb.add_argument("--size", default="1G", help="size of the file and of the state (default: 1G)")
     verb.add_argument("--threads", nargs="+", type=int, default=[1, 16], metavar="N",
@@ -26,6 +21,13 @@ def add(verbs: Any, program: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure reads of data, and saves and restores of checkpoints.
+
+    Reads a file in the folder of the data, cold and warm, saves and restores a state in the folder of the run, and
+    prints the shortest step that the storage can feed. Removes what it writes.
+
+    storage configs/zaya1_8b.yaml --size 8G --threads 1 16 64
+    """
     size = parse_bytes("--size", parsed.size)
     require(size >= _SMALLEST, "--size", parsed.size, "at least 1M")
     for count in parsed.threads:

@@ -10,15 +10,15 @@ from typing import Any
 import psutil
 
 from zaya_jax.config import Config
-from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.io_estimate import PAGE_BYTES, io_estimate
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.errors import InputError, printable
 from zaya_jax.machine.network_devices import Traffic
-from zaya_jax.machine.result import describe_run, rounded
+from zaya_jax.machine.report.tables import TABLES
+from zaya_jax.machine.result import describe_run, print_tables, rounded
 from zaya_jax.machine.storage.reads import ReadTiming, time_reads, write_file
-from zaya_jax.machine.storage.saves import SaveTiming, time_saves
+from zaya_jax.machine.storage.saves import time_saves
 from zaya_jax.run.files import expanded
 from zaya_jax.train.memory_errors import control_groups
 
@@ -51,6 +51,7 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
         if (free := shutil.disk_usage(folder).free) < _SPARE * size:
             raise InputError(f"The folder {folder} for {name} has {free:,} bytes free, but --size {size:,} needs "
                              f"{_SPARE * size:,}. Choose a smaller --size.")  # fmt: skip
+    print(printable(f"Measuring reads in {data}, and saves in {run}."), flush=True)
     result = describe_run("storage", f"{size:,} bytes", "", ("orbax-checkpoint",))
     with _scratch(data) as reading, _scratch(run) as saving:
         path, traffic = Path(reading) / "pages", Traffic()
@@ -62,17 +63,15 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
             for count in counts
         ]
         path.unlink()
-        result["reads"] = [_show_reads(timing, data) for timing in timings]
-        result["saves"] = _show_saves(time_saves(Path(saving), size, repeats), size, run)
+        result["reads"] = [_describe(timing) for timing in timings]
+        saves = time_saves(Path(saving), size, repeats)._asdict()
+        result["saves"] = {name: rounded(seconds) for name, seconds in saves.items()}
     result["traffic"] = traffic.bytes()
-    if line := traffic.line("storage was measured"):
-        print(line)
     cold = max((row for row in result["reads"] if (row["pattern"], row["cache"]) == ("random", "cold")),
                key=lambda row: row["operations_per_second"])  # fmt: skip
-    result["phases"] = _show_phases(config, cold["operations_per_second"], cold["cached"])
-    left = min([psutil.virtual_memory().available, *control_groups()])
-    result["available_memory"] = left
-    print(f"The page cache can hold up to {left / 1e9:.1f} GB: prepared data that fits is read from the storage once.")
+    result["phases"] = _shortest_steps(config, cold["operations_per_second"])
+    result["available_memory"] = min([psutil.virtual_memory().available, *control_groups()])
+    print_tables(TABLES["storage"](result))
     return result
 
 
@@ -88,30 +87,14 @@ def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
         raise InputError(f"The folder {folder} cannot be written: {error.strerror}.") from error
 
 
-def _show_reads(timing: ReadTiming, folder: Path) -> dict[str, Any]:
+def _describe(timing: ReadTiming) -> dict[str, Any]:
     seconds = statistics.median(timing.seconds)
-    row: dict[str, Any] = timing._asdict() | {"seconds": rounded(timing.seconds)}
-    row |= {"operations_per_second": timing.operations / seconds, "bytes_per_second": timing.bytes / seconds}
-    speed = (f"{row['operations_per_second']:,.0f} pages/s" if timing.pattern == "random"
-             else f"{row['bytes_per_second'] / 1e9:.3g} GB/s")  # fmt: skip
-    expected = 0 if timing.cache == "cold" else 1
-    held = "" if timing.cached == expected else f"; {timing.cached:.0%} of the file was in the page cache"
-    print(printable(f"{timing.pattern} reads in {folder}, {timing.cache}, {counted(timing.threads, 'thread')}: {speed}"
-                    f"{held}"), flush=True)  # fmt: skip
-    return row
+    speeds = {"operations_per_second": timing.operations / seconds, "bytes_per_second": timing.bytes / seconds}
+    return timing._asdict() | {"seconds": rounded(timing.seconds)} | speeds
 
 
-def _show_saves(timing: SaveTiming, size: int, folder: Path) -> dict[str, Any]:
-    medians = {name: statistics.median(seconds) for name, seconds in timing._asdict().items()}
-    print(f"checkpoint of {size / 1e9:.3g} GB in {printable(str(folder))}: training stalls for "
-          f"{medians['stall']:.3g} s; durable after {medians['commit']:.3g} s "
-          f"({size / medians['commit'] / 1e9:.3g} GB/s); restored and verified in {medians['cold']:.3g} s cold, "
-          f"{medians['warm']:.3g} s warm", flush=True)  # fmt: skip
-    return {name: rounded(seconds) for name, seconds in timing._asdict().items()}
-
-
-def _show_phases(config: Config, speed: float, cached: float) -> list[dict[str, Any]]:
-    """Print the shortest step of each phase: with fewer seconds, training would wait for pages."""
+def _shortest_steps(config: Config, speed: float) -> list[dict[str, Any]]:
+    """Return the shortest step of each phase: with fewer seconds, training would wait for pages."""
     rows, token_bytes = [], token_dtype(config.model.vocab_size).itemsize
     for index, phase in enumerate(config.phases):
         stage = largest_stage(config, index)
@@ -123,8 +106,4 @@ def _show_phases(config: Config, speed: float, cached: float) -> list[dict[str, 
             shortest[f"{fragmentation:g}"] = load.shortest_step_seconds
         rows.append({"phase": phase.name, "sequences": stage.sequences, "context": stage.context,
                      "shortest_step_seconds": shortest})  # fmt: skip
-        partly = f" (with {cached:.0%} of the file cached)" if cached else ""
-        print(f"phase {phase.name}: {counted(stage.sequences, 'sequence')} of {stage.context} tokens at {speed:,.0f} "
-              f"pages/s{partly} need a step of {shortest['1']:.3g} s if well packed, {shortest['8']:.3g} s if "
-              "scattered")  # fmt: skip
     return rows
