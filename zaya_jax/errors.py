@@ -114,8 +114,10 @@ def last_words(error: BaseException) -> tuple[str, int]:
 
 def exit_reason(error: BaseException) -> Reason:
     """Return the reason for the exit record of a command that ends with `error`, by its type alone."""
-    if isinstance(error, _Stop):
+    if isinstance(error, _Stop) and error.reason is not Reason.OTHER:
         return error.reason
+    if isinstance(error, _Stop) and error.__cause__:
+        return exit_reason(error.__cause__)
     code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     return Reason.HOST_MEMORY if code == errno.ENOMEM else Reason.DISK if code in _DISK_FAULTS else Reason.OTHER
 

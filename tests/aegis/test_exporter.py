@@ -143,7 +143,7 @@ def test_a_run_that_has_not_started_has_no_values(tmp_path):
         ("checkpoints/9/manifest-x.json", b"not JSON", None),
         (f"aegis/{NODE}/state.json", b"[]", "state"),
         (f"aegis/{NODE}/state.json", b'{"state": "running", "unix": 9e99, "ranks": [{"phase": "/"}]}', "state"),
-        (f"aegis/{NODE}/events.jsonl", b'{"v": 1, "id": 1, "attempt": 1, "unix": 0}\n', "events"),
+        (f"aegis/{NODE}/events.jsonl", b'{"v": 1, "id": 1, "attempt": 1, "unix": 0}\n', None),
         (f"aegis/{NODE}/events.jsonl", b"\0" * 1000, None),
     ],
 )  # fmt: skip

@@ -75,8 +75,7 @@ def test_a_process_that_hangs_is_found_and_its_stacks_are_kept(tmp_path):
         assert "State:" in files["process-1.kernel"]
     counts = count_files(tmp_path)
     assert len(counts) == 4
-    # In the first attempt the probe of GPUs still has files open, in the last one process 0 ends early.
-    assert counts[2] <= counts[1], counts
+    assert max(counts) <= counts[0] + 1, counts  # the probe of GPUs can have a file open
 
 
 def test_the_process_that_failed_is_told_from_those_that_follow(tmp_path):

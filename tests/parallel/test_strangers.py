@@ -143,17 +143,17 @@ MEET = """
 import resource, sys
 from zaya_jax.errors import InputError
 from zaya_jax.parallel.rendezvous import Job, meet
-most, port, process = map(int, sys.argv[1:])
+most, port, process, seconds = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 try:
-    print("connected to", *meet(Job("127.0.0.1", port, "--coordinator", 2, process), 60))
+    print("connected to", *meet(Job("127.0.0.1", port, "--coordinator", 2, process), seconds))
 except InputError as error:
     print(type(error).__name__, error)
 """
 
 
-def start(process, port, descriptors=1024, **environment):
-    command = [sys.executable, "-c", MEET, str(descriptors), str(port), str(process)]
+def start(process, port, descriptors=1024, seconds=60, **environment):
+    command = [sys.executable, "-c", MEET, str(descriptors), str(port), str(process), str(seconds)]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, env={**os.environ, **environment})
 
 
@@ -177,9 +177,9 @@ def test_a_process_with_another_secret_says_so_and_ends_nothing():
         first = pool.submit(meet, Job("127.0.0.1", port, "--coordinator", 2, 0), 60)
         while not visit(port, b""):
             time.sleep(0.01)
-        said, _ = start(1, port, **{VARIABLE: "another"}).communicate(timeout=100)
-        assert said.startswith(
-            f"InputError Process 1 has another {VARIABLE} than process 0 at --coordinator 127.0.0.1:"
+        said, _ = start(1, port, seconds=1, **{VARIABLE: "another"}).communicate(timeout=100)
+        assert (
+            f"Process 1 could not reach process 0 at --coordinator 127.0.0.1:{port} within 1 s (it has another" in said
         )
         assert SECRET not in said
         (itself,) = meet(Job("127.0.0.1", port, "--coordinator", 2, 1), 60)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.train_helpers import ROOT
 from zaya_jax.errors import Reason
 from zaya_jax.run.progress_record import (
+    NAME,
     SIZE,
     VARIABLE,
     Phase,
@@ -24,7 +25,7 @@ from zaya_jax.run.progress_record import (
 
 @pytest.fixture
 def memory():
-    file = os.memfd_create("record")
+    file = os.memfd_create(NAME)
     os.truncate(file, SIZE)
     yield file
     os.close(file)
@@ -65,7 +66,7 @@ def test_times_add_up_to_the_life_of_the_record(memory, monkeypatch):
 
 @given(st.text(st.characters()), st.integers(-(2**31), 2**31 - 1), st.booleans(), st.sampled_from(Reason))
 def test_the_first_exit_record_is_kept(sentence, status, is_origin, reason):
-    file = os.memfd_create("record")
+    file = os.memfd_create(NAME)
     os.truncate(file, SIZE)
     record = open_record(file)
     record.end(status, sentence, is_origin=is_origin, reason=reason)
@@ -81,7 +82,7 @@ def test_the_first_exit_record_is_kept(sentence, status, is_origin, reason):
 
 @given(st.binary(max_size=SIZE + 8))
 def test_garbage_is_no_progress(content):
-    file = os.memfd_create("record")
+    file = os.memfd_create(NAME)
     os.write(file, content)
     assert read_progress(file) is None
     os.close(file)
@@ -89,7 +90,7 @@ def test_garbage_is_no_progress(content):
 
 @given(st.integers(16, 16 + 48 + 3), st.integers(1, 255))
 def test_a_torn_head_is_no_progress(offset, difference):
-    file = os.memfd_create("record")
+    file = os.memfd_create(NAME)
     os.truncate(file, SIZE)
     record = open_record(file)
     record.complete_step(3, 1.0, 1.0)

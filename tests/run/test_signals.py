@@ -15,7 +15,7 @@ from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT, write_run
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS
-from zaya_jax.run.progress_record import SIZE, VARIABLE, read_progress
+from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, read_progress
 from zaya_jax.run.signals import NAMES, Listener, print_error
 
 pytestmark = pytest.mark.usefixtures("signals_arrive")
@@ -69,8 +69,8 @@ def test_processes_that_a_run_starts_do_not_end_with_the_terminal():
 
 @pytest.mark.parametrize("number", NAMES)
 def test_a_process_that_imports_ends_at_once_with_a_sentence_and_an_exit_record(tmp_path, monkeypatch, number):
-    (record := tmp_path / "record").write_bytes(bytes(SIZE))
-    monkeypatch.setenv(VARIABLE, str(record))
+    os.truncate(record := os.memfd_create(NAME), SIZE)
+    monkeypatch.setenv(VARIABLE, f"/proc/{os.getpid()}/fd/{record}")
     run = start(write_run(tmp_path))
     time.sleep(0.3)
     os.killpg(run.pid, number)
@@ -79,8 +79,8 @@ def test_a_process_that_imports_ends_at_once_with_a_sentence_and_an_exit_record(
     assert said.startswith(f"Stopped by {NAMES[number]}.")
     assert said.count("\n") == 1
     assert "newest checkpoint" not in said
-    with record.open() as file:
-        assert read_progress(file.fileno()).exit_record.status == run.returncode
+    assert read_progress(record).exit_record.status == run.returncode
+    os.close(record)
 
 
 def test_listeners_nest_and_leave_nothing_behind():

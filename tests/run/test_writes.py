@@ -28,7 +28,7 @@ OTHERS = {
     "bench/data.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "bench/data_peers.py": ("TemporaryDirectory", TEMPORARY),
     "bench/optimizer.py": ("TemporaryDirectory", TEMPORARY),
-    "bench/saving.py": ("dump mkdir open rename rmtree save_checkpointables_async", TEMPORARY),
+    "bench/saving.py": ("dump mkdir open rename rmtree save_checkpointables_async write_text", TEMPORARY),
     "bench/startup.py": ("TemporaryDirectory open write_bytes", TEMPORARY),
     "bench/supervision.py": ("TemporaryDirectory truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),

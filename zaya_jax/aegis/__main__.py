@@ -1,6 +1,7 @@
 """`python -m zaya_jax.aegis`: keep a training run alive, and look at what happened to it."""
 
 import argparse
+import contextlib
 import os
 import random
 import shlex
@@ -24,7 +25,7 @@ from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError, as_sentence
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.command import prepare_streams, run_command
-from zaya_jax.run.files import expanded, locked
+from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.supervision import AEGIS
@@ -72,7 +73,9 @@ def _run(options: argparse.Namespace) -> int:
                              f"{command.nodes}. List {name} in log_only, or choose another action.")  # fmt: skip
     node = os.uname().nodename
     folder = command.run_dir / AEGIS / node
-    with locked(folder / ".lock", "The folder of the supervisor", wait=False):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(Unlockable):  # training says so
+            stack.enter_context(locked(folder / ".lock", "The folder of the supervisor", wait=False))
         return Supervisor(command, policy, folder, node, _environment(command.run_dir)).run()
 
 

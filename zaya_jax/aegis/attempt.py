@@ -146,7 +146,7 @@ class Attempt:
 
     def _has_saved(self, ends: Sequence[RankEnd]) -> bool:
         """Return whether what the processes trained is saved; also true if the run folder does not answer."""
-        if any(end.outcome != 0 for end in ends) or all(end.step < 0 for end in ends):
+        if any(end.outcome != 0 for end in ends) or self._shared.best_step < 0:
             return True
         try:
             return self._shared.files.submit(self._is_saved).result(_MOST_ANSWER)

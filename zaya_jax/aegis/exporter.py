@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.config.checks import require
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.files import open_regular, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
@@ -175,7 +175,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _state(folder: Path) -> Iterator[Sample]:
     """Yield what the supervisor of a node and its processes do."""
-    state, node = _read_state(folder), {"node": folder.name}
+    state, node = _read_state(folder), {"node": printable(folder.name)}
     yield Sample("zaya_up", int(is_running(state)), node)
     for name, key in (("zaya_attempt", "attempt"), ("zaya_supervisor_exit_code", "exit_code")):
         for value in _numbers([state.get(key)]):
@@ -189,7 +189,7 @@ def _state(folder: Path) -> Iterator[Sample]:
 
 def _events(folder: Path) -> Iterator[Sample]:
     """Yield restarts, faults and goodput of a node."""
-    path, node = folder / EVENTS, {"node": folder.name}
+    path, node = folder / EVENTS, {"node": printable(folder.name)}
     if path.stat().st_size > _MOST_EVENTS:
         raise InputError(f"{path} is larger than the limit of {_MOST_EVENTS:,} bytes.")
     events, state = read_events(path), {}

@@ -17,7 +17,7 @@ import psutil
 
 from zaya_jax.aegis.failure import RankEnd
 from zaya_jax.aegis.output import Output, Stream
-from zaya_jax.run.progress_record import SIZE, VARIABLE, ExitRecord, Progress, read_progress
+from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, ExitRecord, Progress, read_progress
 
 KILL_SECONDS = 60.0  # that the kernel may take to end a process after SIGKILL
 _PR_SET_PDEATHSIG = 1
@@ -46,7 +46,7 @@ class Rank:
         With `expects_record` it must keep a progress record: without one it has not finished, whatever it returns.
         """
         self.index, self._expects_record = index, expects_record
-        self._record = os.memfd_create("zaya-progress", os.MFD_CLOEXEC)
+        self._record = os.memfd_create(NAME, os.MFD_CLOEXEC)
         os.truncate(self._record, SIZE)
         path = f"/proc/{os.getpid()}/fd/{self._record}"
         self._variable = os.fsencode(f"{VARIABLE}={path}")

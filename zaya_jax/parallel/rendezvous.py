@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 from zaya_jax.errors import InputError, PeersMissing, printable
 from zaya_jax.parallel.peer import Peer, end_connections
 from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secret_path, share_secret
-from zaya_jax.run.signals import warn
+from zaya_jax.run.signals import warn, warn_once
 
 _HELLO = "zaya_jax "  # starts process 0's first line
 _WELCOME = "welcome "  # starts process 0's answer to a proof
@@ -311,8 +311,9 @@ def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> None:
     connection.sendall(f"{body} {prove(secret, 'enter', challenge.removeprefix(_HELLO), body)}\n".encode())
     answer = _read_line(connection, deadline)
     if answer == _REJECTED and job.process and os.environ.get(VARIABLE):
-        raise InputError(f"Process {job.process} has another {VARIABLE} than process 0 at {job.coordinator}. Set the "
-                         "same for all processes, or for none.")  # fmt: skip
+        problem = f"it has another {VARIABLE}; set the same for all processes, or for none"
+        warn_once(f"Process {job.process} cannot join process 0 at {job.coordinator} yet: {problem}.")
+        raise OSError(problem)  # to try again, since a stranger can say so
     if not is_proof(answer.removeprefix(_WELCOME), secret, "admit", nonce):
         raise OSError(f"its secret is not that in {path}")
 

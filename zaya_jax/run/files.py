@@ -140,6 +140,10 @@ def read_object(path: Path) -> dict[str, Any]:
     return tree
 
 
+class Unlockable(InputError):
+    """A file system has no locks."""
+
+
 @contextlib.contextmanager
 def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterator[None]:
     """Hold a file lock; the operating system releases it when the process ends, even after a kill.
@@ -151,6 +155,7 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
 
     Raises:
       InputError: the folder cannot be written, or another process holds the lock.
+      Unlockable: the file system has no locks.
     """
     if os.path.lexists(path.parent) and not path.parent.is_dir():
         kind = "a file" if path.parent.is_file() else "a pipe, a device or a link without a target"
@@ -160,8 +165,9 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
     except BlockingIOError as error:
         raise InputError(f"{what} ({path.parent}) is in use by another process; wait until it finishes.",
                          Reason.PEERS_MISSING) from error  # fmt: skip
-    except OSError as error:  # includes file systems without locks
-        raise InputError(f"{what} ({path.parent}) cannot be written: {error.strerror}.") from error
+    except OSError as error:
+        kind = Unlockable if error.errno in (errno.ENOLCK, errno.ENOSYS) else InputError
+        raise kind(f"{what} ({path.parent}) cannot be written: {error.strerror}.") from error
     with file:
         yield
 

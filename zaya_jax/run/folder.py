@@ -1,6 +1,5 @@
 """The run folder: its files, its lock, and the check that it belongs to the configuration."""
 
-import errno
 import fcntl
 import json
 import os
@@ -19,7 +18,7 @@ from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import expanded, locked, open_regular, read_file, write_atomically
+from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, write_atomically
 from zaya_jax.run.manifest import Unreadable, list_names
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
@@ -96,11 +95,8 @@ def lock_run(config: Config) -> Iterator[Path]:
     folder = run_folder(config)
     existed = folder.exists()
     with ExitStack() as stack:
-        try:
+        with suppress(Unlockable):
             stack.enter_context(lock_folder(folder, "run_dir"))
-        except InputError as error:
-            if getattr(error.__cause__, "errno", None) not in (errno.ENOLCK, errno.ENOSYS):
-                raise
         if why := why_unlocked(folder):
             warn(f"Warning: {why} in run_dir ({folder}), so nothing refuses a second training of this run; instead, "
                  "the first one stops when the second one takes the next fencing token.")  # fmt: skip

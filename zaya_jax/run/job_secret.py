@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.files import expanded, write_atomically
 from zaya_jax.run.writing import make_folder, remove
 
 VARIABLE = "ZAYA_JOB_SECRET"
@@ -39,7 +39,7 @@ def secret_path(folder: Path | None, address: str) -> Path:
     """Return the file for the secret: in the `folder` that a job shares, or for its `address` in the user's cache."""
     if folder is not None:
         return folder / "job_secret"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    cache = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return cache / "zaya_jax" / "jobs" / digest(os.fsencode(address))
 
 
@@ -68,15 +68,18 @@ def share_secret(path: Path) -> Iterator[str]:
     """Yield the secret of the environment, or a new one, which is in the file at `path` meanwhile.
 
     Raises:
-      InputError: the file system does not keep the file from other users.
-      OSError: the file cannot be written.
+      InputError: the file cannot be written, or the file system does not keep it from other users.
     """
     if given := os.environ.get(VARIABLE):
         yield given
         return
     secret, is_new = make_secret(), not path.parent.exists()
-    make_folder(path.parent)
-    write_atomically(path, secret, mode=0o600)
+    try:
+        make_folder(path.parent)
+        write_atomically(path, secret, mode=0o600)
+    except OSError as error:
+        raise InputError(f"The job secret {path} cannot be written: {error.strerror}. Set {VARIABLE} to the same text "
+                         "for all processes instead.") from error  # fmt: skip
     try:
         yield read_secret(path) or secret
     finally:

@@ -12,6 +12,7 @@ import enum
 import math
 import mmap
 import os
+import re
 import struct
 import time
 import zlib
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from zaya_jax.errors import Reason
 
 VARIABLE = "ZAYA_PROGRESS"  # environment variable with the path of the record
+NAME = "zaya-progress"  # of the file in memory
 
 
 class Phase(enum.IntEnum):
@@ -190,11 +192,18 @@ class ProgressRecord:
 
 def record_from_environment(environment: Mapping[str, str] = os.environ) -> ProgressRecord:
     """Open the record of this process' supervisor, or make one that nobody reads if there is none."""
-    path = environment.get(VARIABLE)
+    path = environment.get(VARIABLE, "")
     try:
-        return ProgressRecord(Path(path) if path else None)
+        return ProgressRecord(Path(path) if supervisor_pid(path) else None)
     except (OSError, ValueError):  # the supervisor is gone, and its record with it
         return ProgressRecord()
+
+
+def supervisor_pid(path: str) -> int | None:
+    """Return the process that made the record at `path`; None if it has ended, and another may have its pid."""
+    match = re.fullmatch(r"/proc/(\d+)/fd/\d+", path)
+    with contextlib.suppress(OSError):
+        return int(match[1]) if match and os.readlink(path).startswith(f"/memfd:{NAME}") else None
 
 
 def read_progress(file: int) -> Progress | None:

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import re
 import select
 import signal
 import threading
 from collections.abc import Mapping
 
-from zaya_jax.run.progress_record import VARIABLE
+from zaya_jax.run.progress_record import VARIABLE, supervisor_pid
 
 
 def end_with_supervisor(environment: Mapping[str, str] = os.environ) -> None:
@@ -17,11 +16,11 @@ def end_with_supervisor(environment: Mapping[str, str] = os.environ) -> None:
     The kernel kills the supervisor's own child, but not a trainer behind a shell. The group is that of the command
     which the supervisor started, with its shell and data workers.
     """
-    match = re.fullmatch(r"/proc/(\d+)/fd/\d+", environment.get(VARIABLE, ""))
-    if match is None:
+    pid = supervisor_pid(environment.get(VARIABLE, ""))
+    if pid is None:
         return
     with contextlib.suppress(OSError):  # it has ended; its child is killed in any case
-        supervisor = os.pidfd_open(int(match[1]))
+        supervisor = os.pidfd_open(pid)
         threading.Thread(target=_wait, args=(supervisor,), name="supervisor", daemon=True).start()
 
 

@@ -1,6 +1,7 @@
 """Read what the supervisors of a run wrote: faults, what followed from them, goodput, and what they do now."""
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,12 @@ EVENTS = "events.jsonl"
 STATE = "state.json"
 VERDICT = "verdict.json"
 VERSION = 1  # of the schema of events
+_NEEDED = {"id", "attempt", "unix", "time", "kind", "code", "severity", "text"}
+_TYPES = {
+    "id": int, "attempt": int, "time": str, "kind": str, "code": str, "severity": str, "text": str, "cause": int,
+    "fault": str, "rank": int, "step": int, "seconds": dict, "times": dict, "first_step": int, "last_step": int,
+    "exit_statuses": list, "action": str, "explanation": str, "files": list,
+}  # fmt: skip
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 SAME_FAULT = 120.0  # seconds before the end of an attempt in which a fault may have ended it
 _STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
@@ -41,12 +48,20 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     for line in content.splitlines():
         try:
             event = json.loads(line[:_LONGEST_LINE])
-            if isinstance(event["id"], int) and isinstance(event["attempt"], int) and event["v"] == VERSION:
-                float(event["unix"])
-                events.append(event)
+            if event["v"] == VERSION and _is_whole(event):
+                events.append({"cause": None, **{key: value for key, value in event.items() if value is not None}})
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return events
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    """Return whether an event has the fields of its schema; raises `TypeError` if a number is none."""
+    fields = {key: value for key, value in event.items() if value is not None}
+    if not all(isinstance(value, _TYPES.get(key, object)) for key, value in fields.items()):
+        return False
+    numbers = (fields["unix"], *fields.get("seconds", {}).values(), *fields.get("times", {}).values())
+    return fields.keys() >= _NEEDED and all(map(math.isfinite, numbers))
 
 
 def is_running(state: Mapping[str, Any]) -> bool:
