@@ -19,9 +19,9 @@ from zaya_jax.run.options import parse_training
 
 SEPARATORS = {"|", "||", "&&", ";", "&"}
 # Programs that are not ours. What they are given is not checked here, but for make and pip.
-OTHERS = {"cat", "cd", "chgrp", "chmod", "cp", "curl", "docker", "echo", "eval", "exec", "git", "hf", "kubectl", "launch/ssh.sh",
-          "make", "mkdir", "mpirun", "pip", "python", "python3", "register-python-argcomplete", "rm", "sbatch", "source",
-          "srun", "tensorboard", "test", "umask", "vllm", "zaya"}  # fmt: skip
+OTHERS = {"cat", "cd", "chgrp", "chmod", "cp", "curl", "docker", "echo", "eval", "exec", "git", "hf", "kubectl",
+          "launch/ssh.sh", "make", "mkdir", "mpirun", "pip", "python", "python3", "register-python-argcomplete", "rm",
+          "sbatch", "source", "srun", "tensorboard", "test", "umask", "vllm", "zaya"}  # fmt: skip
 
 
 def lines(block: str) -> list[str]:

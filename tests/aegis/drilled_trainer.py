@@ -36,7 +36,7 @@ def train(arguments):
     first = max((int(path.name) for path in checkpoints.glob("*")), default=0)
     rows = metrics.read_text().splitlines(keepends=True)[:first] if first else []
     metrics.write_text("".join(rows))
-    record.start_training(first)
+    record.start_training(first, Path())
     for step in range(first + 1, steps + 1):
         for phase in (Phase.DATA, Phase.DISPATCH, Phase.DEVICE_WAIT):
             record.enter(phase)

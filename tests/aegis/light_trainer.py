@@ -97,7 +97,7 @@ def happen(name):
 record.enter(Phase.RESTORE)
 saved = folder / f"checkpoint-{process}"
 step = int(saved.read_text()) if saved.exists() else 0
-record.start_training(step)
+record.start_training(step, folder)
 while step < steps:
     for phase in (Phase.DATA, Phase.DISPATCH, Phase.DEVICE_WAIT):
         record.enter(phase)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -42,7 +43,7 @@ def test_an_empty_record_is_no_progress(memory):
 def test_a_reader_sees_what_was_written(memory):
     record = open_record(memory)
     record.enter(Phase.COMPILE)
-    record.start_training(40)
+    record.start_training(40, Path("run"))
     with record.within(Phase.EVALUATE):
         assert read_progress(memory).phase is Phase.EVALUATE
     record.complete_step(41, 2.5, 0.125)

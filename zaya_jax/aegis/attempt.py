@@ -4,11 +4,12 @@ import functools
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from zaya_jax.aegis import evidence
+from zaya_jax.aegis.command import TrainingCommand
 from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure, RankEnd, find_failure
 from zaya_jax.aegis.hang import HangWatch
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
@@ -34,7 +35,7 @@ class Attempt:
 
     def __init__(
         self, shared: Shared, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], watch: Watch,
-        *, expects_records: bool, is_saved: Callable[[], bool],
+        command: TrainingCommand,
     ) -> None:  # fmt: skip
         """Start the processes.
 
@@ -42,23 +43,23 @@ class Attempt:
           shared: with the other attempts.
           processes: command and environment of each.
           watch: watches everything else.
-          expects_records: whether every process writes a progress record, so that one without a record hangs.
-          is_saved: returns whether the checkpoint of the run's last step is saved; reads the run folder.
+          command: what the processes run.
 
         Raises:
           OSError: a process cannot be started.
         """
         self._shared, self._policy, self._log, self._watch = shared, shared.policy, shared.log, watch
         self._log.attempt += 1
-        has_trained = shared.best_step >= 0  # in an attempt before
-        self._group = ProcessGroup(processes, shared.outputs, expects_records=expects_records or has_trained)
+        needs_records = command.names_trainer or shared.best_step >= 0  # which has trained before
+        self._group = ProcessGroup(processes, shared.outputs, expects_records=needs_records)
         self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes))
-        self._hangs = HangWatch(shared.timeouts, expects_records=expects_records)
-        self._is_saved = is_saved
+        self._hangs = HangWatch(shared.timeouts, expects_records=command.config is not None)
+        self._is_saved = command.is_saved
         self._observations = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)  # of the machine
         self._lines = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)  # of output
         self._planned: Failure | None = None  # why the supervisor ends the attempt
         self._kill_at: float | None = None  # when to kill what still runs
+        self._lost_since = 0.0  # when a trainer ended before its command; else now
         self._asked = 0  # signals that were passed on
         self._best_step = -1  # greatest number of steps done in this attempt
         self._written: dict[str, tuple[float, int]] = {}  # code → start of a minute, observations written in it
@@ -99,7 +100,8 @@ class Attempt:
         for observation in self._watch.poll(self._group.ranks, now):
             self._observe(observation)
         failed = [rank.end for rank in self._group.ranks if rank.end is not None and rank.end.outcome != 0]
-        signals = self._shared.signals
+        signals, lost = self._shared.signals, any(rank.has_lost_trainer for rank in self._group.running)
+        self._lost_since = self._lost_since if lost else now  # a script may start another one
         if signals and not self._asked:
             event = self._log.write("detect", signal.Signals(signals[0]).name, fault=FaultClass.PREEMPTION)
             self._ask_to_stop(signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM, event)
@@ -113,8 +115,8 @@ class Attempt:
             if not is_stopping:
                 self._detect_end(failed[0], now)
             self._kill_at = now + (self._policy.grace_seconds if is_stopping else self._policy.settle_seconds)
-        elif any(rank.has_lost_trainer for rank in self._group.running):
-            self._kill_at = now + self._policy.settle_seconds
+        elif lost and now > self._lost_since + self._policy.settle_seconds:
+            self._kill("A command did not end after its trainer had.")
         elif (hang := self._find_hang()) is not None:
             self._planned = hang
             self._kill(hang.words)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -21,6 +22,7 @@ from zaya_jax.run.options import parse_training
 
 _TRAINING = (("zaya_jax.main",), ("zaya_jax", "train"), ("zaya", "train"))  # how a training command can be written
 _ROWS = "data.skip_rows"
+_NAMES_TRAINER = r"zaya_jax\.main|zaya(_jax)? train"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,11 @@ class TrainingCommand:
     def without_rows(self, first: int, end: int) -> Self:
         """Return the command with the rows `first` to `end` - 1 skipped, too."""
         return dataclasses.replace(self, skipped_rows=_merged([*self.skipped_rows, (first, end)]))
+
+    @property
+    def names_trainer(self) -> bool:
+        """Whether the command trains, or one of its words does, such as a line of shell: then a trainer must start."""
+        return self.config is not None or re.search(_NAMES_TRAINER, "\0".join(self.argv)) is not None
 
     def is_saved(self) -> bool:
         """Return whether the checkpoint of the run's last step is saved, as far as this node can tell."""

@@ -17,7 +17,7 @@ import psutil
 
 from zaya_jax.aegis.failure import RankEnd
 from zaya_jax.aegis.output import Output, Stream
-from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, ExitRecord, Progress, read_progress
+from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, ExitRecord, Phase, Progress, read_progress
 
 KILL_SECONDS = 60.0  # that the kernel may take to end a process after SIGKILL
 _PR_SET_PDEATHSIG = 1
@@ -50,6 +50,7 @@ class Rank:
         os.truncate(self._record, SIZE)
         path = f"/proc/{os.getpid()}/fd/{self._record}"
         self._variable = os.fsencode(f"{VARIABLE}={path}")
+        self._unfinished: dict[int, Progress] = {}  # runs that a script has trained, one after the other
         self._trainer = (-1, -1)  # pid and pidfd of the process that keeps the record, once it is known
         variables = {**environment, VARIABLE: path, "PYTHONUNBUFFERED": "1"}
         try:
@@ -77,7 +78,13 @@ class Rank:
     def progress(self) -> Progress | None:
         """What the trainer does, by its own record; None if no process that was given the record has written to it."""
         progress = read_progress(self._record)
-        return progress if progress is None or self.end is not None or self._keeps_record(progress.pid) else None
+        if progress is None or (self.end is None and not self._keeps_record(progress.pid)):
+            return None
+        if progress.first_step >= 0:
+            self._unfinished[progress.run] = progress
+        if progress.phase >= Phase.FINISH and (progress.exit_record is None or progress.exit_record.status == 0):
+            self._unfinished.pop(progress.run, None)
+        return progress
 
     def _keeps_record(self, pid: int) -> bool:
         """Return whether a process was started with this record, in whatever session (setsid, srun), or has ended.
@@ -114,6 +121,9 @@ class Rank:
           subprocess.TimeoutExpired: it has not ended.
         """
         status, progress = self.process.wait(seconds), self.progress
+        if self._unfinished:  # the last run, or else the first, which its script did not mind
+            run = 0 if progress is None else progress.run
+            progress = self._unfinished.get(run) or next(iter(self._unfinished.values()))
         end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed,
                       expects_record=self._expects_record)  # fmt: skip
         self.end = end if progress is None else dataclasses.replace(

@@ -69,8 +69,7 @@ class Supervisor:
         before = {number: signal.signal(number, self._note_signal) for number in heard}
         try:
             try:
-                with reserved_port() as self._address:
-                    code, why = self._supervise()
+                code, why = self._supervise()
             except InputError as error:
                 code, why = SupervisorExit.CONFIGURATION, str(error)
             except Exception as error:
@@ -107,22 +106,8 @@ class Supervisor:
         shared = self._shared
         while True:
             self._watch.start_attempt()
-            note = ""
-            try:
-                trains = self._command.config is not None
-                list_processes = functools.partial(self._command.processes, self._address)
-                listed = self._read(list_processes) if trains else list_processes()  # which then reads nothing
-                processes = [(argv, {**self._environment, **variables}) for argv, variables in listed]
-                attempt = Attempt(shared, processes, self._watch, expects_records=trains,
-                                  is_saved=self._command.is_saved)  # fmt: skip
-            except TimeoutError as error:
-                failure = Failure(FaultClass.DISK, "folder-silent", None, -1, str(error))
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
-                    return SupervisorExit.CONFIGURATION, f"The command cannot be started: {error}."
-                failure = Failure(FaultClass.CRASH, "not-started", None, -1)  # the machine may be short of something
-            else:
-                failure, note = attempt.run(), attempt.note
+            with reserved_port() as address:  # another for each attempt, since any user of this machine can take one
+                failure, note = self._attempt(address)
             self._note_faults_made()
             code = final_code(failure, shared.signals)
             if failure is None:
@@ -140,6 +125,22 @@ class Supervisor:
             code = final_code(failure, shared.signals)
             if code is not None:
                 return code, self._stopped("while waiting to restart")
+
+    def _attempt(self, address: str) -> tuple[Failure | None, str]:
+        """Run the processes once; return why they failed, and a note on those that finished."""
+        try:
+            trains = self._command.config is not None
+            list_processes = functools.partial(self._command.processes, address)
+            listed = self._read(list_processes) if trains else list_processes()  # which then reads nothing
+            processes = [(argv, {**self._environment, **variables}) for argv, variables in listed]
+            attempt = Attempt(self._shared, processes, self._watch, self._command)
+        except TimeoutError as error:
+            return Failure(FaultClass.DISK, "folder-silent", None, -1, str(error)), ""
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
+                raise InputError(f"The command cannot be started: {error}.") from error
+            return Failure(FaultClass.CRASH, "not-started", None, -1), ""  # the machine may be short of something
+        return attempt.run(), attempt.note
 
     def _note_faults_made(self) -> None:
         """Write the faults that a drill has made in this attempt, so that goodput leaves them out."""

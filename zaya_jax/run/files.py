@@ -177,7 +177,11 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
     while True:
         make_folder(path.parent)
         try:
-            file = open(open_file(path, os.O_RDWR), "a")  # noqa: SIM115 (the caller closes it)
+            # Whoever can read a file can lock it: only those who can write the folder may.
+            mode = 0o660 if path.parent.stat().st_mode & stat.S_IWGRP else 0o600
+            file = open(open_file(path, os.O_RDWR, mode), "a")  # noqa: SIM115 (the caller closes it)
+            with contextlib.suppress(OSError):  # another member's
+                os.fchmod(file.fileno(), mode)
         except FileNotFoundError:
             continue
         try:

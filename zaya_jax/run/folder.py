@@ -64,7 +64,7 @@ def is_locked(folder: Path) -> bool:
     try:
         with open_regular(folder / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # or another user's, who may hold it
         return True
     except OSError:  # no lock file, or a file system without locks
         pass

@@ -76,6 +76,7 @@ class Progress(NamedTuple):
       seconds: time spent in each phase so far, except the current stay in the current phase.
       longest: seconds of the longest stay in each phase, likewise.
       exit_record: why the process ends; None if it has not recorded that.
+      run: number that stands for the run folder; 0 before training.
     """
 
     writes: int
@@ -88,10 +89,11 @@ class Progress(NamedTuple):
     seconds: tuple[float, ...]
     longest: tuple[float, ...]
     exit_record: ExitRecord | None
+    run: int = 0
 
 
-_MAGIC = b"ZAYA\x00\x00\x00\x02"
-_HEAD = struct.Struct("<QIIqqdd")  # writes, pid, phase, step, first_step, loss, grad_norm
+_MAGIC = b"ZAYA\x00\x00\x00\x03"
+_HEAD = struct.Struct("<QIIqqddI")  # writes, pid, phase, step, first_step, loss, grad_norm, run
 _CHECKSUM = struct.Struct("<I")
 _DOUBLE = struct.Struct("<d")
 _TIMES = struct.Struct(f"<{2 * len(Phase)}d")
@@ -125,6 +127,7 @@ class ProgressRecord:
                 self._memory = mmap.mmap(file.fileno(), SIZE)
         self._writes, self._phase, self._step, self._first_step = 0, Phase.START, 0, -1
         self._loss = self._grad_norm = math.nan
+        self._run = 0
         self._pid = os.getpid()
         self._seconds, self._longest = [0.0] * len(Phase), [0.0] * len(Phase)
         self._since = time.monotonic()
@@ -164,9 +167,10 @@ class ProgressRecord:
         finally:
             self.enter(before)
 
-    def start_training(self, step: int) -> None:
-        """Record that training starts after `step` steps."""
+    def start_training(self, step: int, folder: Path) -> None:
+        """Record that training of the run in `folder` starts after `step` steps."""
         self._step = self._first_step = step
+        self._run = zlib.crc32(os.fsencode(folder.absolute()))
         self._write()
 
     def complete_step(self, step: int, loss: float, grad_norm: float) -> None:
@@ -186,7 +190,7 @@ class ProgressRecord:
     def _write(self) -> None:
         self._writes += 1
         head = _HEAD.pack(self._writes, self._pid, self._phase, self._step, self._first_step, self._loss,
-                          self._grad_norm)  # fmt: skip
+                          self._grad_norm, self._run)  # fmt: skip
         self._memory[_HEAD_AT : _HEAD_AT + len(head) + 4] = head + _CHECKSUM.pack(zlib.crc32(head))
 
 
@@ -219,14 +223,15 @@ def read_progress(file: int) -> Progress | None:
 
 
 def _parse(
-    content: bytes, writes: int, pid: int, phase: int, step: int, first_step: int, loss: float, grad_norm: float
-) -> Progress | None:
+    content: bytes, writes: int, pid: int, phase: int, step: int, first_step: int, loss: float, grad_norm: float,
+    run: int,
+) -> Progress | None:  # fmt: skip
     if phase >= len(Phase):
         return None
     times = _TIMES.unpack_from(content, _TIMES_AT)
     record = _exit_record(content) if phase == Phase.END else None
     return Progress(writes, pid, Phase(phase), step, first_step, loss, grad_norm, times[: len(Phase)],
-                    times[len(Phase) :], record)  # fmt: skip
+                    times[len(Phase) :], record, run)  # fmt: skip
 
 
 def _exit_record(content: bytes) -> ExitRecord | None:

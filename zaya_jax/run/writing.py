@@ -112,8 +112,13 @@ def new_file(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[IO
                 os.unlink(part, dir_fd=folder)
 
 
-def open_file(path: Path, flags: int) -> int:
+def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a file to append to it or lock it, and create it if it is missing; return its descriptor.
+
+    Args:
+      path: of the file.
+      flags: how to open it.
+      mode: permissions of a new file, less those that the umask removes.
 
     Raises:
       PermissionError: at `path` is a link, or anything else that another user may have prepared.
@@ -122,7 +127,7 @@ def open_file(path: Path, flags: int) -> int:
     with _opened(path.parent, path) as folder:
         place = os.fstat(folder)
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(path.name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder))
+            os.close(os.open(path.name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder))
         file = os.open(path.name, _ANY, dir_fd=folder)  # which does not open a pipe or a device yet
     with _closing(file):
         status = os.fstat(file)

@@ -157,7 +157,7 @@ def run_training(
             enter(track_status(folder, store.fence.check))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
         step = int(jax.device_get(state.step))
-        progress.start_training(step)
+        progress.start_training(step, folder)
         stack.callback(console.close)
         console.start(step)
         console.say("\n".join(account_lines(data := account(config, prepared, batches.plan))))
