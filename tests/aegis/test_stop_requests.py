@@ -13,7 +13,7 @@ from tests.train_helpers import compile_once, write_run
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.main import main
 from zaya_jax.run.checkpoints import saved_steps
-from zaya_jax.run.progress_record import SIZE, VARIABLE, Phase, ProgressRecord, read_progress
+from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, Phase, ProgressRecord, read_progress
 from zaya_jax.train import initialization, loop
 
 TARGETS = ("sigterm", "term-supervisor", "term-group", "term-twice")
@@ -51,15 +51,15 @@ def test_the_trainer_saves_once_it_gets_a_signal_twice(tmp_path, monkeypatch, ca
     monkeypatch.setattr(initialization, "init_state", empty_state)
     monkeypatch.setattr(loop, "plot_run", lambda *_, **__: None)
     monkeypatch.setattr(ProgressRecord, "enter", interrupted)
-    (record := tmp_path / "record").write_bytes(bytes(SIZE))
-    monkeypatch.setenv(VARIABLE, str(record))
+    os.truncate(record := os.memfd_create(NAME), SIZE)
+    monkeypatch.setenv(VARIABLE, f"/proc/{os.getpid()}/fd/{record}")
     overrides = ["phases.0.tokens=76800", "evaluation.every=5", "sample.tokens=0", "checkpoint.every=1000",
                  "model.num_layers=1", "model.attention=gqa", "model.router=linear", "model.residual_scaling=false",
                  "optimizer.matrices=adamw", "train.batch.micro_batch=4"]  # fmt: skip
     assert main(["--config", str(write_run(tmp_path)), *overrides]) == 143
     assert "saving after this step, then exiting.\n" in capsys.readouterr().err
-    with record.open() as file:
-        progress = read_progress(file.fileno())
+    progress = read_progress(record)
+    os.close(record)
     assert saved_steps(tmp_path / "run" / "checkpoints") == [progress.step]
     assert (progress.step, progress.exit_record.status) == (8, 143)
     assert {phase.name.lower() for phase in Phase if progress.longest[phase]} >= {

@@ -71,7 +71,9 @@ def decide(
     now, failure = failures[-1]
     restart = policy.restart
     action = policy.rules.of(failure.fault)
-    if action == "stop":
+    # What has been trained with is valid; perhaps its data or its folder is away.
+    was_valid = failure.fault is FaultClass.CONFIGURATION and any(each.progress >= 0 for _, each in failures)
+    if action == "stop" and not was_valid:
         code = _STOP_CODES.get(failure.fault, SupervisorExit.DO_NOT_REQUEUE)
         return Decision(f"rules.{failure.fault}", action, code, why=f"The policy stops the run on {_name(failure)}.")
     if action == "replace_node" and can_act:
@@ -82,7 +84,7 @@ def decide(
             f"{failure.words} The kernel does not end it, so this node needs a restart."
         ))  # fmt: skip
     alike = [each for _, each in failures if each.same == failure.same]
-    may_repeat = failure.fault in (FaultClass.HANG, FaultClass.PEERS)
+    may_repeat = was_valid or failure.fault in (FaultClass.HANG, FaultClass.PEERS, FaultClass.DISK)
     if failure.words and not may_repeat and len(alike) >= restart.same_failure:
         where = "before the first step" if failure.step < 0 else f"after step {failure.step}"
         return Decision("restart.same_failure", "stop", SupervisorExit.DO_NOT_REQUEUE, why=(

@@ -138,7 +138,7 @@ def find_failure(
         if len(killed) == 1:  # the others were right: it sent no heartbeat, and did not end
             code = f"hang-{killed[0].phase.name.lower()}"
             return Failure(FaultClass.HANG, code, killed[0].rank, killed[0].step, words, progress)
-        return Failure(FaultClass.CRASH, "peer-lost", None, progress, words, progress)
+        return Failure(FaultClass.PEERS, "peer-lost", None, progress, words, progress)
     origin = min(origins, key=lambda end: end.time if end.record is None else min(end.time, end.record.time_ns / 1e9))
     words = "" if origin.record is None else printable(origin.record.sentence, 500)
     fault, code, device = _classify(origin, observations)

@@ -50,7 +50,9 @@ class Rank:
         os.truncate(self._record, SIZE)
         path = f"/proc/{os.getpid()}/fd/{self._record}"
         self._variable = os.fsencode(f"{VARIABLE}={path}")
-        self._unfinished: dict[int, Progress] = {}  # runs that a script has trained, one after the other
+        # What a script has trained, one after the other: by run, and 0 for what ended before it trained.
+        self._unfinished: dict[int, Progress] = {}
+        self._finished: Progress | None = None  # the last
         self._trainer = (-1, -1)  # pid and pidfd of the process that keeps the record, once it is known
         variables = {**environment, VARIABLE: path, "PYTHONUNBUFFERED": "1"}
         try:
@@ -80,10 +82,14 @@ class Rank:
         progress = read_progress(self._record)
         if progress is None or (self.end is None and not self._keeps_record(progress.pid)):
             return None
+        has_failed = progress.exit_record is not None and progress.exit_record.status != 0
         if progress.first_step >= 0:
+            self._unfinished.pop(0, None)  # it was tried again
             self._unfinished[progress.run] = progress
-        if progress.phase >= Phase.FINISH and (progress.exit_record is None or progress.exit_record.status == 0):
-            self._unfinished.pop(progress.run, None)
+            if progress.phase >= Phase.FINISH and not has_failed:
+                self._finished = self._unfinished.pop(progress.run)
+        elif has_failed and self._finished is None:
+            self._unfinished.setdefault(0, progress)
         return progress
 
     def _keeps_record(self, pid: int) -> bool:
@@ -124,6 +130,8 @@ class Rank:
         if self._unfinished:  # the last run, or else the first, which its script did not mind
             run = 0 if progress is None else progress.run
             progress = self._unfinished.get(run) or next(iter(self._unfinished.values()))
+        elif self._finished is not None and progress is not None and progress.first_step < 0:
+            progress = self._finished  # another command came after it
         end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed,
                       expects_record=self._expects_record)  # fmt: skip
         self.end = end if progress is None else dataclasses.replace(

@@ -32,7 +32,7 @@ from zaya_jax.run.fencing import Fence, is_current
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
 from zaya_jax.run.retention import steps_to_keep
-from zaya_jax.run.writing import make_folder, open_file, remove, rename, resolved
+from zaya_jax.run.writing import make_folder, open_file, remove, rename, resolved, share
 
 _PATIENCE = 600  # seconds that processes wait for each other at the end of a save
 _FAREWELL = 60  # seconds to wait for a save in progress after another error
@@ -364,6 +364,7 @@ class CheckpointStore:
             ))  # fmt: skip
             if problem := self.fence.check():
                 return problem
+            share(saving.work)
             rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)
         except (OSError, ValueError) as error:

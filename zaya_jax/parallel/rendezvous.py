@@ -153,8 +153,9 @@ class _Members:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # as ::1 of localhost without IPv6
                     self._end_other_job(error)
         if not self._selector.get_map():
-            raise InputError(f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host. "
-                             "Start process 0 on that host. If the address is translated, set "
+            # A name may still lead to the host of an earlier start.
+            raise PeersMissing(f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this "
+                             "host. Start process 0 on that host. If the address is translated, set "
                              "JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host.")  # fmt: skip
 
     def _end_other_job(self, error: OSError) -> NoReturn:
@@ -234,7 +235,8 @@ class _Members:
         addresses = " and ".join(listener.getsockname()[0] for listener in listeners)
         return (f"{_list_processes(absent)} of {job.processes} did not reach {job.coordinator} within "
                 f"{self._seconds:g} s; {_list_processes(present).lower()} did. Start every process with this address "
-                f"and a different --process. Process 0 listened at {addresses}. {self._rejection}").strip()  # fmt: skip
+                f"and a different --process. Process 0 listened at {addresses}; if other hosts do not reach that, set "
+                f"JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host. {self._rejection}").strip()  # fmt: skip
 
     def _refuse(self, error: InputError) -> NoReturn:
         peers = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, Peer)]

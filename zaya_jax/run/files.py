@@ -14,6 +14,7 @@ from typing import IO, Any
 from zaya_jax.errors import InputError, Reason, did_you_mean, printable
 from zaya_jax.run.writing import make_folder, new_file, open_file
 
+_MOST_TRIES = 1000  # to lock a file that others remove
 _LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
 
 
@@ -174,7 +175,7 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
 
 def _locked_file(path: Path, wait: bool) -> IO[str]:
     """Open and lock the file at `path`; retry if its last owner removed it or its folder meanwhile."""
-    while True:
+    for _ in range(_MOST_TRIES):
         make_folder(path.parent)
         try:
             # Whoever can read a file can lock it: only those who can write the folder may.
@@ -194,6 +195,7 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
             file.close()
             raise
         file.close()
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _lock(file: IO[str], wait: bool) -> None:

@@ -38,7 +38,7 @@ def is_proof(text: str, secret: str, *parts: str) -> bool:
 def secret_path(folder: Path | None, address: str) -> Path:
     """Return the file for the secret: in the `folder` that a job shares, or for its `address` in the user's cache."""
     if folder is not None:
-        return folder / "job_secret"
+        return folder / f"job_secret-{digest(os.fsencode(address))[:8]}"  # another start may have another address
     cache = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return cache / "zaya_jax" / "jobs" / digest(os.fsencode(address))
 

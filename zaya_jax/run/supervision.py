@@ -82,7 +82,8 @@ def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _describe_node(folder: Path) -> dict[str, Any]:
     events = read_events(folder / EVENTS)
-    state, verdict = (_read(folder / name) for name in (STATE, VERDICT))
+    state = _read(folder / STATE, {"unix": int | float, "ranks": list})
+    verdict = _read(folder / VERDICT, {"exit_code": int, "meaning": str})
     running = is_running(state)
     goodput = measure_goodput(events, **running_attempt(state))
     return {
@@ -128,8 +129,10 @@ def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return faults
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a JSON object; empty if it is missing, or its fields have other types than these."""
     try:
-        return read_object(path)
+        tree = read_object(path)
     except InputError:  # missing, or being replaced
         return {}
+    return tree if all(isinstance(tree.get(key), kind) for key, kind in types.items()) else {}

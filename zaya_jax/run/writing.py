@@ -143,6 +143,12 @@ def rename(path: Path, target: Path) -> None:
         os.rename(path.name, target.name, src_dir_fd=folder, dst_dir_fd=new)
 
 
+def share(path: Path) -> None:
+    """Give a folder the permissions of the folder that it is in."""
+    with _opened(path.parent, path) as parent, _opened(path, path) as folder:
+        os.chmod(f"/proc/self/fd/{folder}", stat.S_IMODE(os.fstat(parent).st_mode))
+
+
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
     """Remove a file, a link or a folder with its content, if it exists; never what a link points to."""
     with contextlib.suppress(OSError if ignore_errors else FileNotFoundError), _opened(path.parent, path) as folder:

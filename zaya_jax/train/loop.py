@@ -245,8 +245,9 @@ def _initialize_or_resume(
     state = initialize(program, weights, base) if fresh else resume_from(config, programs, batches)
     record_base(folder, config, base)
     _claim(folder, config, prepared, weights)
-    store.take_over()
-    return state, int(jax.device_get(state.step)), base.params
+    first = int(jax.device_get(state.step))
+    store.take_over(first)
+    return state, first, base.params
 
 
 def _claim(folder: Path, config: Config, prepared: Prepared, weights: Weights | None) -> None:
