@@ -106,3 +106,12 @@ def test_a_policy_that_cannot_be_followed_is_refused(tmp_path, text, said):
     with pytest.raises(InputError) as refused:
         load_policy(path)
     assert said in str(refused.value)
+
+
+def test_what_has_been_trained_with_is_no_wrong_configuration():
+    """A corpus that is away for a moment is refused like one that does not exist."""
+    refused = Failure(FaultClass.CONFIGURATION, "exit-2", 0, -1, "Error: data.corpus is not a folder.", -1)
+    assert decide([(0.0, refused)], POLICY).exit_code is SupervisorExit.CONFIGURATION
+    history = [(0.0, KILLED), (1.0, refused), (2.0, refused)]
+    assert decide(history, POLICY).exit_code is None
+    assert decide([*history, (3.0, refused), (4.0, refused)], POLICY).exit_code is SupervisorExit.DO_NOT_REQUEUE

@@ -100,6 +100,33 @@ def test_a_run_is_not_finished_before_its_last_step_is_saved(tmp_path):
     assert "the last step is not saved" in supervised.verdict["why"]
 
 
+SCRIPTS = {
+    "a retry of its own": ('until "$@"; do sleep 0.1; done', SupervisorExit.DONE),
+    "another command": ('"$@"; $PYTHON -m zaya_jax.main --help', SupervisorExit.DO_NOT_REQUEUE),
+    "another run": ('"$@"; $PYTHON $LIGHT $OTHER 20', SupervisorExit.DO_NOT_REQUEUE),
+    "no trainer": ("no_such_python -m zaya_jax.main 2>&1 | cat", SupervisorExit.DO_NOT_REQUEUE),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_has_finished_when_every_run_that_it_trains_has(tmp_path, monkeypatch, name):
+    """Its only process is killed in each attempt; the shell returns 0."""
+    script, code = SCRIPTS[name]
+    for variable, value in {"PYTHON": sys.executable, "LIGHT": LIGHT, "OTHER": tmp_path / "other"}.items():
+        monkeypatch.setenv(variable, str(value))
+    (tmp_path / "other").mkdir()
+    policy = {"restart": {"delays": [0.0], "no_progress": 1}, "settle_seconds": 5.0}
+    once = "" if name == "a retry of its own" else "!"  # `!`: each time
+    supervised = supervise(tmp_path / "run", ["sh", "-c", script, "sh"], 40, f"SIGKILL@7{once}", policy=policy)
+    assert supervised.wait() == code
+
+
+def test_a_run_that_finished_is_not_undone_by_the_command_after_it(tmp_path):
+    script = ["sh", "-c", f'"$@"; {sys.executable} -m zaya_jax.main --no-such-option', "sh"]
+    supervised = supervise(tmp_path, script, 12)
+    assert supervised.wait() == SupervisorExit.DONE
+
+
 FORGED = """
 import os, sys, time
 from zaya_jax.run.progress_record import Phase, record_from_environment

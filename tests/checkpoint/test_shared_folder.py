@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.checkpoint.test_store import ABOUT, make_state, open_store
 from tests.train_helpers import ROOT, small_run
 from tests.users_helpers import OTHER, PLANTED, TEAM, VICTIM, content, make_home, needs_root, plant, public_folder, user
-from zaya_jax.aegis.__main__ import _environment
 from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.evidence import _write
 from zaya_jax.aegis.exit_codes import SupervisorExit
@@ -36,7 +35,7 @@ NAMES = [".lock", "metrics.jsonl", "metrics.jsonl.partial", "timings.jsonl", "co
          "checkpoints/1.g1.orbax-checkpoint-tmp", "checkpoints/GENERATION", "aegis", "aegis/node", "aegis/node/.lock",
          "aegis/node/events.jsonl", "aegis/node/state.json", "aegis/node/state.json.partial", "aegis/node/verdict.json",
          "aegis/node/evidence", "aegis/node/evidence/attempt-1", "aegis/node/evidence/attempt-1/process-0.stdout",
-         f"aegis/compiled-{VICTIM}", "evaluations", "evaluations/scores.jsonl", "hf", "hf.partial",
+         "evaluations", "evaluations/scores.jsonl", "hf", "hf.partial",
          "LOCAL"]  # fmt: skip
 
 
@@ -75,8 +74,6 @@ def train(run: Path, first: int) -> list[str]:
     write_verdict(node, SupervisorExit.DONE, "done", 1, first + 2)
     with part():
         _write(node, "attempt-1", {"process-0.stdout": b"text"})
-    with part():
-        _environment(run)
     with part():
         append_row(run / "evaluations" / "scores.jsonl", {"step": first})
     with part(), output_folder(run / "hf", {"config.json": "{}"}):

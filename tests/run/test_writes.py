@@ -55,7 +55,7 @@ OTHERS = {
     "model/tree.py": ("replace", "no file: a variable of the model"),
     "parallel/relay.py": ("TemporaryDirectory", TEMPORARY),
     "run/command.py": ("open open open", "/dev/null, and the streams that this process was started with"),
-    "run/files.py": ("open", MEMORY),
+    "run/files.py": ("open fchmod", MEMORY),
     "run/folder.py": ("rmdir", "of the run folder that this process created, while it is empty"),
     "run/job_secret.py": ("rmdir", "of the folder that this process created, while it is empty"),
     "run/metrics.py": ("ftruncate open truncate", MEMORY),

@@ -22,14 +22,13 @@ from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
-from zaya_jax.errors import ExitCode, InputError, as_sentence
+from zaya_jax.errors import ExitCode, InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.command import prepare_streams, run_command
 from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.supervision import AEGIS
-from zaya_jax.run.writing import private_folder
 
 _EXAMPLES = """examples:
   python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml
@@ -73,10 +72,11 @@ def _run(options: argparse.Namespace) -> int:
                              f"{command.nodes}. List {name} in log_only, or choose another action.")  # fmt: skip
     node = os.uname().nodename
     folder = command.run_dir / AEGIS / node
+    environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(Unlockable):  # training says so
             stack.enter_context(locked(folder / ".lock", "The folder of the supervisor", wait=False))
-        return Supervisor(command, policy, folder, node, _environment(command.run_dir)).run()
+        return Supervisor(command, policy, folder, node, environment).run()
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -111,21 +111,6 @@ def _drill(options: argparse.Namespace) -> int:
         write_card(card, Path(options.output), "python -m zaya_jax.aegis " + shlex.join(sys.argv[1:]))
     healthy = card["identical"] and card["made"] == card["faults"] and not card["false_alarms"]
     return ExitCode.OK if healthy else ExitCode.STOPPED
-
-
-def _environment(run_dir: Path) -> dict[str, str]:
-    """Return the environment of the processes, with a compilation cache of the run unless one is set.
-
-    A restart then compiles nothing. The cache contains native code, so each user of a run has a private one.
-    """
-    cache = run_dir / AEGIS / f"compiled-{os.geteuid()}"
-    try:
-        with private_folder(cache):
-            pass
-    except OSError as error:
-        why = "The folder holds compiled code; to use another, set JAX_COMPILATION_CACHE_DIR."
-        raise InputError(f"{as_sentence(error)} {why}") from error
-    return {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}
 
 
 def _parser() -> Parser:

@@ -72,7 +72,7 @@ def decide(
     restart = policy.restart
     action = policy.rules.of(failure.fault)
     # What has been trained with is valid; perhaps its data or its folder is away.
-    was_valid = failure.fault is FaultClass.CONFIGURATION and any(each.progress >= 0 for _, each in failures)
+    was_valid = failure.fault is FaultClass.CONFIGURATION and any(each.progress >= 0 for _, each in failures[:-1])
     if action == "stop" and not was_valid:
         code = _STOP_CODES.get(failure.fault, SupervisorExit.DO_NOT_REQUEUE)
         return Decision(f"rules.{failure.fault}", action, code, why=f"The policy stops the run on {_name(failure)}.")

@@ -59,12 +59,19 @@ def new_folder(path: Path, partial: Path) -> Iterator[None]:
     An old `partial` is removed first; `path` must not exist, or be an empty folder.
     """
     remove(partial)
-    make_folder(partial)
+    hidden_folder(partial)
     try:
         yield
+        share(partial)
         rename(partial, path)
     finally:
         remove(partial, ignore_errors=True)
+
+
+def hidden_folder(path: Path) -> None:
+    """Create a folder that only this user may enter until `share`, so that a library can write there by names."""
+    with _opened(path.parent, path, create=True) as parent:
+        os.mkdir(path.name, 0o700, dir_fd=parent)
 
 
 @contextlib.contextmanager
@@ -144,9 +151,11 @@ def rename(path: Path, target: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Give a folder the permissions of the folder that it is in."""
-    with _opened(path.parent, path) as parent, _opened(path, path) as folder:
-        os.chmod(f"/proc/self/fd/{folder}", stat.S_IMODE(os.fstat(parent).st_mode))
+    """Give a folder the permissions that the umask leaves."""
+    umask = int(re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[0], 8)
+    with _opened(path, path) as folder:
+        mode = stat.S_IMODE(os.fstat(folder).st_mode) & ~0o777  # the bit that hands on the group
+        os.chmod(f"/proc/self/fd/{folder}", mode | 0o777 & ~umask)
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:

@@ -13,7 +13,7 @@ from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import PROFILE
 from zaya_jax.run.typed_name import typed_name
-from zaya_jax.run.writing import make_folder, remove
+from zaya_jax.run.writing import hidden_folder, remove, share
 
 PROGRAM = "step.hlo"  # in the folder: the compiled step, whose instructions the trace names
 WINDOW = "window.json"  # in the folder: which steps were traced, and how long they took
@@ -45,7 +45,7 @@ class StepProfiler:
         jax.block_until_ready(state)
         try:
             remove(self._folder)  # an earlier trace would be read in place of this one
-            make_folder(self._folder)
+            hidden_folder(self._folder)
             write_atomically(self._folder / PROGRAM, step.as_text())  # pyright: ignore[reportFunctionMemberAccess]
             start_trace(self._folder)
         except (OSError, RuntimeError, TypeError, ValueError) as error:  # the last two for paths that are not UTF-8
@@ -74,6 +74,7 @@ class StepProfiler:
         }  # fmt: skip
         try:
             jax.profiler.stop_trace()
+            share(self._folder)
             write_atomically(self._folder / WINDOW, json.dumps(window) + "\n")
         except (OSError, RuntimeError) as error:
             self._give_up(error)
