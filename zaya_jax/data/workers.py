@@ -1,5 +1,7 @@
 """Do jobs in worker processes. One that ends, as by an abort in a library, is replaced, and what ended it left out."""
 
+import ctypes
+import mmap
 import multiprocessing
 import os
 import resource
@@ -10,7 +12,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -35,6 +37,7 @@ class Job(NamedTuple):
     fatal: Mapping[int, str] | None = None  # index of a document that ended processes → how; None: no process ended
 
 
+_State = ctypes.c_longlong * 3  # see `Worker`
 T = TypeVar("T")
 E = TypeVar("E")
 _Convert = Callable[[Job, Callable[[int], None]], T]  # the second argument adds bytes to the progress; picklable
@@ -104,17 +107,25 @@ class Worker:
     def __init__(self, context: Any, count: int) -> None:
         """Start one of `count` processes."""
         self.job: Job
-        self.state = context.Array("q", 3, lock=False)  # which needs no semaphore, so no writable /dev/shm
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, self.state, count, os.getpid()), daemon=True)
+        memory = Connection(os.memfd_create("state"))  # unlike an `Array`, it needs no writable /dev/shm
+        os.ftruncate(memory.fileno(), ctypes.sizeof(_State))
+        self.state = _map(memory)
+        self.process = context.Process(target=_work, args=(theirs, memory, count, os.getpid()), daemon=True)
         with interrupts_kept_from_children():
             self.process.start()
         theirs.close()
+        memory.close()
 
     def begin(self, convert: _Convert, job: Job) -> None:
+        """Send it a job."""
         self.job, self.state[:] = job, (0, 0, 0)
         with suppress(OSError):  # it has ended, which reading from it tells
             self.pipe.send((convert, job))
+
+
+def _map(memory: Connection) -> Any:
+    return _State.from_buffer(mmap.mmap(memory.fileno(), ctypes.sizeof(_State)))
 
 
 def _after_end(worker: Worker, ends: Counter[tuple[int, int]], most: int) -> Job:
@@ -138,16 +149,16 @@ _state: Any = [0, 0, 0]  # of a worker process, see `Worker`
 _fatal: Mapping[int, str] | None = None  # see `Job`
 
 
-def _work(pipe: Any, state: Any, count: int, parent: int) -> None:
+def _work(pipe: Any, memory: Connection, count: int, parent: int) -> None:
     """Do the jobs that come from `pipe`, and send their results or errors back."""
     global _state, _fatal  # noqa: PLW0603 (of this process, which does one job at a time)
     if count > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
     end_with_parent(parent)
     if resource.getrlimit(resource.RLIMIT_DATA) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY):
-        memory = max(_LEAST_MEMORY, min(_MOST_MEMORY, free_memory() // count))
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
-    _state = state
+        most = max(_LEAST_MEMORY, min(_MOST_MEMORY, free_memory() // count))
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+    state = _state = _map(memory)
 
     def add(count: int) -> None:
         if state[_STOP]:

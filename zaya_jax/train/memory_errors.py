@@ -1,5 +1,6 @@
 """Turn out-of-memory errors into a message with the memory requested and available, and the keys to change."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any

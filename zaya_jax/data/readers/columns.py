@@ -23,8 +23,9 @@ from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
 
 _ROWS, _ROWS_BYTES = 64, 2**20  # converted together
-_ITEM_BYTES = 8  # of a value of any type
-_SHARED = re.compile(r"dictionary|view|run_end|binary|(?<!not )null|struct<>|\[0\]")  # types with values of no bytes
+# Types of which a few bytes can stand for many values, or for images, which are not read.
+_SHARED = re.compile(r"dictionary|view|run_end|binary|(?<!not )null|struct<>|\[0\]")
+_is_shared = functools.cache(lambda kind: bool(_SHARED.search(str(kind))))
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
@@ -85,7 +86,7 @@ def column_documents(
 
 def _values(rows: pa.Array) -> Iterable[object]:
     """Convert rows of a column together, if they are small and good, and one at a time otherwise."""
-    if rows.nbytes <= _ROWS_BYTES and not _SHARED.search(str(rows.type)):
+    if rows.nbytes <= _ROWS_BYTES and not _is_shared(rows.type):
         with suppress(ValueError, OverflowError):
             return rows.to_pylist()
     return map(_value, rows)
@@ -103,18 +104,14 @@ def _value(row: pa.Scalar) -> object:
 
 def _subtract(left: int, value: Any) -> int:
     """Return `left` less the bytes that a value has once converted. Raise `MemoryError` as soon as that is negative."""
-    while isinstance(value, (pa.DictionaryScalar, pa.RunEndEncodedScalar, pa.ExtensionScalar, pa.UnionScalar)):
-        value = value.value
-    left -= _ITEM_BYTES
-    if value is not None and value.is_valid and isinstance(value, pa.BinaryScalar):
-        left -= value.as_buffer().size
+    value = value.value if isinstance(value, pa.DictionaryScalar) else value
+    left -= 8 + (value.as_buffer().size if isinstance(value, pa.BinaryScalar) and value.is_valid else 0)
     if left < 0:
         raise MemoryError
-    if isinstance(value, pa.ListScalar):
-        left = functools.reduce(_subtract, value.values or (), left)
-    elif isinstance(value, pa.StructScalar) and value.is_valid:
-        left = functools.reduce(_subtract, (value[i] for i in range(value.type.num_fields)), left)
-    return left
+    parts = value.values if isinstance(value, pa.ListScalar) else ()
+    if isinstance(value, pa.StructScalar) and value.is_valid:
+        parts = (value[i] for i in range(len(value)))
+    return functools.reduce(_subtract, parts or (), left)
 
 
 def _can_hold_documents(kind: pa.DataType) -> bool:
