@@ -107,7 +107,7 @@ def test_the_rest_of_a_line_that_is_too_long_is_passed_over(tmp_path):
     (tmp_path / "in.jsonl.gz").write_bytes(ends[0] + blanks * 16 + ends[1])
     read_back, peak = read(tmp_path / "in.jsonl.gz")
     assert read_back == [[1, "a"], "too large", [1, "b"]]
-    assert peak < 3 * MOST  # a line of 256 MiB is kept, and joined from its parts
+    assert peak < 3 * MOST  # a line of 128 MiB is kept, and joined from its parts
 
 
 def test_a_megatron_index_that_lists_one_sequence_many_times_makes_a_bad_document(tmp_path):

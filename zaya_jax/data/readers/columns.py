@@ -2,8 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -22,10 +21,8 @@ from zaya_jax.data.readers.values import (
 from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
 
-_ROWS, _ROWS_BYTES = 64, 2**20  # converted together
-# Types of which a few bytes can stand for many values, or for images, which are not read.
-_SHARED = re.compile(r"dictionary|view|run_end|binary|(?<!not )null|struct<>|\[0\]")
-_is_shared = functools.cache(lambda kind: bool(_SHARED.search(str(kind))))
+# Types of which a few bytes can stand for many values.
+_SHARED = re.compile(r"dictionary|view|run_end|(?<!not )null|struct<>|\[0\]")
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
@@ -64,39 +61,31 @@ def column_documents(
       before: number of rows of the unit before the batch.
       first: row number of the unit's first row.
     """
-    field, *names = columns
-    for start in range(0, len(batch), _ROWS):
-        values, *beside = (_values(batch.column(name).slice(start, _ROWS)) for name in columns)
-        for i, (value, *rest) in enumerate(zip(values, *beside, strict=True), start):
-            others = dict(zip(names, rest, strict=True))
-            bad = sibling_rejection(others, field)
-            if bad is None and is_document(value):
-                whole = with_tools(value, others.get(TOOLS))
-                yield Document(whole, file, even_share(size, len(batch), i, i + 1), before + i, first,
-                               unread_keys(others, field))  # fmt: skip
-                continue
-            if isinstance(value, UnicodeDecodeError):
-                bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
-            elif isinstance(value, MemoryError):
-                bad = bad or ("too large", f"{field!r} has more than {LONGEST:,} bytes, or than memory")
-            elif isinstance(value, Exception):  # a time that Python cannot represent
-                bad = bad or ("wrong type", f"{field!r} contains a value that JSON cannot represent: {value}")
-            yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
+    array, (field, *names) = batch.column(columns[0]), columns
+    beside = {name: batch.column(name) for name in names}
+    is_small = array.nbytes <= LONGEST and not _SHARED.search(str(array.type))
+    for i, row in enumerate(array):  # one at a time: in a dictionary, a few bytes can stand for many megabytes
+        value, others = _value(row, is_small), {name: _value(other[i]) for name, other in beside.items()}
+        bad = sibling_rejection(others, field)
+        if bad is None and is_document(value):
+            whole = with_tools(value, others.get(TOOLS))
+            yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first,
+                           unread_keys(others, field))  # fmt: skip
+            continue
+        if isinstance(value, UnicodeDecodeError):
+            bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
+        elif isinstance(value, MemoryError):
+            bad = bad or ("too large", f"{field!r} has more than {LONGEST:,} bytes, or than memory")
+        elif isinstance(value, Exception):  # a time that Python cannot represent
+            bad = bad or ("wrong type", f"{field!r} contains a value that JSON cannot represent: {value}")
+        yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
 
 
-def _values(rows: pa.Array) -> Iterable[object]:
-    """Convert rows of a column together, if they are small and good, and one at a time otherwise."""
-    if rows.nbytes <= _ROWS_BYTES and not _is_shared(rows.type):
-        with suppress(ValueError, OverflowError):
-            return rows.to_pylist()
-    return map(_value, rows)
-
-
-def _value(row: pa.Scalar) -> object:
+def _value(row: pa.Scalar, is_small: bool = False) -> object:
     if isinstance(row, pa.BinaryScalar) and not isinstance(row, pa.StringScalar):  # an image: counted, not read
         return True if row.is_valid else None
     try:
-        _subtract(LONGEST, row)
+        _ = is_small or _subtract(LONGEST, row)
         return row.as_py()
     except (ValueError, OverflowError, MemoryError) as error:
         return error
