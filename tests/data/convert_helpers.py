@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.data.convert import Record, Skipped
+from zaya_jax.data.encoding import PrepareWork
+from zaya_jax.data.readers.unit import Entry
+from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.data.workers import watch
 from zaya_jax.errors import InputError
 
@@ -63,6 +66,25 @@ class Work:
         if unit.event == "kill" and not once.exists():
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Count:
+    """A check that finds two documents of ten bytes in each unit."""
+
+    def __call__(self, unit: Numbers) -> Iterator[int]:
+        yield from (10, 10)
+
+
+@dataclass(frozen=True)
+class Deadly(PrepareWork):
+    """Encodes documents; those that contain `deadly` end a process while they are encoded."""
+
+    deadly: str = "deadly"
+
+    def _encode(self, tokenizer: Tokenizer, documents: list[Entry]) -> list[Record | Skipped]:
+        if any(self.deadly in getattr(document, "value", "") for document in documents):
+            os.abort()
+        return super()._encode(tokenizer, documents)
 
 
 def end(number: int) -> None:

@@ -14,10 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.data.convert_helpers import SIZE, Numbers, Work
+from tests.data.convert_helpers import SIZE, Count, Deadly, Numbers, Work
+from tests.data.prepare_helpers import write_jsonl
 from zaya_jax.data.convert import Conversion, read_note, remove_notes
+from zaya_jax.data.encoding import PrepareSettings
 from zaya_jax.data.manifest import describe_file
+from zaya_jax.data.readers.unit import Unit
 from zaya_jax.data.shards import Records
+from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.errors import InputError, RunStopped
 
 ROOT = Path(__file__).parent.parent.parent
@@ -188,6 +192,40 @@ def check_deadly(deadly):
         assert sorted(written) == sorted({*range(1, 21)} - deadly)
         assert [example for note in notes for example in note.examples] == [
             f"numbers:{number}: ended its process: twice" for number in sorted(deadly)]  # fmt: skip
+
+
+def test_of_documents_encoded_together_only_those_that_end_processes_are_left_out(folder, tmp_path, tokenizer):
+    texts = [f"text {number}" for number in range(600)]
+    for number in (3, 300, 599):
+        texts[number] = "deadly"
+    path = write_jsonl(tmp_path / "in.jsonl", texts)
+    units = [Unit("jsonl", (str(path),), 0, path.stat().st_size, path.stat().st_size)]
+    work = Deadly(tokenizer, "digest", SpecialTokens(*["<|endoftext|>"] * 3), PrepareSettings(heldout=0))
+    Conversion(folder, units, [units[0].bytes], "", None, 1, 3, isolated=True).convert(work, "working")
+    note = read_note(folder, 0)
+    assert [example.split(": ")[0] for example in note.examples] == [f"{path}:{line}" for line in (4, 301, 600)]
+    assert note.skipped == {"ended its process": 3}
+    assert note.shards["train"].documents == 597
+
+
+def test_the_check_and_the_conversion_share_a_process(folder, work):
+    alone = Conversion(folder, make_units(2), [SIZE] * 2, "", isolated=True)
+    assert alone.check(Count(), "checking") == 4
+    [worker] = alone.idle
+    alone.convert(work, "working")
+    assert {int(line.split()[1]) for line in work.log.read_text().splitlines()} == {worker.process.pid}
+    assert worker.process.exitcode == 0
+
+
+def test_no_worker_process_needs_shared_memory(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "in.jsonl", ["good", "good day"])
+    command = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*command, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("This system lets a user mount no file system of their own (unshare -rm).")
+    prepare = [sys.executable, "-m", "zaya_jax.data", "prepare", "--input", path, "--tokenizer", tokenizer,
+               "--output", tmp_path / "out", "--workers", "1", "--heldout", "0"]  # fmt: skip
+    done = subprocess.run([*command, *prepare], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_process_that_ends_while_it_reads_stops_the_work(folder, tmp_path):

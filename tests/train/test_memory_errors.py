@@ -5,13 +5,15 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import psutil
 import pytest
 
 from tests.train_helpers import compile_once, write_run
 from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.main import main
+from zaya_jax.run.host_memory import control_groups
 from zaya_jax.train import compiled, loop, memory_errors
-from zaya_jax.train.memory_errors import available_memory, check_compiled, control_groups, out_of_memory
+from zaya_jax.train.memory_errors import available_memory, check_compiled, out_of_memory
 
 
 def test_an_allocation_that_fails_is_one_sentence():
@@ -54,7 +56,7 @@ def test_a_compiled_step_that_needs_more_than_there_is_stops_before_it_runs(monk
 
 def test_a_gpu_reports_its_own_limit_and_a_cpu_what_the_host_leaves(monkeypatch):
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < available_memory() <= total + memory_errors.psutil.swap_memory().total
+    assert 0 < available_memory() <= total + psutil.swap_memory().total
     for stats, expected in (({"bytes_limit": 7}, 7), (None, None), ({}, None)):
         device = SimpleNamespace(platform="gpu", memory_stats=lambda stats=stats: stats)
         monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])

@@ -24,7 +24,7 @@ from zaya_jax.config.checks import list_counts
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.shards import ShardWriter
-from zaya_jax.data.workers import Job, run_in_workers
+from zaya_jax.data.workers import Job, Worker, end_workers, run_in_workers
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.progress import WorkProgress
@@ -90,6 +90,7 @@ class Conversion:
     workers: int = 1  # processes; with 1, this process does the work unless `isolated`
     limit: int = 0  # maximum number of skipped documents over `numbers`
     isolated: bool = False  # whether a single worker is a process of its own, too
+    idle: list[Worker] = dataclasses.field(default_factory=list)  # from `check` to `convert`
 
     def check(self, check: Check, label: str) -> int:
         """Check the documents of all units without writing anything; `label` titles the progress bar.
@@ -113,6 +114,7 @@ class Conversion:
           RunStopped: worker processes end while they read, or a shard cannot be written.
         """
         self._run(functools.partial(_convert_unit, work), label)
+        end_workers(self.idle)
 
     def _run(self, convert: Callable[[Job, Callable[[int], None]], UnitNote], label: str) -> list[UnitNote]:
         refuse_in_worker()
@@ -121,7 +123,7 @@ class Conversion:
         jobs = [Job(self.folder, n, self.units[n], self.sizes[n]) for n in numbers if n not in notes]
         with WorkProgress(label, sum(job.size for job in jobs), log="data") as progress:
             if (count := min(self.workers, len(jobs))) > 1 or self.isolated:
-                notes.update(run_in_workers(jobs, convert, count, self.limit, progress))
+                notes.update(run_in_workers(jobs, convert, count, self.limit, progress, self.idle))
             else:
                 notes.update((job.number, convert(job, progress.add)) for job in jobs)
         skipped, examples = Counter[str](), []

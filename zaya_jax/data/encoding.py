@@ -2,7 +2,6 @@
 
 import functools
 import json
-import multiprocessing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,7 +20,7 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.data.tool_calls import parse_tools, split_tools, with_tools
-from zaya_jax.data.workers import watch
+from zaya_jax.data.workers import is_repeated, watch
 from zaya_jax.errors import InputError
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20  # limits of a batch that is encoded together
@@ -189,8 +188,8 @@ def _refuse(document: Entry, how: str) -> Entry:
 
 
 def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Group documents into batches, large enough for all cores and small enough for memory; alone in a worker."""
-    batch, size, longest = [], 0, 1 if multiprocessing.parent_process() else _BATCH_DOCUMENTS
+    """Group documents into batches, large enough for all cores and small enough for memory."""
+    batch, size, longest = [], 0, 1 if is_repeated() else _BATCH_DOCUMENTS
     for document in documents:
         batch.append(document)
         size += len(document.value) if isinstance(document, Document) and isinstance(document.value, str) else 1

@@ -1,5 +1,7 @@
 """Do jobs in worker processes. One that ends, as by an abort in a library, is replaced, and what ended it left out."""
 
+import ctypes
+import mmap
 import multiprocessing
 import os
 import resource
@@ -10,17 +12,19 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from zaya_jax.errors import RunStopped, is_expected
+from zaya_jax.run.host_memory import free_memory
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
 
 _MOST_ENDS = 16  # of processes that others may have caused, such as one that took all memory
 _PARENT_POLL = 0.2  # seconds
-_MEMORY = 2**34  # bytes that a worker process can allocate: what a few bytes of input stand for must not fill a machine
+# Bytes that a worker process can allocate, within the machine's: what a few bytes of input stand for must not fill it.
+_LEAST_MEMORY, _MOST_MEMORY = 2**31, 2**34
 
 
 class Job(NamedTuple):
@@ -30,16 +34,17 @@ class Job(NamedTuple):
     number: int
     unit: Any
     size: int  # bytes, for progress
-    fatal: Mapping[int, str] = {}  # index of a document that ended worker processes → how
+    fatal: Mapping[int, str] | None = None  # index of a document that ended processes → how; None: no process ended
 
 
+_State = ctypes.c_longlong * 3  # see `Worker`
 T = TypeVar("T")
 E = TypeVar("E")
 _Convert = Callable[[Job, Callable[[int], None]], T]  # the second argument adds bytes to the progress; picklable
 
 
-def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit: int,
-                   progress: WorkProgress) -> Iterator[tuple[int, T]]:  # fmt: skip
+def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit: int, progress: WorkProgress,
+                   idle: list["Worker"]) -> Iterator[tuple[int, T]]:  # fmt: skip
     """Do jobs in `count` processes, and yield the number and the result of each as it is done.
 
     Args:
@@ -48,64 +53,82 @@ def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit:
       count: number of processes.
       limit: number of documents that may end processes; some more do no harm.
       progress: gets the bytes done.
+      idle: workers to use first, and those that are left at the end; after an error, all are ended.
 
     Raises:
       RunStopped: a process ended that was not at work on a document, or too many did.
     """
     # Not forked, because this process can have threads, as in training.
     context = multiprocessing.get_context("spawn")
-    waiting, ends, done, stop = deque(jobs), Counter[tuple[int, int]](), [0], context.Event()
-    idle, busy = list[_Worker](), dict[Any, _Worker]()  # those at work by their pipe
+    waiting, ends, done = deque(jobs), Counter[tuple[int, int]](), [0]
+    busy = dict[Any, Worker]()  # those at work by their pipe
     try:
         with progress.follow(lambda: sum(done) + sum(worker.state[1] for worker in list(busy.values()))):
             while waiting or busy:
                 while waiting and len(busy) < count:
-                    worker = idle.pop() if idle else _Worker(context, convert, stop)
+                    worker = idle.pop() if idle else Worker(context, count)
                     busy[worker.pipe] = worker
-                    worker.begin(waiting.popleft())
+                    worker.begin(convert, waiting.popleft())
                 for pipe in cast("list[Any]", wait(busy)):
                     worker = busy.pop(pipe)
                     try:
                         result = pipe.recv()
                     except (EOFError, OSError):
-                        waiting.appendleft(_after_end(worker, ends, 2 * limit + _MOST_ENDS))
+                        waiting.appendleft(_after_end(worker, ends, 3 * limit + _MOST_ENDS))
                         continue
                     idle.append(worker)
                     if isinstance(result, Exception):
                         raise result
                     done.append(worker.job.size)
                     yield worker.job.number, result
-    finally:
-        stop.set()  # after an error, workers abandon their units
-        for worker in (*idle, *busy.values()):
-            worker.pipe.close()
-            worker.process.join()
+    except BaseException:
+        end_workers([*idle, *busy.values()])
+        idle.clear()
+        raise
 
 
-class _Worker:
+def end_workers(workers: Sequence["Worker"]) -> None:
+    """End worker processes; those at work abandon their units."""
+    for worker in workers:
+        worker.state[_STOP] = 1
+        worker.pipe.close()
+    for worker in workers:
+        worker.process.join()
+
+
+class Worker:
     """A worker process, which does one job after the other.
 
     Attributes:
       job: what it does, or did last.
-      state: number of the document that it works on, 0 while it reads; bytes of the job that are done.
+      state: number of the document that it works on, 0 while it reads; bytes of the job that are done; 1 to stop it.
     """
 
-    def __init__(self, context: Any, convert: _Convert, stop: Any) -> None:
+    def __init__(self, context: Any, count: int) -> None:
+        """Start one of `count` processes."""
         self.job: Job
-        self.state = context.Array("q", 2, lock=False)
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, convert, self.state, stop, os.getpid()), daemon=True)
+        memory = Connection(os.memfd_create("state"))  # unlike an `Array`, it needs no writable /dev/shm
+        os.ftruncate(memory.fileno(), ctypes.sizeof(_State))
+        self.state = _map(memory)
+        self.process = context.Process(target=_work, args=(theirs, memory, count, os.getpid()), daemon=True)
         with interrupts_kept_from_children():
             self.process.start()
         theirs.close()
+        memory.close()
 
-    def begin(self, job: Job) -> None:
-        self.job, self.state[:] = job, (0, 0)
+    def begin(self, convert: _Convert, job: Job) -> None:
+        """Send it a job."""
+        self.job, self.state[:] = job, (0, 0, 0)
         with suppress(OSError):  # it has ended, which reading from it tells
-            self.pipe.send(job)
+            self.pipe.send((convert, job))
 
 
-def _after_end(worker: _Worker, ends: Counter[tuple[int, int]], most: int) -> Job:
+def _map(memory: Connection) -> Any:
+    return _State.from_buffer(mmap.mmap(memory.fileno(), ctypes.sizeof(_State)))
+
+
+def _after_end(worker: Worker, ends: Counter[tuple[int, int]], most: int) -> Job:
     """Return what is left to do of the job of a worker that has ended: all of it, or all but what ended it twice."""
     worker.pipe.close()
     worker.process.join()
@@ -117,30 +140,34 @@ def _after_end(worker: _Worker, ends: Counter[tuple[int, int]], most: int) -> Jo
                          "it was killed, perhaps by running out of memory, or a script starts the work without "
                          "`if __name__ == '__main__':`. Rerun the command to resume.")  # fmt: skip
     if ends[job.number, number] == 1:  # others may be the cause, as when they took all memory
-        return job
-    return job._replace(fatal={**job.fatal, number - 1: f"two processes that worked on it ended ({how})"})
+        return job._replace(fatal=job.fatal or {})
+    return job._replace(fatal={**(job.fatal or {}), number - 1: f"two processes that worked on it ended ({how})"})
 
 
-_state: Any = [0, 0]  # of a worker process, see `_Worker`
-_fatal: Mapping[int, str] = {}  # see `Job`
+_STOP = 2  # index in a worker's state
+_state: Any = [0, 0, 0]  # of a worker process, see `Worker`
+_fatal: Mapping[int, str] | None = None  # see `Job`
 
 
-def _work(pipe: Any, convert: _Convert, state: Any, stop: Any, parent: int) -> None:
+def _work(pipe: Any, memory: Connection, count: int, parent: int) -> None:
     """Do the jobs that come from `pipe`, and send their results or errors back."""
     global _state, _fatal  # noqa: PLW0603 (of this process, which does one job at a time)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
+    if count > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
     end_with_parent(parent)
     if resource.getrlimit(resource.RLIMIT_DATA) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY):
-        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, resource.RLIM_INFINITY))
-    _state = state
+        most = max(_LEAST_MEMORY, min(_MOST_MEMORY, free_memory() // count))
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+    state = _state = _map(memory)
 
     def add(count: int) -> None:
-        if stop.is_set():
+        if state[_STOP]:
             raise RunStopped("The work was stopped.")
         state[1] += count
 
     with suppress(EOFError, OSError):  # the parent needs no more
-        while job := pipe.recv():
+        while True:
+            convert, job = pipe.recv()
             _fatal = job.fatal
             try:
                 result = convert(job, add)
@@ -162,8 +189,13 @@ def watch(documents: Iterable[E], refuse: Callable[[E, str], E]) -> Iterator[E]:
     """
     for index, document in enumerate(documents):
         _state[0] = index + 1
-        yield refuse(document, _fatal[index]) if index in _fatal else document
+        yield refuse(document, _fatal[index]) if _fatal and index in _fatal else document
         _state[0] = 0
+
+
+def is_repeated() -> bool:
+    """Return whether a process ended at this job, so that documents are done one by one, to find which ended it."""
+    return _fatal is not None
 
 
 def end_with_parent(parent: int) -> None:

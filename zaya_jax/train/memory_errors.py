@@ -3,13 +3,12 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
-import psutil
 
 from zaya_jax.errors import Reason, RunStopped
+from zaya_jax.run.host_memory import free_memory
 
 TRAINING_REMEDY = "Lower train.batch.micro_batch, set train.remat to full, or raise parallel.fsdp"
 _REQUESTED = re.compile(r"allocat\w*(?: request for)?\s+([\d.]+) ?(bytes|[KMGT]?i?B)\b")
@@ -64,21 +63,7 @@ def available_memory() -> int | None:
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
-    free = psutil.virtual_memory().available + psutil.swap_memory().free
-    return min([free, *control_groups()]) // jax.local_device_count()
-
-
-def control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the bytes left under each cgroup v2 limit of this process; reclaimable caches do not count as used."""
-    left = []
-    with contextlib.suppress(OSError):
-        inside = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").strip("/")
-        for folder in (root / inside, *(root / inside).parents):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                limit = int((folder / "memory.max").read_text())  # without a limit, the word `max`: a ValueError
-                used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                left += [max(0, limit - int(used["anon"]))] if folder.is_relative_to(root) else []
-    return left
+    return free_memory() // jax.local_device_count()
 
 
 def gigabytes(count: int) -> str:

@@ -86,6 +86,20 @@ def test_conversations_of_a_bomb_are_read_in_little_memory(tmp_path):
     assert peak < MOST
 
 
+@pytest.mark.parametrize("store_schema", [False, True])
+def test_only_a_conversation_that_stands_for_too_much_is_bad(tmp_path, store_schema):
+    """The first of many has most of the messages, which an average does not show."""
+    first, rest = 150, 500
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * (first + rest), pa.int32()), ["word " * (MEBI // 5)])
+    said = pa.StructArray.from_arrays([texts], ["content"])
+    column = pa.ListArray.from_arrays(pa.array([0, *range(first, first + rest + 1)], pa.int32()), said)
+    pq.write_table(pa.table({"messages": column}), tmp_path / "in.parquet", store_schema=store_schema)
+    read_back, peak = read(tmp_path / "in.parquet", "messages")
+    assert read_back[0] == "too large"
+    assert [text for _, text in read_back[1:]] == [" word '}]"] * rest
+    assert peak < 2 * MOST
+
+
 @pytest.mark.soak
 def test_the_rest_of_a_line_that_is_too_long_is_passed_over(tmp_path):
     blanks = gzip.compress(b" " * (64 * MEBI))
@@ -93,7 +107,7 @@ def test_the_rest_of_a_line_that_is_too_long_is_passed_over(tmp_path):
     (tmp_path / "in.jsonl.gz").write_bytes(ends[0] + blanks * 16 + ends[1])
     read_back, peak = read(tmp_path / "in.jsonl.gz")
     assert read_back == [[1, "a"], "too large", [1, "b"]]
-    assert peak < 3 * MOST  # a line of 256 MiB is kept, and joined from its parts
+    assert peak < 3 * MOST  # a line of 128 MiB is kept, and joined from its parts
 
 
 def test_a_megatron_index_that_lists_one_sequence_many_times_makes_a_bad_document(tmp_path):

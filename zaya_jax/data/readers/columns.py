@@ -1,6 +1,9 @@
 """Turn a column of a table into documents, for Parquet and Arrow files."""
 
+import functools
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 
@@ -17,6 +20,9 @@ from zaya_jax.data.readers.values import (
 )
 from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
+
+# Types of which a few bytes can stand for many values.
+_SHARED = re.compile(r"dictionary|view|run_end|(?<!not )null|struct<>|\[0\]")
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
@@ -57,8 +63,9 @@ def column_documents(
     """
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
+    is_small = array.nbytes <= LONGEST and not _SHARED.search(str(array.type))
     for i, row in enumerate(array):  # one at a time: in a dictionary, a few bytes can stand for many megabytes
-        value, others = _value(row), {name: _value(other[i]) for name, other in beside.items()}
+        value, others = _value(row, is_small), {name: _value(other[i]) for name, other in beside.items()}
         bad = sibling_rejection(others, field)
         if bad is None and is_document(value):
             whole = with_tools(value, others.get(TOOLS))
@@ -68,20 +75,32 @@ def column_documents(
         if isinstance(value, UnicodeDecodeError):
             bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
         elif isinstance(value, MemoryError):
-            bad = bad or ("too large", f"{field!r} has more than {LONGEST:,} characters, or than memory")
+            bad = bad or ("too large", f"{field!r} has more than {LONGEST:,} bytes, or than memory")
         elif isinstance(value, Exception):  # a time that Python cannot represent
             bad = bad or ("wrong type", f"{field!r} contains a value that JSON cannot represent: {value}")
         yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
 
 
-def _value(row: pa.Scalar) -> object:
+def _value(row: pa.Scalar, is_small: bool = False) -> object:
     if isinstance(row, pa.BinaryScalar) and not isinstance(row, pa.StringScalar):  # an image: counted, not read
         return True if row.is_valid else None
     try:
-        value = row.as_py()
+        _ = is_small or _subtract(LONGEST, row)
+        return row.as_py()
     except (ValueError, OverflowError, MemoryError) as error:
         return error
-    return MemoryError() if isinstance(value, str) and len(value) > LONGEST else value
+
+
+def _subtract(left: int, value: Any) -> int:
+    """Return `left` less the bytes that a value has once converted. Raise `MemoryError` as soon as that is negative."""
+    value = value.value if isinstance(value, pa.DictionaryScalar) else value
+    left -= 8 + (value.as_buffer().size if isinstance(value, pa.BinaryScalar) and value.is_valid else 0)
+    if left < 0:
+        raise MemoryError
+    parts = value.values if isinstance(value, pa.ListScalar) else ()
+    if isinstance(value, pa.StructScalar) and value.is_valid:
+        parts = (value[i] for i in range(len(value)))
+    return functools.reduce(_subtract, parts or (), left)
 
 
 def _can_hold_documents(kind: pa.DataType) -> bool:

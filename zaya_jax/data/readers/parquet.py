@@ -53,10 +53,11 @@ def _batches(file: str, table: pq.ParquetFile, unit: Unit, columns: list[str]) -
     leaves = [i for i in range(table.metadata.num_columns)
               if f"{table.schema.column(i).path}.".startswith(tuple(f"{name}." for name in columns))]  # fmt: skip
     for group in range(unit.start, unit.stop):
-        # A few bytes can stand for many rows, but however it is encoded, a value is no larger than its column's pages.
+        # A few bytes can stand for many rows, but however it is encoded, a value is no larger than its column's pages,
+        # and a row has no more values than the other rows leave.
         chunks = [table.metadata.row_group(group).column(i) for i in leaves]
         count = max(1, table.metadata.row_group(group).num_rows)
-        largest = max(chunk.total_uncompressed_size * -(-chunk.num_values // count) for chunk in chunks)
+        largest = max(chunk.total_uncompressed_size * (chunk.num_values - count + 1) for chunk in chunks)
         rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _BATCH_BYTES // max(1, largest)))
         with reading(f"The Parquet file {file}", pa.ArrowException):
             yield from table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)

@@ -1,5 +1,6 @@
 """Read text files, each of which is one document, unchanged."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def read_text(unit: Unit) -> Iterator[Entry]:
     for file in unit.files[unit.start : unit.stop]:
         with reading(f"The file {file}"):
             if (size := Path(file).stat().st_size) > LONGEST:
-                yield BadDocument(file, 1, "too large", f"it has {size:,} bytes, but at most {LONGEST:,} are one text")
+                yield BadDocument(file, 1, "too large", f"it has {size:,} bytes, but one text has at most {LONGEST:,}; "
+                                  "split it, and remove it, as with: split -C 100m --additional-suffix="
+                                  f"{shlex.join([Path(file).suffix, file, f'{file}-'])}")  # fmt: skip
                 continue
             data = Path(file).read_bytes()
         try:

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from zaya_jax.data.readers.unit import Reason
 
-LONGEST = 2**28  # bytes of a document, which has to fit in memory several times
+LONGEST = 2**27  # bytes of a document; to encode one takes 100 times as much memory
 
 
 def is_document(value: object) -> TypeGuard[str | list[Any]]:

@@ -20,7 +20,7 @@ from zaya_jax.machine.result import describe_run, print_tables, rounded
 from zaya_jax.machine.storage.reads import ReadTiming, time_reads, write_file
 from zaya_jax.machine.storage.saves import time_saves
 from zaya_jax.run.files import expanded
-from zaya_jax.train.memory_errors import control_groups
+from zaya_jax.run.host_memory import control_groups
 
 OPERATIONS = 20_000  # pages of a pass of random reads
 _SPARE = 3  # free space over the size: a checkpoint, the next one, and some more
