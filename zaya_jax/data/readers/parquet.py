@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading, require_pieces
 
-_FEWEST_ROWS, _MOST_ROWS, _BATCH_BYTES = 4, 256, 2**26  # of what is decoded at a time
+_FEWEST_ROWS, _MOST_ROWS, _BATCH_BYTES = 4, 256, 2**27  # of what is decoded at a time
 _READ_BYTES = 2**20  # read buffer; without it, pyarrow holds a whole compressed column chunk in memory
 
 
@@ -54,10 +54,11 @@ def _batches(file: str, table: pq.ParquetFile, unit: Unit, columns: list[str]) -
               if f"{table.schema.column(i).path}.".startswith(tuple(f"{name}." for name in columns))]  # fmt: skip
     for group in range(unit.start, unit.stop):
         # A few bytes can stand for many rows, but however it is encoded, a value is no larger than its column's pages,
-        # and a row has no more values than the other rows leave.
+        # and a row has no more values than the other rows leave. Decoding deltas takes several times as much memory.
         chunks = [table.metadata.row_group(group).column(i) for i in leaves]
         count = max(1, table.metadata.row_group(group).num_rows)
-        largest = max(chunk.total_uncompressed_size * (chunk.num_values - count + 1) for chunk in chunks)
+        largest = max(chunk.total_uncompressed_size * (chunk.num_values - count + 1)
+                      * (4 if "DELTA_BYTE_ARRAY" in chunk.encodings else 1) for chunk in chunks)  # fmt: skip
         rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _BATCH_BYTES // max(1, largest)))
         with reading(f"The Parquet file {file}", pa.ArrowException):
             yield from table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
