@@ -7,7 +7,7 @@ import sys
 import threading
 
 from zaya_jax.hardware.huge_pages import use_huge_pages
-from zaya_jax.run.command import prepare_streams, status_of_output
+from zaya_jax.run.command import Unescaped, prepare_streams, status_of_output
 from zaya_jax.run.progress_record import Phase, record_from_environment
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
@@ -30,7 +30,7 @@ import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.errors import ExitCode, InputError, Preempted, exit_reason, is_expected, last_words
@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             config = _config(options)
             if options.print_config:
-                print(to_yaml(config), end="")
+                # A program that reads it needs every character.
+                output = sys.stdout if sys.stdout.isatty() else cast("TextIO", Unescaped(sys.stdout))
+                print(to_yaml(config), end="", file=output)
             elif options.dry_run:
                 _dry_run(config, options)
             else:

@@ -39,6 +39,7 @@ OTHERS = {
     "data/convert.py": ("save", MEMORY),
     "data/shards.py": ("ArrayRecordWriter", MEMORY),
     "data/stream.py": ("savez", MEMORY),
+    "data/workers.py": ("ftruncate mmap", "an anonymous file in memory"),
     "machine/breakdown/measure.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "machine/compilers/compiled.py": ("TemporaryDirectory write_text", TEMPORARY),
     "machine/compilers/cross_compile.py": ("mkdir rename write_text", TEMPORARY),

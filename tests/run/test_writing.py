@@ -284,3 +284,23 @@ def test_a_new_file_is_removed_after_an_error_and_leaves_the_old_one(tmp_path):
     with pytest.raises(ValueError, match="closed file"), writing.new_file(tmp_path / "a") as file:
         file.close()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+@needs_root
+def test_what_another_user_prepared_is_not_taken_for_ones_own_work(tmp_path):
+    """As a corpus in `data.cache_dir`, whose name can be foretold."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o1777)
+    for owner, taken in ((os.geteuid(), True), (OTHER, False)):
+        path = tmp_path / "cache" / str(owner)
+        path.mkdir()
+        os.chown(path, owner, owner)
+        with contextlib.nullcontext() if taken else pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
+            writing.require_trusted(path)
+
+
+def test_what_a_library_writes_is_hidden_until_it_is_whole(tmp_path):
+    with writing.new_folder(tmp_path / "whole", tmp_path / "part"):
+        assert (tmp_path / "part").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "whole").stat().st_mode == (tmp_path / "plain").stat().st_mode

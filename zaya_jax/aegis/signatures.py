@@ -33,12 +33,16 @@ class Signature(NamedTuple):
     pattern: str
 
 
-# What dmesg, its options -x and -T, rsyslog and journalctl write before a message of the kernel. What a program sends
-# to syslog has its name instead of `kernel`.
+# What /dev/kmsg, dmesg and its options, journalctl and its formats, rsyslog and busybox write before a message of the
+# kernel. What a program sends to syslog has its name instead of `kernel`, unless it lies.
+_ISO = r"\d{4}-\d\d-\d\d[T ][\d:.,+-]{8,24}Z?"
+_SINCE = r"\d{10}\.\d{6}|\[[ \d]{1,12}\.\d{6}\]"  # 1970, or the start of the machine
+_STAMP = rf"(?:\w{{3}} [ \d]\d [\d:.]{{8,15}}|(?:\w{{3}} )?{_ISO}(?: \w{{3,5}})?|{_SINCE})"
 _KERNEL_PREFIX = re.compile(
-    r"(?:kern {1,4}:\w{1,8} {0,8}: |<\d{1,3}>)?"
-    r"(?:(?:\w{3} [ \d]\d [\d:]{8}|\d{4}-\d\d-\d\dT[\d:.,+-]{8,24}Z?) [\w.:-]{1,255} kernel: {1,2})?"
-    r"(?:\[ {0,12}\d{1,12}\.\d{1,9}\] ?|\[\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\] ?)?"
+    r"(?:kern {1,4}:\w{1,8} {0,8}: |<\d{1,3}>(?:1 )?|[0-7],\d{1,20},\d{1,20},[-c+];)?"
+    rf"(?:{_STAMP} [\w.:-]{{1,255}} (?:kern\.\w{{1,8}} )?kernel(?:: {{1,2}}| - - - {{1,2}}))?"
+    r"(?:\[(?:[ \d]{1,12}\.\d{1,9}|\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}|\w{3}\d\d [\d:]{5})(?: <[ \d.]{1,20}>)?\] ?)?"
+    rf"(?:{_ISO} )?"
     r"(?:\[ {0,8}[TC]\d{1,8}\] ?)?", re.ASCII,
 )  # fmt: skip
 

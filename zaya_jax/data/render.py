@@ -24,7 +24,7 @@ from zaya_jax.data.verify import verify_files
 from zaya_jax.data.workers import watch
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import locked, write_atomically
-from zaya_jax.run.writing import make_folder
+from zaya_jax.run.writing import make_folder, require_trusted
 
 _CHECKS = 3  # version of what `Template.render` refuses; older renderings are not used
 
@@ -114,6 +114,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
     with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):
         if not (target / MANIFEST).exists():
             _render(folder, manifest, split, loaded, limit, target, inputs)
+    require_trusted(target)
     rendered = read_manifest(target, remedy)
     verify_files(target, rendered, cache, remedy)
     return target, rendered

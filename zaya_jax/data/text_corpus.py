@@ -22,7 +22,7 @@ from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import expanded, locked, read_file, write_atomically
-from zaya_jax.run.writing import new_folder
+from zaya_jax.run.writing import new_folder, require_trusted
 
 BASELINES = "baselines.json"
 
@@ -79,6 +79,7 @@ def _create_once(path: Path, folder: Path, create: Callable[[], None]) -> None:
         with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
             if not path.exists():  # another process may have created it while this one waited
                 create()
+    require_trusted(path)
 
 
 def _measure_baselines(config: Config, content: str, path: Path) -> None:

@@ -21,7 +21,7 @@ from zaya_jax.run.host_memory import free_memory
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
 
-_MOST_ENDS = 16  # of processes that others may have caused, such as one that took all memory
+_MOST_ENDS = 40  # of processes that others may have caused, such as one that took all memory
 _PARENT_POLL = 0.2  # seconds
 # Bytes that a worker process can allocate, within the machine's: what a few bytes of input stand for must not fill it.
 _LEAST_MEMORY, _MOST_MEMORY = 2**31, 2**34

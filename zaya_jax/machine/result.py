@@ -14,8 +14,9 @@ from typing import Any
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.hardware.detection import cpu_name
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.files import require_regular, write_atomically
 from zaya_jax.run.table import Table
+from zaya_jax.run.writing import resolved
 
 
 def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
@@ -63,7 +64,8 @@ def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) 
 def write_result(result: dict[str, Any], output: str | None) -> None:
     """Write `result` as JSON to the file `output`, if it is not None."""
     if output:
-        write_atomically(Path(output), json.dumps(result, indent=2) + "\n")
+        require_regular(Path(output))
+        write_atomically(resolved(Path(output)), json.dumps(result, indent=2) + "\n")
 
 
 def table_lines(table: Table) -> list[str]:

@@ -255,7 +255,8 @@ def _resolve(job: Job, host: str, start: float, seconds: float) -> list[str]:
     """Return the addresses of a host; `InputError` if its name cannot be resolved."""
     while True:
         try:
-            return list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(host, None)))
+            found: list[Any] = [each[4] for each in socket.getaddrinfo(host, None)]
+            return list(dict.fromkeys(f"{each[0]}%{each[3]}" if any(each[3:]) else str(each[0]) for each in found))
         except socket.gaierror as error:
             # Kubernetes registers a pod's name only once it is scheduled; a name server may be busy for a moment.
             late = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else _BUSY * (error.errno == socket.EAI_AGAIN)

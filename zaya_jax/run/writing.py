@@ -138,10 +138,22 @@ def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
         file = os.open(path.name, _ANY, dir_fd=folder)  # which does not open a pipe or a device yet
     with _closing(file):
         status = os.fstat(file)
-        team = not place.st_mode & stat.S_IWOTH and (place.st_mode & stat.S_IWGRP or status.st_uid == place.st_uid)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not (team or status.st_uid in (0, os.geteuid())):
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not _is_trusted(status, place):
             raise _refusal(path, status, "a regular file of yours with one hard link")
         return os.open(f"/proc/self/fd/{file}", flags | os.O_CLOEXEC)
+
+
+def require_trusted(path: Path) -> None:
+    """Raise `PermissionError` unless what is at `path` belongs to this user, to root, or to the team of its folder."""
+    with _opened(path.parent, path) as folder:
+        status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        if not _is_trusted(status, os.fstat(folder)):
+            raise _refusal(path, status, "yours")
+
+
+def _is_trusted(status: os.stat_result, place: os.stat_result) -> bool:
+    team = not place.st_mode & stat.S_IWOTH and (place.st_mode & stat.S_IWGRP or status.st_uid == place.st_uid)
+    return bool(team or status.st_uid in (0, os.geteuid()))
 
 
 def rename(path: Path, target: Path) -> None:
@@ -213,5 +225,7 @@ def _closing(descriptor: int) -> Iterator[None]:
 
 def _refusal(path: Path, status: os.stat_result, must: str) -> PermissionError:
     found = f"user {status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
-    text = f"{printable(str(path))} belongs to {found}, but must be {must}. Remove it, or choose another folder"
+    is_backup = stat.S_ISREG(status.st_mode) and status.st_nlink > 1 and status.st_uid == os.geteuid()
+    remedy = "Replace it by a copy" if is_backup else "Remove it"
+    text = f"{printable(str(path))} belongs to {found}, but must be {must}. {remedy}, or choose another folder"
     return PermissionError(errno.EPERM, text)
