@@ -193,8 +193,10 @@ def test_a_run_that_still_trains_is_reported(runs, tmp_path):
     ("evaluations/a.json", '{"heldout": {"a": {"nats_per_token": [], "perplexity": "x"}}}',
      "A part of this section (Evaluations and samples) could not be made"),
     ("evaluations/a.jsonl/file", "", "a.jsonl cannot be read: it is a folder, a pipe or a device"),
-    ("aegis/n/events.jsonl", '{"id": 1, "attempt": 1, "v": 1, "unix": 1}\n',
-     "are damaged; goodput and faults are not shown."),
+    ("aegis/n/events.jsonl", "".join(
+        f'{{"id": {n}, "attempt": 1, "v": 1, "unix": {n}, "time": "", "kind": "{kind}", "code": "", '
+        '"severity": "info", "text": "", "first_step": 1}\n' for n, kind in enumerate(("start", "end"), 1)
+    ), "are damaged; goodput and faults are not shown."),
 ])  # fmt: skip
 def test_damage_costs_what_is_damaged_alone_and_is_said(name, content, said, runs, tmp_path):
     run = copied(runs[0], tmp_path)
