@@ -224,8 +224,8 @@ def _closing(descriptor: int) -> Iterator[None]:
 
 
 def _refusal(path: Path, status: os.stat_result, must: str) -> PermissionError:
-    found = f"user {status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
+    found = f"{status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
     is_backup = stat.S_ISREG(status.st_mode) and status.st_nlink > 1 and status.st_uid == os.geteuid()
     remedy = "Replace it by a copy" if is_backup else "Remove it"
-    text = f"{printable(str(path))} belongs to {found}, but must be {must}. {remedy}, or choose another folder"
+    text = f"{printable(str(path))} belongs to user {found}, but must be {must}. {remedy}, or choose another folder"
     return PermissionError(errno.EPERM, text)
