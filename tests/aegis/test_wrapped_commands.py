@@ -101,7 +101,7 @@ def test_a_run_is_not_finished_before_its_last_step_is_saved(tmp_path):
 
 
 SCRIPTS = {
-    "a retry of its own": ('until "$@"; do sleep 0.1; done', SupervisorExit.DONE),
+    "a retry loop": ('until "$@"; do sleep 0.1; done', SupervisorExit.DONE),
     "another command": ('"$@"; $PYTHON -m zaya_jax.main --help', SupervisorExit.DO_NOT_REQUEUE),
     "another run": ('"$@"; $PYTHON $LIGHT $OTHER 20', SupervisorExit.DO_NOT_REQUEUE),
     "no trainer": ("no_such_python -m zaya_jax.main 2>&1 | cat", SupervisorExit.DO_NOT_REQUEUE),
@@ -116,7 +116,7 @@ def test_a_script_has_finished_when_every_run_that_it_trains_has(tmp_path, monke
         monkeypatch.setenv(variable, str(value))
     (tmp_path / "other").mkdir()
     policy = {"restart": {"delays": [0.0], "no_progress": 1}, "settle_seconds": 5.0}
-    once = "" if name == "a retry of its own" else "!"  # `!`: each time
+    once = "" if name == "a retry loop" else "!"  # `!`: each time
     supervised = supervise(tmp_path / "run", ["sh", "-c", script, "sh"], 40, f"SIGKILL@7{once}", policy=policy)
     assert supervised.wait() == code
 

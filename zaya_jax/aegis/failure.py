@@ -117,7 +117,7 @@ def find_failure(
     Args:
       ends: of all processes of this node.
       observations: faults of the machine seen during the attempt, in order.
-      lines: what lines of output told, in order; they explain the failure.
+      lines: observations from lines of output, in order; they explain the failure.
       is_saved: whether the checkpoint of the last step is saved, if all processes finished.
     """
     progress = max(end.step for end in ends)

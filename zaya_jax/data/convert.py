@@ -89,7 +89,7 @@ class Conversion:
     numbers: Sequence[int] | None = None  # units to process now, except those with a note; None: all
     workers: int = 1  # processes; with 1, this process does the work unless `isolated`
     limit: int = 0  # maximum number of skipped documents over `numbers`
-    isolated: bool = False  # whether a single worker is a process of its own, too
+    isolated: bool = False  # whether to use a separate process even for a single worker
     idle: list[Worker] = dataclasses.field(default_factory=list)  # from `check` to `convert`
 
     def check(self, check: Check, label: str) -> int:

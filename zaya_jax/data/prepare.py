@@ -66,7 +66,7 @@ def prepare(
       task: index of this task, from 0.
       tasks: number of tasks that share the work, each on any machine that has access to `output`.
       unit_bytes: bytes of input per shard, see `list_units`.
-      isolated: whether a single worker is a process of its own, too, so that this one survives what ends it.
+      isolated: whether to use a separate process even for a single worker, so that a crash does not end this one.
 
     Returns:
       The manifest, or None if the folder is not merged yet, which happens only with several tasks.

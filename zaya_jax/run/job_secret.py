@@ -50,8 +50,8 @@ def read_secret(path: Path) -> str | None:
       InputError: others than this user could have written the file, or can read it.
       OSError: the file cannot be read, or is a link.
     """
-    if given := os.environ.get(VARIABLE):
-        return given
+    if secret := os.environ.get(VARIABLE):
+        return secret
     try:
         with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
@@ -70,8 +70,8 @@ def share_secret(path: Path) -> Iterator[str]:
     Raises:
       InputError: the file cannot be written, or the file system does not keep it from other users.
     """
-    if given := os.environ.get(VARIABLE):
-        yield given
+    if secret := os.environ.get(VARIABLE):
+        yield secret
         return
     secret, is_new = make_secret(), not path.parent.exists()
     try:
