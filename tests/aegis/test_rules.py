@@ -73,7 +73,7 @@ def test_by_default_what_is_seen_is_reported_and_training_continues(tmp_path):
     assert supervised.wait() == SupervisorExit.DONE
     faults, decided = {event["code"]: event for event in supervised.faults}, supervised.kinds("decide")
     assert faults["gpu-uncorrectable-ecc"]["device"] == 1
-    assert "5 steps, until step" in faults["loss-not-finite"]["text"]
+    assert "The loss was not finite in 5 of" in faults["loss-not-finite"]["text"]
     assert {(event["cause"], event["log_only"]) for event in decided} >= {
         (faults["gpu-uncorrectable-ecc"]["id"], "replace_node"), (faults["loss-not-finite"]["id"], "roll_back")
     }  # fmt: skip
@@ -170,7 +170,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_if_the_policy_says_so(tmp_path):
     supervised = supervise_light(tmp_path, 400, "diverge@12", policy=policy)
     assert supervised.wait() == SupervisorExit.DO_NOT_REQUEUE
     (detected,) = [event for event in supervised.faults if event["code"] == "loss-not-finite"]
-    assert "5 steps, until step" in detected["text"]
+    assert "The loss was not finite in 5 of" in detected["text"]
     # Another command than the trainer cannot be rolled back.
     assert "No checkpoint is older" in supervised.verdict["why"]
 

@@ -117,6 +117,16 @@ def test_losses_that_are_not_finite_are_seen_once():
     assert [(step, each.code) for step, each in seen] == [(40, "loss-not-finite")]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_losses_of_which_half_are_not_finite_are_seen_once_and_a_few_are_the_trainers_to_skip(seed):
+    rng = random.Random(seed)
+    half = [loss for _ in range(50) for loss in rng.sample([3.0, NAN], 2)]
+    [(step, seen)] = look_at([3.0] * 30 + half)
+    assert (seen.code, seen.good_steps in (30, 31)) == ("loss-not-finite", True)
+    assert step - 30 <= 2 * POLICY.spike_steps
+    assert not look_at([NAN if step % 3 == 0 else 3.0 for step in range(300)])
+
+
 def test_the_same_step_counts_once():
     watch = LossWatch(POLICY)
     assert all(watch.look(7, math.inf) is None for _ in range(50))

@@ -69,7 +69,7 @@ class TrainingPolicy:
 
     spike_window: Positive[int] = 128  # losses compared with
     spike_threshold: Positive[float] = 6.0  # robust standard deviations above their median
-    spike_steps: Positive[int] = 10  # steps in a row with a high loss, or one that is not finite
+    spike_steps: Positive[int] = 10  # steps in a row with a high loss, or half of twice as many with one not finite
     straggler_steps: Positive[int] = 50  # steps of a window
     straggler_windows: Positive[int] = 2  # windows in a row in which a process is slow
     straggler_score: Positive[float] = 0.7  # time of a window without a process' delay, relative to the time it took

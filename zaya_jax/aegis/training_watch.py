@@ -41,7 +41,9 @@ class LossWatch:
         self._policy, self._changes = policy, changes
         self._losses = deque[float](maxlen=policy.spike_window)
         self._high: list[float] = []  # the losses since the last normal one
-        self._step, self._good, self._not_finite, self._is_reported = -1, 0, 0, False
+        # For each of the last steps, the last good one if its loss was not finite, else None.
+        self._not_finite = deque[int | None](maxlen=2 * policy.spike_steps)
+        self._step, self._good, self._is_reported, self._is_not_finite = -1, 0, False, False
 
     def look(self, step: int, loss: float, first_step: int = 0) -> Observation | None:
         """Look at the loss after `step` steps; return an observation when it has been bad for `spike_steps` steps.
@@ -55,13 +57,10 @@ class LossWatch:
         if step in (self._step, first_step):
             return None
         before, self._step = max(self._step, first_step), step
-        if not math.isfinite(loss):
-            self._not_finite += 1
-            if self._not_finite == self._policy.spike_steps:
-                text = f"The loss has not been finite for {self._not_finite} steps, until step {step}."
-                return Observation("loss-not-finite", FaultClass.NON_FINITE, Severity.ERROR, text, None, self._good)
-            return None
-        self._not_finite = 0
+        is_finite = math.isfinite(loss)
+        self._not_finite.append(None if is_finite else self._good)
+        if not is_finite:
+            return self._judge_not_finite(step)
         if any(first < step and before <= last for first, last in self._changes or ()):
             self._losses.clear()
         if len(self._losses) >= _LEAST_STEPS:
@@ -71,6 +70,17 @@ class LossWatch:
         self._losses.append(loss)
         self._high, self._is_reported, self._good = [], False, step
         return None
+
+    def _judge_not_finite(self, step: int) -> Observation | None:
+        """Report once that half of the last losses were not finite."""
+        good = [step for step in self._not_finite if step is not None]
+        if len(good) == 1:
+            self._is_not_finite = False
+        if self._is_not_finite or len(good) < self._policy.spike_steps:
+            return None
+        self._is_not_finite = True
+        text = f"The loss was not finite in {len(good)} of {len(self._not_finite)} steps, until step {step}."
+        return Observation("loss-not-finite", FaultClass.NON_FINITE, Severity.ERROR, text, None, good[0])
 
     def _judge(self, step: int, loss: float, median: float, tolerance: float) -> Observation | None:
         """Tell a divergence from a new level."""
