@@ -45,29 +45,18 @@ RESUMED = 0.05  # nats/token by which a resumed run may differ on a GPU, whose s
 
 
 class Sizes(NamedTuple):
-    """Sizes of the parts.
+    """Sizes of the parts."""
 
-    Attributes:
-      name: 'full' or 'small'.
-      operations: operations to check.
-      dtypes: dtypes to check them in.
-      kernels: cases of `bench kernels` to time; empty for all.
-      run: run of the part `training`.
-      step: step of one device for the parts `train step`; None for that of ZAYA1-8B.
-      layouts: layouts to time the step in.
-      context: sizes of the part `context`; None with one GPU, since simulated devices would say nothing about it.
-      repeats: number of timed repetitions.
-    """
-
-    name: str
-    operations: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    kernels: tuple[str, ...]
-    run: Config
-    step: Config | None
-    layouts: tuple[Layout, ...]
+    name: str  # 'full' or 'small'
+    operations: tuple[str, ...]  # operations to check
+    dtypes: tuple[str, ...]  # dtypes to check them in
+    kernels: tuple[str, ...]  # cases of `bench kernels` to time; empty for all
+    run: Config  # run of the part `training`
+    step: Config | None  # step of one device for the parts `train step`; None for that of ZAYA1-8B
+    layouts: tuple[Layout, ...]  # layouts to time the step in
+    # sizes of the part `context`; None with one GPU, since simulated devices would say nothing about it
     context: context.Sizes | None
-    repeats: int
+    repeats: int  # number of timed repetitions
 
 
 # Times cases of kernels: their names (empty for all), repetitions, output file → result.

@@ -21,19 +21,12 @@ Work = Literal["prefill", "decode"]
 
 
 class GenerationTrace(NamedTuple):
-    """A trace of generation.
+    """A trace of generation."""
 
-    Attributes:
-      trace: of `Trace.steps` prompts, or decode steps.
-      untraced: median seconds of one without the profiler.
-      length: tokens of a prompt, rounded up to whole chunks.
-      calls: how often a prompt, or a decode step, runs the program that was traced, whose loop counts once.
-    """
-
-    trace: Trace
-    untraced: float
-    length: int
-    calls: int
+    trace: Trace  # of `Trace.steps` prompts, or decode steps
+    untraced: float  # median seconds of one without the profiler
+    length: int  # tokens of a prompt, rounded up to whole chunks
+    calls: int  # how often a prompt, or a decode step, runs the program that was traced, whose loop counts once
 
 
 def trace_generation(

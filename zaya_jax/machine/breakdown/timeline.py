@@ -7,37 +7,23 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """One operation on one thread or stream.
+    """One operation on one thread or stream."""
 
-    Attributes:
-      start: in ns.
-      end: in ns.
-      part: of the step, see `ops.parts`.
-      is_collective: whether it communicates.
-    """
-
-    start: float
-    end: float
-    part: str
-    is_collective: bool = False
+    start: float  # in ns
+    end: float  # in ns
+    part: str  # of the step, see `ops.parts`
+    is_collective: bool = False  # whether it communicates
 
 
 class Timeline(NamedTuple):
-    """Seconds of a device. All but `overlapped` add up to `span`.
+    """Seconds of a device. All but `overlapped` add up to `span`."""
 
-    Attributes:
-      parts: time in which operations of each part run, collectives aside; shared evenly if several run at a time.
-      exposed: time in which collectives run and nothing else.
-      overlapped: time in which collectives run behind other operations.
-      idle: time in which nothing runs.
-      span: from the start of the first operation to the end of the last.
-    """
-
+    # time in which operations of each part run, collectives aside; shared evenly if several run at a time
     parts: dict[str, float]
-    exposed: float
-    overlapped: float
-    idle: float
-    span: float
+    exposed: float  # time in which collectives run and nothing else
+    overlapped: float  # time in which collectives run behind other operations
+    idle: float  # time in which nothing runs
+    span: float  # from the start of the first operation to the end of the last
 
     @property
     def overlap(self) -> float | None:

@@ -20,25 +20,15 @@ _COLLECTIVES = (*KINDS, "collective-broadcast")
 
 
 class Trace(NamedTuple):
-    """A trace of steps of one program.
+    """A trace of steps of one program."""
 
-    Attributes:
-      intervals: the operations of the first device.
-      entry: the compiled step.
-      first_step: the first step; the first of a run is 1.
-      steps: number of steps.
-      seconds: their time together, by the host's clock.
-      device: kind of device, as the runtime calls it.
-      devices: number of devices that trained.
-    """
-
-    intervals: list[Interval]
-    entry: Place
-    first_step: int
-    steps: int
-    seconds: float
-    device: str
-    devices: int
+    intervals: list[Interval]  # the operations of the first device
+    entry: Place  # the compiled step
+    first_step: int  # the first step; the first of a run is 1
+    steps: int  # number of steps
+    seconds: float  # their time together, by the host's clock
+    device: str  # kind of device, as the runtime calls it
+    devices: int  # number of devices that trained
 
 
 def read_trace(folder: Path, module: str = "train_step") -> Trace:

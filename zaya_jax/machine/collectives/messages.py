@@ -16,19 +16,12 @@ _OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()
 
 
 class Message(NamedTuple):
-    """A collective of a step.
+    """A collective of a step."""
 
-    Attributes:
-      operation: name in `COLLECTIVES`.
-      axes: mesh axes that it runs over.
-      bytes: its size, as nccl-tests counts it.
-      times: how often a step runs it.
-    """
-
-    operation: str
-    axes: Axes
-    bytes: int
-    times: int
+    operation: str  # name in `COLLECTIVES`
+    axes: Axes  # mesh axes that it runs over
+    bytes: int  # its size, as nccl-tests counts it
+    times: int  # how often a step runs it
 
 
 def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:

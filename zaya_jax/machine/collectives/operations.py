@@ -18,30 +18,19 @@ SPLIT_IN, SPLIT_OUT = "in", "out"  # the buffer that holds a chunk of 1 / n of t
 
 
 class Collective(NamedTuple):
-    """A collective.
+    """A collective."""
 
-    Attributes:
-      name: of the operation.
-      kind: of its instruction in HLO.
-      factor: bus bandwidth over algorithm bandwidth, for n devices.
-      chunked: whether the input (`SPLIT_IN`), the output (`SPLIT_OUT`) or neither ('') is a chunk of the buffer.
-      whole_chunks: whether the size must be a multiple of the devices.
-      run: (x [t], axes) → result [t], inside a `shard_map`.
-      source: (rank, index of an output element, n, elements of a chunk) → (rank that it comes from, its index there);
-        rank −1 for the sum over all ranks.
-      reduction: nccl-tests' name of the reduction; 'none' if there is none.
-      root: rank of the root; −1 if there is none.
-    """
-
-    name: str
-    kind: str
-    factor: Callable[[int], float]
-    chunked: str
-    whole_chunks: bool
-    run: Callable[[jax.Array, Axes], jax.Array]
+    name: str  # of the operation
+    kind: str  # of its instruction in HLO
+    factor: Callable[[int], float]  # bus bandwidth over algorithm bandwidth, for n devices
+    chunked: str  # whether the input (`SPLIT_IN`), the output (`SPLIT_OUT`) or neither ('') is a chunk of the buffer
+    whole_chunks: bool  # whether the size must be a multiple of the devices
+    run: Callable[[jax.Array, Axes], jax.Array]  # (x [t], axes) → result [t], inside a `shard_map`
+    # (rank, index of an output element, n, elements of a chunk) → (rank that it comes from, its index there); rank −1
+    # for the sum over all ranks
     source: Callable[..., tuple[jax.Array | int, jax.Array]]
-    reduction: str = "none"
-    root: int = -1
+    reduction: str = "none"  # nccl-tests' name of the reduction; 'none' if there is none
+    root: int = -1  # rank of the root; −1 if there is none
 
     def elements(self, size: int, item: int, n: int) -> int:
         """Return the elements of a device's buffer for a size in bytes: at least one in each chunk."""

@@ -26,21 +26,13 @@ _KINDS = tuple(collective.kind for collective in COLLECTIVES.values())
 
 
 class Case(NamedTuple):
-    """A collective at one size.
+    """A collective at one size."""
 
-    Attributes:
-      collective: the operation.
-      mesh: all devices.
-      axes: axes of the mesh that it runs over; one group of devices for each position on the other axes.
-      elements: of a device's buffer, a multiple of the group's devices for an operation on whole chunks.
-      dtype: name of the dtype.
-    """
-
-    collective: Collective
-    mesh: AnyMesh
-    axes: Axes
-    elements: int
-    dtype: str
+    collective: Collective  # the operation
+    mesh: AnyMesh  # all devices
+    axes: Axes  # axes of the mesh that it runs over; one group of devices for each position on the other axes
+    elements: int  # of a device's buffer, a multiple of the group's devices for an operation on whole chunks
+    dtype: str  # name of the dtype
 
     @property
     def ranks(self) -> int:

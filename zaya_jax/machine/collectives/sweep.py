@@ -28,27 +28,17 @@ from zaya_jax.run.metrics import append_row
 
 
 class Sweep(NamedTuple):
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-      operations: names in `COLLECTIVES`.
-      dtypes: names of dtypes.
-      sizes: bytes, ascending; unused for the messages of a configuration.
-      devices: numbers of devices, each the first so many of this process; empty for all devices of the job.
-      layout: the mesh; with `devices` it has the axis data alone.
-      axes: axes to run over; empty for all with more than one device.
-      mode: see `timing.time_case`.
-      repeats: number of timed calls of each case.
-    """
-
-    operations: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    sizes: tuple[int, ...]
+    operations: tuple[str, ...]  # names in `COLLECTIVES`
+    dtypes: tuple[str, ...]  # names of dtypes
+    sizes: tuple[int, ...]  # bytes, ascending; unused for the messages of a configuration
+    # numbers of devices, each the first so many of this process; empty for all devices of the job
     devices: tuple[int, ...]
-    layout: ParallelConfig
-    axes: Axes
-    mode: Mode
-    repeats: int
+    layout: ParallelConfig  # the mesh; with `devices` it has the axis data alone
+    axes: Axes  # axes to run over; empty for all with more than one device
+    mode: Mode  # see `timing.time_case`
+    repeats: int  # number of timed calls of each case
 
 
 def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:

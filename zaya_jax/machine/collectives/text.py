@@ -19,19 +19,12 @@ _COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {
 
 
 class Column(NamedTuple):
-    """One half of a row: out of place or in place.
+    """One half of a row: out of place or in place."""
 
-    Attributes:
-      seconds: mean time.
-      algbw: algorithm bandwidth, bytes/s.
-      busbw: bus bandwidth, bytes/s.
-      wrong: number of wrong elements.
-    """
-
-    seconds: float
-    algbw: float
-    busbw: float
-    wrong: int
+    seconds: float  # mean time
+    algbw: float  # algorithm bandwidth, bytes/s
+    busbw: float  # bus bandwidth, bytes/s
+    wrong: int  # number of wrong elements
 
 
 def column(case: Case, seconds: float, wrong: int) -> Column:

@@ -19,21 +19,13 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 
 class Instruction(NamedTuple):
-    """An instruction of a scheduled computation.
+    """An instruction of a scheduled computation."""
 
-    Attributes:
-      name: unique in the module.
-      shape: of its result, as HLO text.
-      opcode: as HLO text.
-      operands: names of the operands.
-      text: everything after the opcode's bracket: operands, attributes, metadata, backend configuration.
-    """
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    text: str
+    name: str  # unique in the module
+    shape: str  # of its result, as HLO text
+    opcode: str  # as HLO text
+    operands: tuple[str, ...]  # names of the operands
+    text: str  # everything after the opcode's bracket: operands, attributes, metadata, backend configuration
 
     @property
     def op_name(self) -> str:

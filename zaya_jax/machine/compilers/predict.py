@@ -23,21 +23,13 @@ from zaya_jax.ops.router import CLASSES
 
 
 class Cost(NamedTuple):
-    """What an instruction does.
+    """What an instruction does."""
 
-    Attributes:
-      component: of the prediction, such as 'matmuls'.
-      bytes: read and written.
-      flops: floating-point operations.
-      fraction: of the peak that the operations reach.
-      fp32: whether they are in fp32; fp64 counts as fp32, which is faster.
-    """
-
-    component: str
-    bytes: float
-    flops: float = 0.0
-    fraction: float = 1.0
-    fp32: bool = False
+    component: str  # of the prediction, such as 'matmuls'
+    bytes: float  # read and written
+    flops: float = 0.0  # floating-point operations
+    fraction: float = 1.0  # of the peak that the operations reach
+    fp32: bool = False  # whether they are in fp32; fp64 counts as fp32, which is faster
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the predicted time."""
@@ -62,36 +54,22 @@ class Exposure(NamedTuple):
 
 
 class PartCost(NamedTuple):
-    """What a part of the step costs in a step, collectives aside.
+    """What a part of the step costs in a step, collectives aside."""
 
-    Attributes:
-      seconds: predicted.
-      roofline: seconds at the data sheet's peaks, instruction by instruction.
-      flops: floating-point operations.
-      bytes: read and written.
-    """
-
-    seconds: float = 0.0
-    roofline: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
+    seconds: float = 0.0  # predicted
+    roofline: float = 0.0  # seconds at the data sheet's peaks, instruction by instruction
+    flops: float = 0.0  # floating-point operations
+    bytes: float = 0.0  # read and written
 
 
 class Prediction(NamedTuple):
-    """The predicted time of a step.
+    """The predicted time of a step."""
 
-    Attributes:
-      seconds: of the whole step.
-      components: seconds by component; collectives count as far as they are exposed.
-      parts: what each part of the step costs, see `ops.parts`, the costliest first.
-      exposures: of each collective.
-      costliest: (seconds, times, place, instruction) of fusions and copies, from the costliest.
-    """
-
-    seconds: float
-    components: dict[str, float]
-    parts: dict[str, PartCost]
-    exposures: list[Exposure]
+    seconds: float  # of the whole step
+    components: dict[str, float]  # seconds by component; collectives count as far as they are exposed
+    parts: dict[str, PartCost]  # what each part of the step costs, see `ops.parts`, the costliest first
+    exposures: list[Exposure]  # of each collective
+    # (seconds, times, place, instruction) of fusions and copies, from the costliest
     costliest: list[tuple[float, int, Place, Instruction]]
 
     @property
@@ -101,15 +79,10 @@ class Prediction(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What a program does not tell: which part of its shapes kernels compute.
+    """What a program does not tell: which part of its shapes kernels compute."""
 
-    Attributes:
-      rows: fraction of the rows of the experts' kernels that hold tokens; the rest is skipped.
-      keys: keys that a query sees on average, relative to all before it; less than 1 with windows.
-    """
-
-    rows: float = 1.0
-    keys: float = 1.0
+    rows: float = 1.0  # fraction of the rows of the experts' kernels that hold tokens; the rest is skipped
+    keys: float = 1.0  # keys that a query sees on average, relative to all before it; less than 1 with windows
 
 
 WHOLE = Shares()

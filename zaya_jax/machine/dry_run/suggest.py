@@ -25,17 +25,11 @@ LONG = 32768  # tokens of a sequence from which on it may be worth splitting
 
 
 class Suggestion(NamedTuple):
-    """A change of a phase.
+    """A change of a phase."""
 
-    Attributes:
-      config: the configuration with the change.
-      overrides: the change, as arguments of the command; () for none.
-      estimate: estimate of the phase.
-    """
-
-    config: Config
-    overrides: tuple[str, ...]
-    estimate: PhaseEstimate
+    config: Config  # the configuration with the change
+    overrides: tuple[str, ...]  # the change, as arguments of the command; () for none
+    estimate: PhaseEstimate  # estimate of the phase
 
 
 def suggest(config: Config, phase: int, devices: int, hardware: Hardware) -> list[Suggestion]:

@@ -24,25 +24,15 @@ _STRIDE_ROWS = 4096
 
 
 class Problem(NamedTuple):
-    """One measured function.
+    """One measured function."""
 
-    Attributes:
-      family: 'square', 'stride', 'model', 'experts', 'newton_schulz' or 'attention'.
-      name: of the problem in its family.
-      sizes: what the plots have on their axes, by name.
-      run: function of the arrays.
-      arrays: shapes and dtypes of the floating-point arguments, the first ones.
-      integers: the other arguments.
-      flops: of the operation's definition.
-    """
-
-    family: str
-    name: str
-    sizes: Mapping[str, int]
-    run: Callable[..., Any]
-    arrays: tuple[jax.ShapeDtypeStruct, ...]
-    integers: tuple[np.ndarray, ...]
-    flops: float
+    family: str  # 'square', 'stride', 'model', 'experts', 'newton_schulz' or 'attention'
+    name: str  # of the problem in its family
+    sizes: Mapping[str, int]  # what the plots have on their axes, by name
+    run: Callable[..., Any]  # function of the arrays
+    arrays: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the floating-point arguments, the first ones
+    integers: tuple[np.ndarray, ...]  # the other arguments
+    flops: float  # of the operation's definition
 
 
 def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:

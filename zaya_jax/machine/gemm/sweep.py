@@ -21,27 +21,16 @@ from zaya_jax.run.progress import track
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-      families: of `command.FAMILIES`; 'square', which gives the maximum, is always measured, and first.
-      dtype: 'bfloat16' or 'float32', of the operands.
-      squares: sizes of the square matrices.
-      lengths: tokens of a row of attention.
-      tokens: of a micro-batch on one device.
-      routing: folder of a run whose expert counts to use besides even ones; None for none.
-      flush: bytes that are overwritten before a cold call.
-      repeats: number of timed calls.
-    """
-
-    families: Sequence[str]
-    dtype: str
-    squares: Sequence[int]
-    lengths: Sequence[int]
-    tokens: int
-    routing: str | None
-    flush: int
-    repeats: int
+    families: Sequence[str]  # of `command.FAMILIES`; 'square', which gives the maximum, is always measured, and first
+    dtype: str  # 'bfloat16' or 'float32', of the operands
+    squares: Sequence[int]  # sizes of the square matrices
+    lengths: Sequence[int]  # tokens of a row of attention
+    tokens: int  # of a micro-batch on one device
+    routing: str | None  # folder of a run whose expert counts to use besides even ones; None for none
+    flush: int  # bytes that are overwritten before a cold call
+    repeats: int  # number of timed calls
 
 
 def measure_gemm(config: Config, request: Request) -> dict[str, Any]:

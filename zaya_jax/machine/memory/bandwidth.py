@@ -19,17 +19,11 @@ _FILL = (1.0, 2.0)  # of a and b
 
 
 class Kernel(NamedTuple):
-    """An operation.
+    """An operation."""
 
-    Attributes:
-      run: (a, b) → result.
-      arrays: arrays that it reads or writes.
-      result: expected value of each element; for `dot`, of the mean of the products.
-    """
-
-    run: Callable[[jax.Array, jax.Array], jax.Array]
-    arrays: int
-    result: float
+    run: Callable[[jax.Array, jax.Array], jax.Array]  # (a, b) → result
+    arrays: int  # arrays that it reads or writes
+    result: float  # expected value of each element; for `dot`, of the mean of the products
 
 
 KERNELS = {

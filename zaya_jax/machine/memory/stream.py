@@ -32,15 +32,10 @@ int main(int argc, char **argv) {
 
 
 class Peer(NamedTuple):
-    """A compiled triad.
+    """A compiled triad."""
 
-    Attributes:
-      program: path of the executable.
-      compiler: name and version of the compiler, and its flags.
-    """
-
-    program: Path
-    compiler: str
+    program: Path  # path of the executable
+    compiler: str  # name and version of the compiler, and its flags
 
 
 def compile_stream(folder: Path) -> Peer:

@@ -19,21 +19,13 @@ _TEMPLATE = Path(__file__).parent / "machine.html.j2"
 
 
 class Section(NamedTuple):
-    """What the page shows of a result.
+    """What the page shows of a result."""
 
-    Attributes:
-      result: the result.
-      facts: command, versions, hardware and so on, by name.
-      notes: what failed or was skipped.
-      tables: without empty ones.
-      picture: the plot as a data URI, and what it shows; two empty texts without a plot.
-    """
-
-    result: Result
-    facts: dict[str, str]
-    notes: list[Note]
-    tables: list[Table]
-    picture: tuple[str, str]
+    result: Result  # the result
+    facts: dict[str, str]  # command, versions, hardware and so on, by name
+    notes: list[Note]  # what failed or was skipped
+    tables: list[Table]  # without empty ones
+    picture: tuple[str, str]  # the plot as a data URI, and what it shows; two empty texts without a plot
 
 
 def render(results: Sequence[Result], ignored: Sequence[str]) -> str:

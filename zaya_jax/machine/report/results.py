@@ -30,17 +30,11 @@ VERBS = tuple(dict.fromkeys(("describe", *_VERBS.values(), "sizing")))
 
 
 class Result(NamedTuple):
-    """A result of a verb.
+    """A result of a verb."""
 
-    Attributes:
-      file: name of the file.
-      verb: the verb that wrote it.
-      content: the file's content.
-    """
-
-    file: str
-    verb: str
-    content: dict[str, Any]
+    file: str  # name of the file
+    verb: str  # the verb that wrote it
+    content: dict[str, Any]  # the file's content
 
     @property
     def title(self) -> str:
@@ -61,31 +55,19 @@ class Result(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something that the reader should see first.
+    """Something that the reader should see first."""
 
-    Attributes:
-      status: 'failed' or 'skipped'.
-      part: part of the result; '' for all of it.
-      text: what happened.
-    """
-
-    status: str
-    part: str
-    text: str
+    status: str  # 'failed' or 'skipped'
+    part: str  # part of the result; '' for all of it
+    text: str  # what happened
 
 
 class Measured(NamedTuple):
-    """The hardware that a result is of.
+    """The hardware that a result is of."""
 
-    Attributes:
-      file: name of the file.
-      device: kind of the devices; None if none was measured, or they were simulated.
-      processor: the host's; None if it was not recorded.
-    """
-
-    file: str
-    device: str | None
-    processor: str | None
+    file: str  # name of the file
+    device: str | None  # kind of the devices; None if none was measured, or they were simulated
+    processor: str | None  # the host's; None if it was not recorded
 
 
 def read_results(folder: Path) -> tuple[list[Result], list[str]]:

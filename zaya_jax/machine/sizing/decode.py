@@ -19,21 +19,13 @@ FORWARD_LAUNCHES = 1 / 3
 
 
 class DecodeEstimate(NamedTuple):
-    """The prediction for a step that decodes one token of each sequence.
+    """The prediction for a step that decodes one token of each sequence."""
 
-    Attributes:
-      context: tokens in the cache of each sequence.
-      parameters: bytes of parameters that the step reads.
-      cache: bytes of keys, values and convolution states that it reads.
-      memory: bytes of all parameters and the cache.
-      seconds: predicted time by component.
-    """
-
-    context: int
-    parameters: float
-    cache: int
-    memory: int
-    seconds: dict[str, float]
+    context: int  # tokens in the cache of each sequence
+    parameters: float  # bytes of parameters that the step reads
+    cache: int  # bytes of keys, values and convolution states that it reads
+    memory: int  # bytes of all parameters and the cache
+    seconds: dict[str, float]  # predicted time by component
 
     @property
     def step_seconds(self) -> float:

@@ -20,23 +20,14 @@ _ZAYA = "arXiv 2511.17127, §III"
 
 
 class Product(NamedTuple):
-    """A matrix product of the forward pass, for a micro-batch on one device.
+    """A matrix product of the forward pass, for a micro-batch on one device."""
 
-    Attributes:
-      name: what it computes.
-      times: how often the model runs it: once in each layer, or once.
-      groups: number of products of this size, which run as one grouped product.
-      rows: tokens of each.
-      columns: width of the output.
-      depth: contracted size.
-    """
-
-    name: str
-    times: int
-    groups: int
-    rows: int
-    columns: int
-    depth: int
+    name: str  # what it computes
+    times: int  # how often the model runs it: once in each layer, or once
+    groups: int  # number of products of this size, which run as one grouped product
+    rows: int  # tokens of each
+    columns: int  # width of the output
+    depth: int  # contracted size
 
     @property
     def flops(self) -> float:
@@ -45,66 +36,40 @@ class Product(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was measured on the hardware; each is None if it was not.
+    """What was measured on the hardware; each is None if it was not."""
 
-    Attributes:
-      knee: bytes that saturate the network, by `machine collectives`.
-      experts: speed of the experts' products with evenly spread tokens, over that of the fastest square, by `machine
-        gemm`.
-      stride: speed of products that contract the hidden size, over the median of their neighbours', by the same.
-    """
-
-    knee: float | None = None
+    knee: float | None = None  # bytes that saturate the network, by `machine collectives`
+    # speed of the experts' products with evenly spread tokens, over that of the fastest square, by `machine gemm`
     experts: float | None = None
+    # speed of products that contract the hidden size, over the median of their neighbours', by the same
     stride: float | None = None
 
 
 class Sizes(NamedTuple):
-    """The sizes of a phase.
+    """The sizes of a phase."""
 
-    Attributes:
-      model: the architecture.
-      tokens: tokens of a micro-batch on one device.
-      axes: devices along each mesh axis.
-      in_node: by axis with more than one device, the devices of a group that share a node.
-      hardware: data sheet.
-      fits_twice: whether twice the micro-batch fits, by the dry run's estimate; None if the batch has no more.
-      fits_unsharded: whether the phase fits with `fsdp: 1`, by the same estimate; None if it has no FSDP.
-      message: bytes of the smallest large all-gather of parameters; 0 if none.
-      measured: on this hardware.
-    """
-
-    model: ModelConfig
-    tokens: int
-    axes: Mapping[str, int]
-    in_node: Mapping[str, int]
-    hardware: Hardware
+    model: ModelConfig  # the architecture
+    tokens: int  # tokens of a micro-batch on one device
+    axes: Mapping[str, int]  # devices along each mesh axis
+    in_node: Mapping[str, int]  # by axis with more than one device, the devices of a group that share a node
+    hardware: Hardware  # data sheet
+    # whether twice the micro-batch fits, by the dry run's estimate; None if the batch has no more
     fits_twice: bool | None
-    fits_unsharded: bool | None
-    message: int
-    measured: Measured
+    fits_unsharded: bool | None  # whether the phase fits with `fsdp: 1`, by the same estimate; None if it has no FSDP
+    message: int  # bytes of the smallest large all-gather of parameters; 0 if none
+    measured: Measured  # on this hardware
 
 
 class Finding(NamedTuple):
-    """What a rule says of a phase.
+    """What a rule says of a phase."""
 
-    Attributes:
-      rule: its name.
-      status: 'OPEN' if it needs a measurement that is missing.
-      value: what it looked at.
-      loss: predicted share of the time that is lost; None if it cannot be told.
-      advice: what to change; '' if it passes.
-      reason: why the rule holds.
-      source: where it comes from.
-    """
-
-    rule: str
-    status: Status
-    value: str
-    loss: float | None
-    advice: str
-    reason: str
-    source: str
+    rule: str  # its name
+    status: Status  # 'OPEN' if it needs a measurement that is missing
+    value: str  # what it looked at
+    loss: float | None  # predicted share of the time that is lost; None if it cannot be told
+    advice: str  # what to change; '' if it passes
+    reason: str  # why the rule holds
+    source: str  # where it comes from
 
 
 def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]:

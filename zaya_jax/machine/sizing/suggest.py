@@ -41,19 +41,12 @@ from zaya_jax.train.program import PhaseProgram
 
 
 class Point(NamedTuple):
-    """A shape with the settings of a phase.
+    """A shape with the settings of a phase."""
 
-    Attributes:
-      config: the configuration with both.
-      overrides: the change, as arguments of the command; () for none.
-      training: estimate of the phase.
-      decode: prediction of a decode step with one sequence, as long as the phase's.
-    """
-
-    config: Config
-    overrides: tuple[str, ...]
-    training: PhaseEstimate
-    decode: DecodeEstimate
+    config: Config  # the configuration with both
+    overrides: tuple[str, ...]  # the change, as arguments of the command; () for none
+    training: PhaseEstimate  # estimate of the phase
+    decode: DecodeEstimate  # prediction of a decode step with one sequence, as long as the phase's
 
     @property
     def values(self) -> tuple[float, float]:

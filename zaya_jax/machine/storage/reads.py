@@ -16,26 +16,17 @@ BLOCK = 2**22  # bytes of a sequential read
 
 
 class ReadTiming(NamedTuple):
-    """Timed passes over one file.
+    """Timed passes over one file."""
 
-    Attributes:
-      pattern: 'random', single pages in random order, or 'sequential', in order and `BLOCK` bytes at a time.
-      cache: 'cold' or 'warm'.
-      threads: number of concurrent threads.
-      operations: reads per pass.
-      bytes: bytes per pass.
-      cached: fraction of the file in the page cache at the start of a pass: the maximum over cold passes, the minimum
-        over warm ones.
-      seconds: of each pass.
-    """
-
-    pattern: str
-    cache: str
-    threads: int
-    operations: int
-    bytes: int
+    pattern: str  # 'random', single pages in random order, or 'sequential', in order and `BLOCK` bytes at a time
+    cache: str  # 'cold' or 'warm'
+    threads: int  # number of concurrent threads
+    operations: int  # reads per pass
+    bytes: int  # bytes per pass
+    # fraction of the file in the page cache at the start of a pass: the maximum over cold passes, the minimum over warm
+    # ones
     cached: float
-    seconds: list[float]
+    seconds: list[float]  # of each pass
 
 
 def write_file(path: Path, size: int) -> None:

@@ -32,19 +32,12 @@ class Method(NamedTuple):
 
 
 class SaveTiming(NamedTuple):
-    """Seconds of each repeat.
+    """Seconds of each repeat."""
 
-    Attributes:
-      stall: until training continues.
-      commit: until the checkpoint is durable.
-      cold: to restore and verify it, from the storage.
-      warm: to restore and verify it, from the page cache.
-    """
-
-    stall: list[float]
-    commit: list[float]
-    cold: list[float]
-    warm: list[float]
+    stall: list[float]  # until training continues
+    commit: list[float]  # until the checkpoint is durable
+    cold: list[float]  # to restore and verify it, from the storage
+    warm: list[float]  # to restore and verify it, from the page cache
 
 
 def time_saves(folder: Path, size: int, repeats: int) -> SaveTiming:
