@@ -1,6 +1,7 @@
 """Storage: the page cache, reads of every page, saves, the step that storage can feed, and input."""
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -10,8 +11,7 @@ import pytest
 from zaya_jax.data.io_estimate import PAGE_BYTES
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.storage import reads, saves, sweep
-from zaya_jax.machine.storage.page_cache import cached_fraction, drop_cached
-from zaya_jax.machine.storage.reads import BLOCK, time_reads, write_file
+from zaya_jax.machine.storage.reads import BLOCK, cached_fraction, drop_cached, time_reads, write_file
 from zaya_jax.machine.storage.saves import time_saves
 
 
@@ -29,13 +29,8 @@ def test_the_page_cache_holds_what_was_read(tmp_path):
 def test_a_random_pass_reads_each_page_once(threads, tmp_path, monkeypatch):
     path, seen = tmp_path / "file", []
     write_file(path, 50 * PAGE_BYTES)
-
-    def reader(descriptor, length):
-        read = original(descriptor, length)
-        return lambda offsets: (seen.extend((offsets / PAGE_BYTES).tolist()), read(offsets))[1]
-
-    original = reads._reader
-    monkeypatch.setattr(reads, "_reader", reader)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: seen.append(at / PAGE_BYTES) or read(file, buffers, at))
     reading = time_reads(path, "random", "warm", threads, 1000, 2)
     assert sorted(seen) == sorted([*range(50)] * 2)
     assert seen[:50] != [*range(50)]

@@ -10,11 +10,15 @@ from zaya_jax.machine.compilers.collectives import mesh_axes
 from zaya_jax.machine.compilers.compiled import CompiledStep
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Instruction, Place, shape_bytes, walk
-from zaya_jax.machine.compilers.moves import LARGE, moves_in_loops
-from zaya_jax.machine.compilers.predict import Exposure, Prediction, is_launch, launches
+from zaya_jax.machine.compilers.predict import Exposure, Prediction, fusion_bytes, is_launch, launches
 
 _GB, _MB = 1e9, 1e6
 _LISTED = 8  # rows of a table in the text; the JSON has all
+LARGE = 50e6  # bytes of a move that is listed
+_MOVING = {"bitcast", "bitcast-convert", "broadcast", "concatenate", "constant", "convert", "copy", "dynamic-slice",
+           "dynamic-update-slice", "get-tuple-element", "iota", "pad", "parameter", "reshape", "reverse", "slice",
+           "transpose", "tuple"}  # fmt: skip
+_INDEXING = {"s32", "u32", "s64", "u64", "pred"}  # what indices are computed in
 
 
 def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -58,12 +62,28 @@ def launch_rows(entry: Place) -> dict[str, int]:
     return rows
 
 
-def move_rows(entry: Place) -> list[dict[str, Any]]:
-    """Describe what the step moves in its loops, see `moves.moves_in_loops`."""
-    return [
-        {"bytes": move.bytes, "times": move.place.times, "place": move.place.label, "what": _what(move.instruction)}
-        for move in moves_in_loops(entry)
-    ]
+def move_rows(entry: Place, least: float = LARGE) -> list[dict[str, Any]]:
+    """Describe what copies, transposes, converts or fills at least `least` bytes in the loops of a step.
+
+    Those that move the most bytes come first; nothing that computes is among them.
+    """
+    rows = [
+        {"bytes": moved, "times": place.times, "place": place.label, "what": _what(instruction)}
+        for place in walk(entry) if place.outer is not None
+        for instruction in place.instructions if (moved := _moved(place, instruction)) >= least
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row["bytes"] * row["times"])
+
+
+def _moved(place: Place, instruction: Instruction) -> int:
+    """Return the bytes that an instruction moves; 0 if it computes."""
+    if instruction.opcode in ("copy", "copy-start", "transpose"):
+        return 2 * sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
+    if instruction.opcode != "fusion":
+        return 0
+    body = place.module.computations[instruction.called("calls")]
+    computes = any(x.opcode not in _MOVING and x.shape.partition("[")[0] not in _INDEXING for x in body)
+    return 0 if computes else fusion_bytes(place.module, instruction)
 
 
 def costliest_rows(prediction: Prediction) -> list[dict[str, Any]]:

@@ -8,10 +8,9 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.machine.dry_run.suggest import single_phase
 from zaya_jax.machine.sizing.check import check_sizing
-from zaya_jax.machine.sizing.pareto import dominates
 from zaya_jax.machine.sizing.rules import Measured
 from zaya_jax.machine.sizing.shapes import candidate_shapes
-from zaya_jax.machine.sizing.suggest import Point, search
+from zaya_jax.machine.sizing.suggest import Point, dominates, search
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
 
 _SIZES = ("hidden_size", "expert_size", "num_query_heads", "num_experts", "num_layers")

@@ -33,7 +33,6 @@ from zaya_jax.machine.dry_run.suggest import (
     with_settings,
 )
 from zaya_jax.machine.sizing.decode import DecodeEstimate, estimate_decode
-from zaya_jax.machine.sizing.pareto import pareto_front
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.run.progress import track
@@ -176,3 +175,23 @@ def _model_overrides(before: ModelConfig, after: ModelConfig) -> tuple[str, ...]
         f"model.{field.name}={getattr(after, field.name)}" for field in dataclasses.fields(before)
         if getattr(after, field.name) != getattr(before, field.name)
     )  # fmt: skip
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the indices of the points that no other point dominates, in ascending order of the first value.
+
+    A point dominates another if it is no worse in both values and better in one. Equal points do not dominate each
+    other: the front has all of them or none.
+    """
+    front, least = list[int](), float("inf")
+    for index in sorted(range(len(points)), key=lambda index: points[index]):
+        second = points[index][1]
+        if second < least or (front and points[index] == points[front[-1]]):
+            front.append(index)
+            least = second
+    return front
+
+
+def dominates(point: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Return whether `point` is no worse than `other` in both values, and better in one."""
+    return point != other and point[0] <= other[0] and point[1] <= other[1]

@@ -1,7 +1,8 @@
 """Random and sequential reads of one file, from the storage (cold) and from the page cache (warm)."""
 
+import ctypes
+import mmap
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from zaya_jax.data.io_estimate import PAGE_BYTES
-from zaya_jax.machine.storage.page_cache import cached_fraction, drop_cached
 from zaya_jax.machine.timing import elapsed
 
 BLOCK = 2**22  # bytes of a sequential read
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ReadTiming(NamedTuple):
@@ -31,11 +32,10 @@ class ReadTiming(NamedTuple):
 
 def write_file(path: Path, size: int) -> None:
     """Write `size` random bytes, rounded down to whole pages, and wait until they are durable."""
-    random, left = np.random.default_rng(0), size // PAGE_BYTES * PAGE_BYTES
+    random, whole = np.random.default_rng(0), size // PAGE_BYTES * PAGE_BYTES
     with path.open("wb") as file:
-        while left:
-            file.write(random.bytes(min(left, BLOCK)))
-            left -= min(left, BLOCK)
+        for start in range(0, whole, BLOCK):
+            file.write(random.bytes(min(BLOCK, whole - start)))
         file.flush()
         os.fsync(file.fileno())
 
@@ -68,7 +68,7 @@ def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: i
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, advice)  # without it, a page's neighbours would be read, too
-            seconds.append(_timed(_reader(descriptor, length), parts))
+            seconds.append(_time_pass(descriptor, length, parts))
         finally:
             os.close(descriptor)
     count = sum(map(len, parts))
@@ -77,16 +77,36 @@ def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: i
     )
 
 
-def _timed(read: Callable[[np.ndarray], None], parts: list[np.ndarray]) -> float:
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return elapsed(lambda: list(pool.map(read, parts)))
+def _time_pass(descriptor: int, length: int, parts: list[np.ndarray]) -> float:
+    """Read `length` bytes at each offset, with a thread for each of `parts`."""
 
-
-def _reader(descriptor: int, length: int) -> Callable[[np.ndarray], None]:
     def read(offsets: np.ndarray) -> None:
         buffer = bytearray(length)
         for offset in offsets.tolist():
             if not os.preadv(descriptor, [buffer], offset):
                 raise RuntimeError(f"No bytes at offset {offset} of the file.")
 
-    return read
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return elapsed(lambda: list(pool.map(read, parts)))
+
+
+def drop_cached(path: Path) -> None:
+    """Drop a file, or the files of a folder, from the page cache; dirty pages stay."""
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached_fraction(path: Path) -> float:
+    """Return the fraction of a file's pages that are in the page cache (mincore(2)).
+
+    Raises:
+      OSError: mincore failed.
+    """
+    mapped = np.memmap(path, np.uint8, "r")
+    pages = np.zeros(-(-mapped.nbytes // mmap.PAGESIZE), np.uint8)
+    start, vector = (ctypes.c_void_p(array.ctypes.data) for array in (mapped, pages))
+    if _libc.mincore(start, ctypes.c_size_t(mapped.nbytes), vector):
+        raise OSError(ctypes.get_errno(), f"mincore of {path} failed")
+    return float((pages & 1).mean())

@@ -15,7 +15,7 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.machine.storage.page_cache import drop_cached
+from zaya_jax.machine.storage.reads import drop_cached
 from zaya_jax.machine.timing import elapsed
 
 LARGE = 16  # number of large arrays, which share the state's size
