@@ -19,10 +19,9 @@ FORWARD_LAUNCHES = 1 / 3
 
 
 class DecodeEstimate(NamedTuple):
-    """The prediction for a step that decodes one token of each sequence."""
+    """The prediction for a step that decodes one token of one sequence."""
 
-    context: int  # tokens in the cache of each sequence
-    parameters: float  # bytes of parameters that the step reads
+    parameters: int  # bytes of parameters that the step reads
     cache: int  # bytes of keys, values and convolution states that it reads
     memory: int  # bytes of all parameters and the cache
     seconds: dict[str, float]  # predicted time by component
@@ -33,24 +32,20 @@ class DecodeEstimate(NamedTuple):
         return sum(self.seconds.values())
 
 
-def estimate_decode(model: ModelConfig, batch: int, context: int, dtype: str, hardware: Hardware) -> DecodeEstimate:
+def estimate_decode(model: ModelConfig, context: int, dtype: str, hardware: Hardware) -> DecodeEstimate:
     """Predict a decode step on one device.
 
     Args:
       model: the architecture.
-      batch: number of sequences. Their tokens are taken to be routed evenly and independently: of e experts, a step
-        reads e · (1 − (1 − 1/e)^batch) on average.
-      context: tokens in the cache of each sequence.
+      context: tokens in the cache.
       dtype: name of the dtype of parameters and cache.
       hardware: data sheet or measurements.
     """
     item, reached = jnp.dtype(dtype).itemsize, hardware.reached
-    total = total_parameters(model)
-    idle = total - active_parameters(model) - model.vocab_size * model.hidden_size  # with one sequence; the head is not
-    unread = idle * (1 - 1 / model.num_experts) ** (batch - 1)
-    parameters, cache = item * (total - unread), item * batch * cached_values(model, context)
+    parameters = item * (active_parameters(model) + model.vocab_size * model.hidden_size)  # those of the head are read
+    cache = item * cached_values(model, context)
     seconds = {
         "memory traffic": (parameters + cache) / (hardware.bandwidth * reached.memory),
         "kernel launches": model.num_layers * reached.layer_launches * FORWARD_LAUNCHES * reached.launch,
     }
-    return DecodeEstimate(context, parameters, cache, item * total + cache, seconds)
+    return DecodeEstimate(parameters, cache, item * total_parameters(model) + cache, seconds)

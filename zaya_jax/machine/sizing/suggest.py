@@ -78,7 +78,7 @@ def search(
       on the front, or None if it does not fit or is not among `shapes`.
     """
     context, dtype = config.context_for(config.phases[phase]), config.train.compute_dtype
-    decodes = {shape: estimate_decode(shape, 1, context, dtype, hardware) for shape in shapes}
+    decodes = {shape: estimate_decode(shape, context, dtype, hardware) for shape in shapes}
     fitting = [shape for shape in shapes if decodes[shape].memory <= hardware.allocatable]
     points, own, fastest = list[Point](), None, math.inf
     # In this order, only a shape that trains at least as fast as all before it can be on the front.
