@@ -7,7 +7,7 @@ and at least a launch. A collective hides behind what is scheduled between its s
 import dataclasses
 import math
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.hardware.network import collective_seconds
-from zaya_jax.machine.compilers.collectives import Collective, collectives
+from zaya_jax.machine.compilers.collectives import Collective, place_collectives
 from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
 from zaya_jax.model.arithmetic import attention_flops_per_token
 from zaya_jax.ops.parts import OTHER, part_of
@@ -105,17 +105,13 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
       hardware: data sheet.
       shares: what kernels compute of their shapes.
     """
-    by_place: dict[int, dict[int, Collective]] = {}
-    every = collectives(entry)
-    for collective in every:
-        by_place.setdefault(id(collective.place.instructions), {})[collective.done] = collective
-    components, exposures = defaultdict[str, float](float), list[Exposure]()
+    components, exposures = Counter[str](), list[Exposure]()
     moves, parts = list[tuple[float, int, Place, Instruction]](), dict[str, PartCost]()
 
     def run(place: Place) -> float:
         now, network = 0.0, 0.0  # seconds until the device, and the network, are free
         finished = dict[int, float]()
-        ends = by_place.get(id(place.instructions), {})
+        ends = {collective.done: collective for collective in place_collectives(place)}
         begins = {collective.start: collective for collective in ends.values()}
         for index, instruction in enumerate(place.instructions):
             if index in begins:
@@ -123,10 +119,9 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
             if index in ends:
                 collective = ends[index]
                 exposed = max(0.0, finished[collective.start] - now)
-                exposure = Exposure(collective, _collective_seconds(collective, hardware), exposed)
-                exposures.append(exposure)
-                components[f"exposed {collective.kind}"] += exposure.exposed * place.times
-                now += exposure.exposed
+                exposures.append(Exposure(collective, _collective_seconds(collective, hardware), exposed))
+                components[f"exposed {collective.kind}"] += exposed * place.times
+                now += exposed
             elif instruction.opcode == "while":
                 loop = place.loop(instruction)
                 now += loop.trips * run(loop)
@@ -144,9 +139,8 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
 
     seconds = run(entry)
     moves.sort(key=lambda move: -move[0])
-    by_seconds = dict(sorted(components.items(), key=lambda item: -item[1]))
     parts = dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
-    return Prediction(seconds, by_seconds, parts, exposures, moves)
+    return Prediction(seconds, dict(components.most_common()), parts, exposures, moves)
 
 
 def instruction_part(place: Place, instruction: Instruction) -> str:
@@ -242,14 +236,10 @@ def _attention(shapes: _Arrays) -> float:
     return 4.0 * batch * tokens * keys[1] * heads * size / 2
 
 
-def _router(layers: int) -> Callable[[_Arrays], float]:
+def _router(shapes: _Arrays, layers: int) -> float:
     """Each token meets matrices of the state's width `layers` times, and the output's once."""
-
-    def count(shapes: _Arrays) -> float:
-        rows, width = shapes[0][1]
-        return 2.0 * rows * width * (layers * width + CLASSES)
-
-    return count
+    rows, width = shapes[0][1]
+    return 2.0 * rows * width * (layers * width + CLASSES)
 
 
 # FLOPs by the start of a kernel's name; kernels that only move bytes are not listed. Of the forward pass' two products
@@ -260,8 +250,8 @@ _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
     ("attention_backward_keys", lambda shapes: 2.0 * _attention(shapes)),
     ("attention_backward_queries", lambda shapes: 1.5 * _attention(shapes)),
     ("attention", _attention),
-    ("router_forward", _router(2)),
-    ("router_backward", _router(5)),  # it recomputes the first layer twice
+    ("router_forward", lambda shapes: _router(shapes, 2)),
+    ("router_backward", lambda shapes: _router(shapes, 5)),  # it recomputes the first layer twice
     ("grouped", _grouped),
     ("gram", _symmetric),
 )
