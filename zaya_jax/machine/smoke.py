@@ -112,9 +112,9 @@ def parts(sizes: Sizes, time_kernels: TimeKernels) -> dict[str, Callable[[], dic
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return which parts passed, were skipped, and failed, as lines of text."""
-    ends = {name: "Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"
-            for name, part in results.items()}  # fmt: skip
-    by_end = {end: [name for name in ends if ends[name] == end] for end in ("Passed", "Skipped", "Failed")}
+    by_end: dict[str, list[str]] = {"Passed": [], "Skipped": [], "Failed": []}
+    for name, part in results.items():
+        by_end["Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"].append(name)
     return [f"{end}: {'; '.join(names)}" for end, names in by_end.items() if names]
 
 

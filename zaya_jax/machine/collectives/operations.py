@@ -57,11 +57,6 @@ def broadcasts_by_sum() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def scatters_by_sum() -> bool:
-    """Whether a reduce-scatter is an all-reduce and a slice (`parallel.collectives.sum_scatter`)."""
-    return jax.default_backend() == "cpu" and jax.process_count() > 1
-
-
 COLLECTIVES = {
     collective.name: collective
     for collective in (
@@ -88,10 +83,11 @@ def label(collective: Collective) -> str:
 
     Rows with such a label must not be compared with those of another machine.
     """
-    by_sum = {"broadcast": ("bcast_via_allreduce", broadcasts_by_sum),
-              "reduce_scatter": ("reduce_scatter_via_allreduce", scatters_by_sum)}  # fmt: skip
-    if collective.name in by_sum and by_sum[collective.name][1]():
-        return by_sum[collective.name][0]
+    if collective.name == "broadcast" and broadcasts_by_sum():
+        return "bcast_via_allreduce"
+    # On CPUs, `parallel.collectives.sum_scatter` is an all-reduce and a slice.
+    if collective.name == "reduce_scatter" and jax.default_backend() == "cpu" and jax.process_count() > 1:
+        return "reduce_scatter_via_allreduce"
     return collective.name
 
 

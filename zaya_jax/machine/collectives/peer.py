@@ -13,7 +13,7 @@ _PROGRAMS = {"all_reduce": "all_reduce_perf", "reduce_scatter": "reduce_scatter_
 _SECONDS = 600  # that the program may take
 
 
-def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> dict[int, float] | str | None:
+def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> tuple[dict[int, float], str]:
     """Measure the sizes of one operation over all devices of this process with the program of nccl-tests.
 
     Args:
@@ -22,12 +22,12 @@ def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: 
       repeats: number of timed calls.
 
     Returns:
-      Bus bandwidth out of place in bytes/s, by size in bytes; why the program failed, a sentence; None if it is not
-      installed.
+      Bus bandwidth out of place in bytes/s, by size in bytes, {} if the program is not installed; and why it failed, a
+      sentence or ''.
     """
     program = shutil.which(_PROGRAMS[operation])
     if program is None:
-        return None
+        return {}, ""
     sizes = [row["bytes"] for row in rows]
     factor = max(2, round(sizes[1] / sizes[0])) if len(sizes) > 1 else 2
     arguments = {"-b": sizes[0], "-e": sizes[-1], "-f": factor, "-g": rows[0]["devices"], "-n": repeats, "-w": WARM_UP,
@@ -38,10 +38,10 @@ def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: 
             capture_output=True, text=True, timeout=_SECONDS, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{program} failed: {error}."
+        return {}, f"{program} failed: {error}."
     table = [row for line in done.stdout.splitlines() if len(row := line.split()) > 8 and row[0].isdigit()]
     measured = {int(row[0]): 1e9 * float(row[7]) for row in table}  # size, and bus bandwidth out of place
     if done.returncode or not measured:
         said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
-        return f"{program} failed with status {done.returncode}: {said}"
-    return measured
+        return {}, f"{program} failed with status {done.returncode}: {said}"
+    return measured, ""

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -144,21 +145,16 @@ class Programs:
         compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ()).lower(*arguments).compile()
         counts, kind = collective_counts(compiled.as_text() or ""), compiled_kind(case.collective)
         if counts != ({kind: times} if times else {}):
-            raise RuntimeError(f"The program for {case.collective.name} has the collectives {counts}, but must have "
-                               f"{times} of {kind}.")  # fmt: skip
+            raise RuntimeError(f"The program for {case.collective.name} has the collectives {dict(counts)}, but must "
+                               f"have {times} of {kind}.")  # fmt: skip
         return compiled
 
 
-def collective_counts(text: str) -> dict[str, int]:
-    """Count how often a compiled program runs each kind of collective, loops included.
-
-    Args:
-      text: the scheduled HLO module.
-    """
-    counts: dict[str, int] = {}
+def collective_counts(text: str) -> Counter[str]:
+    """Count how often a scheduled HLO module runs each kind of collective, loops included."""
+    counts = Counter[str]()
     for place in walk(entry_place(parse(text))):
         for instruction in place.instructions:
-            kind = instruction.opcode.removesuffix("-start")
-            if kind in _KINDS:
-                counts[kind] = counts.get(kind, 0) + place.times
+            if (kind := instruction.opcode.removesuffix("-start")) in _KINDS:
+                counts[kind] += place.times
     return counts

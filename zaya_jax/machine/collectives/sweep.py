@@ -13,7 +13,7 @@ import numpy as np
 from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.machine.collectives import text
-from zaya_jax.machine.collectives.fit import Fit, fit_times
+from zaya_jax.machine.collectives.fit import fit_times
 from zaya_jax.machine.collectives.messages import Message, model_messages
 from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, label
 from zaya_jax.machine.collectives.peer import peer_bandwidths
@@ -114,20 +114,14 @@ def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) ->
 
 def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Describe each message with its measured time, and print the time of a step's messages."""
-    seconds: dict[tuple[str, Axes, int], float] = {}
-    for row in results:
-        half = row.get("out_of_place") or row["in_place"]
-        seconds.setdefault((row["operation"], row["axes"], row["bytes"]), half["p50"])
     rows = []
     for message in messages:
-        collective = COLLECTIVES[message.operation]
-        name = label(collective)
-        near = [key for key in seconds if key[:2] == (name, message.axes)]
-        if not near:
-            continue  # an operation that was left out
-        # Sizes are rounded to whole elements in each chunk.
-        each = seconds[min(near, key=lambda key: abs(key[2] - message.bytes))]
-        rows.append(message._asdict() | {"seconds": each})
+        measured = (label(COLLECTIVES[message.operation]), message.axes)
+        if near := [row for row in results if (row["operation"], row["axes"]) == measured]:  # [] if it was left out
+            # Sizes are rounded to whole elements in each chunk.
+            nearest = min(near, key=lambda row: abs(row["bytes"] - message.bytes))
+            half = nearest.get("out_of_place") or nearest["in_place"]
+            rows.append(message._asdict() | {"seconds": half["p50"]})
     total = sum(row["times"] * row["seconds"] for row in rows)
     print_once(*table_lines(message_table(rows)))
     print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
@@ -138,11 +132,9 @@ def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) ->
     """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
     if jax.process_count() > 1 or measured[0]["groups"] > 1 or "out_of_place" not in measured[0]:
         return
-    peers = peer_bandwidths(group.operation, measured, repeats)
-    if isinstance(peers, str):
-        print_once(peers, "")
-    if not isinstance(peers, dict):
-        return
+    peers, failure = peer_bandwidths(group.operation, measured, repeats)
+    if failure:
+        print_once(failure, "")
     for row in measured:
         if peer := peers.get(row["bytes"]):
             row["peer_busbw"] = peer
@@ -212,12 +204,11 @@ def _row(case: Case, mode: Mode, timings: dict[str, Timing]) -> dict[str, Any]:
         "wrong": sum(timing.wrong for timing in timings.values()),
     }  # fmt: skip
     for name, (seconds, _) in timings.items():
-        median, mean = statistics.median(seconds), statistics.fmean(seconds)
-        deviation = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
-        at_median = text.column(case, median, 0)
+        mean, deviation = statistics.fmean(seconds), statistics.stdev(seconds) if len(seconds) > 1 else 0.0
+        median, algbw, busbw, _ = text.column(case, statistics.median(seconds), 0)
         row[name] = {
             "p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds),
-            "mean": mean, "cv": deviation / mean, "algbw": at_median.algbw, "busbw": at_median.busbw,
+            "mean": mean, "cv": deviation / mean, "algbw": algbw, "busbw": busbw,
         }  # fmt: skip
     return row
 
@@ -227,19 +218,16 @@ def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     half = "out_of_place" if "out_of_place" in first else "in_place"
     fit = fit_times([row["bytes"] for row in measured], [row[half]["p50"] for row in measured])
     entry = {key: first[key] for key in ("operation", "mode", "dtype", "devices", "groups", "axes")}
-    if fit is not None:
-        beta = fit.beta._replace(high=fit.beta.high if math.isfinite(fit.beta.high) else None)
-        entry |= {"alpha_seconds": fit.alpha._asdict(), "beta_bytes_per_second": beta._asdict(),
-                  "half_bytes": fit.half_size, "knee_bytes": fit.knee}  # fmt: skip
-    print_once(_sentence(entry, fit), "")
-    return entry
-
-
-def _sentence(entry: dict[str, Any], fit: Fit | None) -> str:
     what = f"{entry['operation']} over {entry['devices']} devices, {entry['dtype']}"
     if fit is None:
-        return f"{what}: no fit; times must grow with the size over at least three sizes"
+        print_once(f"{what}: no fit; times must grow with the size over at least three sizes", "")
+        return entry
     alpha, beta = fit.alpha, fit.beta
-    return (f"{what}: latency {1e6 * alpha.value:,.3g} µs ({1e6 * alpha.low:,.3g} to {1e6 * alpha.high:,.3g}), "
-            f"algorithm bandwidth {beta.value / 1e9:,.3g} GB/s ({beta.low / 1e9:,.3g} to {beta.high / 1e9:,.3g}); "
-            f"half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}")  # fmt: skip
+    print_once(
+        f"{what}: latency {1e6 * alpha.value:,.3g} µs ({1e6 * alpha.low:,.3g} to {1e6 * alpha.high:,.3g}), "
+        f"algorithm bandwidth {beta.value / 1e9:,.3g} GB/s ({beta.low / 1e9:,.3g} to {beta.high / 1e9:,.3g}); "
+        f"half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}", "",
+    )  # fmt: skip
+    beta = beta._replace(high=beta.high if math.isfinite(beta.high) else None)
+    return entry | {"alpha_seconds": alpha._asdict(), "beta_bytes_per_second": beta._asdict(),
+                    "half_bytes": fit.half_size, "knee_bytes": fit.knee}  # fmt: skip

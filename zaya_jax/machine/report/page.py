@@ -38,10 +38,10 @@ def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
     Raises:
       InputError: a result lacks what its verb writes.
     """
-    sections, hardware = list[Section](), []
+    sections, hardware = list[Section](), {}
     for result in results:
         try:
-            hardware.append(describe_hardware(result))
+            hardware[result.file] = describe_hardware(result)
             sections.append(_section(result))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise InputError(f"{result.file} is a damaged result of machine {result.verb}, or one of another version "
@@ -56,7 +56,7 @@ def _section(result: Result) -> Section:
               if content.get(key)}  # fmt: skip
     if versions := content.get("versions"):
         facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    if processor := describe_hardware(result).processor:
+    if processor := describe_hardware(result)[1]:
         hardware = content["hardware"]
         facts["hardware"] = ", ".join(filter(None, (hardware.get("device"), processor, hardware["machine"])))
     tables = [table for table in _TABLES[result.verb](content) if table.rows]

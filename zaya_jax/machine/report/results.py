@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,14 +62,6 @@ class Note(NamedTuple):
     text: str  # what happened
 
 
-class Measured(NamedTuple):
-    """The hardware that a result is of."""
-
-    file: str  # name of the file
-    device: str | None  # kind of the devices; None if none was measured, or they were simulated
-    processor: str | None  # the host's; None if it was not recorded
-
-
 def read_results(folder: Path) -> tuple[list[Result], list[str]]:
     """Read all JSON files of a folder.
 
@@ -103,26 +95,32 @@ def notes(result: Result) -> list[Note]:
             if isinstance(part.get(status), str)]  # fmt: skip
 
 
-def describe_hardware(result: Result) -> Measured:
-    """Return the hardware that a result is of."""
+def describe_hardware(result: Result) -> tuple[str, str]:
+    """Return the kind of the devices that a result is of, '' if none was measured or they were simulated, and the CPU.
+
+    The CPU is '' if it was not recorded.
+    """
     content = result.content
     if result.verb == "sizing":  # needs no device, and names the hardware that it is about
-        return Measured(result.file, None, None)
+        return "", ""
     hardware = content.get("hardware", {})
     source = {"describe": content, "smoke": content.get("parts", {}).get("machine", {})}.get(result.verb, hardware)
     device = re.sub(r"^\d+ × ", "", source.get("device", ""))
-    processor = f"{hardware['cpu']} with {hardware['cpus']} CPUs" if hardware else None
-    return Measured(result.file, None if "simulated" in device else device or None, processor)
+    processor = f"{hardware['cpu']} with {hardware['cpus']} CPUs" if hardware else ""
+    return "" if "simulated" in device else device, processor
 
 
-def differences(measured: Sequence[Measured]) -> tuple[str, str]:
-    """Return the name of the machine, and a sentence if the results are of different hardware, else ''."""
+def differences(hardware: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Return the name of the machine, and a sentence if the results are of different hardware, else ''.
+
+    Args:
+      hardware: device and processor of each result, by its file.
+    """
     devices, processors = dict[str, list[str]](), dict[str, list[str]]()
-    for file, device, processor in measured:
-        if device:
-            devices.setdefault(device, []).append(file)
-        if processor:
-            processors.setdefault(processor, []).append(file)
+    for file, names in hardware.items():
+        for kinds, name in zip((devices, processors), names, strict=True):
+            if name:
+                kinds.setdefault(name, []).append(file)
     accelerators = [device for device in devices if device != "cpu"]
     name = " and ".join(accelerators or processors or devices)
     lists = ["; ".join(f"{kind} ({', '.join(files)})" for kind, files in kinds.items())
