@@ -7,7 +7,7 @@ and at least a launch. A collective hides behind what is scheduled between its s
 import dataclasses
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -105,7 +105,7 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
       hardware: data sheet.
       shares: what kernels compute of their shapes.
     """
-    components, exposures = Counter[str](), list[Exposure]()
+    components, exposures = defaultdict[str, float](float), list[Exposure]()
     moves, parts = list[tuple[float, int, Place, Instruction]](), dict[str, PartCost]()
 
     def run(place: Place) -> float:
@@ -139,8 +139,9 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
 
     seconds = run(entry)
     moves.sort(key=lambda move: -move[0])
+    by_seconds = dict(sorted(components.items(), key=lambda item: -item[1]))
     parts = dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
-    return Prediction(seconds, dict(components.most_common()), parts, exposures, moves)
+    return Prediction(seconds, by_seconds, parts, exposures, moves)
 
 
 def instruction_part(place: Place, instruction: Instruction) -> str:

@@ -1,9 +1,8 @@
 """Measure all problems, print a table for each family, and plot."""
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,7 @@ from zaya_jax.ops.target import current_target
 from zaya_jax.run.progress import track
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What to measure."""
 
     families: Sequence[str]  # of `command.FAMILIES`; 'square', which gives the maximum, is always measured, and first

@@ -26,6 +26,7 @@ from zaya_jax.machine.dry_run.estimate import TARGET, PhaseEstimate, estimate_ph
 from zaya_jax.machine.dry_run.memory import Activations
 from zaya_jax.machine.dry_run.suggest import (
     ActivationTable,
+    differences,
     find_layouts,
     micro_batch_sizes,
     overrides,
@@ -86,7 +87,7 @@ def search(
     for shape in track("trying", fastest_first, lambda x: f"hidden_size {x.hidden_size}, {x.num_layers} layers"):
         changed, is_own = dataclasses.replace(config, model=shape), shape == config.model
         for settings, estimate in _fastest(changed, phase, devices, hardware, math.inf if is_own else fastest):
-            change = (*_model_overrides(config.model, shape),
+            change = (*(f"model.{name}={value}" for name, value in differences(config.model, shape).items()),
                       *overrides(config, config.phases[phase], settings.phases[phase]))  # fmt: skip
             points.append(Point(settings, change, estimate, decodes[shape]))
             own = points[-1] if is_own else own  # the last one is the fastest
@@ -168,13 +169,6 @@ def _least_bytes(model: ModelConfig, remat: Remat, tokens: int, dtype: str) -> i
         products = 2 * (model.query_size + model.kv_size + model.hidden_size + model.expert_size)
         kept += products * jnp.dtype(dtype).itemsize
     return model.num_layers * tokens * kept
-
-
-def _model_overrides(before: ModelConfig, after: ModelConfig) -> tuple[str, ...]:
-    return tuple(
-        f"model.{field.name}={getattr(after, field.name)}" for field in dataclasses.fields(before)
-        if getattr(after, field.name) != getattr(before, field.name)
-    )  # fmt: skip
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
