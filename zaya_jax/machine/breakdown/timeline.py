@@ -16,14 +16,12 @@ class Interval(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Seconds of a device. All but `overlapped` add up to `span`."""
+    """Seconds of a device."""
 
     # time in which operations of each part run, collectives aside; shared evenly if several run at a time
     parts: dict[str, float]
     exposed: float  # time in which collectives run and nothing else
     overlapped: float  # time in which collectives run behind other operations
-    idle: float  # time in which nothing runs
-    span: float  # from the start of the first operation to the end of the last
 
     @property
     def overlap(self) -> float | None:
@@ -39,9 +37,8 @@ def attribute(intervals: Iterable[Interval]) -> Timeline:
         changes[interval.start].append((interval, 1))
         changes[interval.end].append((interval, -1))
     parts, running = defaultdict[str, float](float), Counter[str]()
-    communicating, exposed, overlapped, idle = 0, 0.0, 0.0, 0.0
-    times = sorted(changes)
-    for now, after in pairwise(times):
+    communicating, exposed, overlapped = 0, 0.0, 0.0
+    for now, after in pairwise(sorted(changes)):
         for interval, change in changes[now]:
             if interval.is_collective:
                 communicating += change
@@ -53,6 +50,4 @@ def attribute(intervals: Iterable[Interval]) -> Timeline:
                 parts[part] += seconds * count / at_once
         exposed += seconds if communicating and not at_once else 0.0
         overlapped += seconds if communicating and at_once else 0.0
-        idle += seconds if not communicating and not at_once else 0.0
-    span = (times[-1] - times[0]) / 1e9 if times else 0.0
-    return Timeline(dict(sorted(parts.items(), key=lambda item: -item[1])), exposed, overlapped, idle, span)
+    return Timeline(dict(sorted(parts.items(), key=lambda item: -item[1])), exposed, overlapped)

@@ -47,22 +47,22 @@ def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, st
     result["hardware"] |= {"device": device.device_kind, "memory_bytes": limit}
     result["results"] = []
     with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
-        peer = compile_stream(Path(folder)) if stream else None
+        program, compiler = compile_stream(Path(folder)) if stream else (None, "")
         c_seconds: list[float] = []
         for size in sizes:
             timed: dict[str, list[float]] = {name: [] for name in bandwidth.KERNELS}
             for _ in range(_TOGETHER):
                 for name in bandwidth.KERNELS:
                     timed[name] += bandwidth.time_kernel(name, size, -(-repeats // _TOGETHER))
-                if peer is not None and size == max(sizes):
-                    c_seconds += time_stream(peer, size // bandwidth.ITEM, -(-repeats // _TOGETHER))
+                if program is not None and size == max(sizes):
+                    c_seconds += time_stream(program, size // bandwidth.ITEM, -(-repeats // _TOGETHER))
             print("\n".join([*bandwidth.table(size, timed), ""]), flush=True)
             result["results"] += bandwidth.results(size, timed)
     (triad,) = (row["bytes_per_second"] for row in result["results"]
                 if (row["operation"], row["bytes"]) == ("triad", max(sizes)))  # fmt: skip
-    if peer is not None:
+    if stream:
         theirs = 3 * max(sizes) / min(c_seconds)
-        result["stream"] = {"compiler": peer.compiler, "bytes_per_second": theirs, "ratio": triad / theirs}
+        result["stream"] = {"compiler": compiler, "bytes_per_second": theirs, "ratio": triad / theirs}
     widths = _widths(model, max(sizes))
     kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
     result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]

@@ -3,31 +3,19 @@
 import ctypes
 import mmap
 import os
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from zaya_jax.data.io_estimate import PAGE_BYTES
+from zaya_jax.machine.result import rounded
 from zaya_jax.machine.timing import elapsed
 
 BLOCK = 2**22  # bytes of a sequential read
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class ReadTiming(NamedTuple):
-    """Timed passes over one file."""
-
-    pattern: str  # 'random', single pages in random order, or 'sequential', in order and `BLOCK` bytes at a time
-    cache: str  # 'cold' or 'warm'
-    threads: int  # number of concurrent threads
-    operations: int  # reads per pass
-    bytes: int  # bytes per pass
-    # fraction of the file in the page cache at the start of a pass: the maximum over cold passes, the minimum over warm
-    # ones
-    cached: float
-    seconds: list[float]  # of each pass
 
 
 def write_file(path: Path, size: int) -> None:
@@ -40,16 +28,21 @@ def write_file(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> ReadTiming:
+def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> dict[str, Any]:
     """Time passes of reads.
 
     Args:
       path: file of whole pages.
-      pattern: 'random' or 'sequential'.
+      pattern: 'random', single pages in random order, or 'sequential', in order and `BLOCK` bytes at a time.
       cache: 'cold' drops the file from the page cache before each pass; 'warm' reads it once before the first.
       threads: number of threads that share the reads of a random pass; a sequential one has a single thread.
       operations: maximum number of pages of a random pass.
       repeats: number of passes.
+
+    Returns:
+      For JSON: `pattern`, `cache` and the `threads` that read; `operations` and `bytes` of a pass, and both per second
+      in the median pass; `seconds` of each; `cached`, the fraction of the file in the page cache at the start of a
+      pass: the maximum over cold passes, the minimum over warm ones.
     """
     size = path.stat().st_size
     order = np.random.default_rng(0).permutation(size // PAGE_BYTES)[:operations].astype(np.int64) * PAGE_BYTES
@@ -71,10 +64,13 @@ def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: i
             seconds.append(_time_pass(descriptor, length, parts))
         finally:
             os.close(descriptor)
-    count = sum(map(len, parts))
-    return ReadTiming(
-        pattern, cache, len(parts), count, min(count * length, size), (max if cache == "cold" else min)(cached), seconds
-    )
+    count, median = sum(map(len, parts)), statistics.median(seconds)
+    moved = min(count * length, size)
+    return {
+        "pattern": pattern, "cache": cache, "threads": len(parts), "operations": count, "bytes": moved,
+        "cached": (max if cache == "cold" else min)(cached), "seconds": rounded(seconds),
+        "operations_per_second": count / median, "bytes_per_second": moved / median,
+    }  # fmt: skip
 
 
 def _time_pass(descriptor: int, length: int, parts: list[np.ndarray]) -> float:

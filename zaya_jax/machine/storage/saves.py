@@ -31,17 +31,12 @@ class Method(NamedTuple):
     verify: Callable[[], None] | None = None  # process 0 only
 
 
-class SaveTiming(NamedTuple):
-    """Seconds of each repeat."""
-
-    stall: list[float]  # until training continues
-    commit: list[float]  # until the checkpoint is durable
-    cold: list[float]  # to restore and verify it, from the storage
-    warm: list[float]  # to restore and verify it, from the page cache
-
-
-def time_saves(folder: Path, size: int, repeats: int) -> SaveTiming:
+def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
     """Save and restore arrays of `size` bytes in all, on the first device; a first, untimed repeat starts Orbax.
+
+    Returns:
+      Seconds of each repeat: `stall`, until training continues; `commit`, until the checkpoint is durable; `cold` and
+      `warm`, to restore and verify it from the storage and from the page cache.
 
     Raises:
       RuntimeError: a save fails, or a restored array differs.
@@ -49,7 +44,8 @@ def time_saves(folder: Path, size: int, repeats: int) -> SaveTiming:
     state = make_state(size, _SMALL, jax.devices()[:1])
     method = make_method(folder, state, abstract(state))._replace(verify=None)  # restoring verifies, too
     rows = [time_save(method, step) | time_restores(method, folder, state) for step in range(repeats + 1)][1:]
-    return SaveTiming(*([row[name] for row in rows] for name in ("stall", "commit", "restore_cold", "restore_warm")))
+    names = ("stall", "commit", "restore_cold", "restore_warm")
+    return {name.removeprefix("restore_"): [row[name] for row in rows] for name in names}
 
 
 def make_state(size: int, small: int, devices: Sequence[Any]) -> dict[str, jax.Array]:
