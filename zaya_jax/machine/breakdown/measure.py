@@ -14,7 +14,6 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.breakdown.generation import Work, trace_generation
-from zaya_jax.machine.breakdown.plot import UNATTRIBUTED
 from zaya_jax.machine.breakdown.timeline import attribute
 from zaya_jax.machine.breakdown.trace import Trace, read_trace
 from zaya_jax.machine.comparison import no_data_sheet
@@ -156,6 +155,6 @@ def _rows(trace: Trace, shares: Shares, calls: int) -> dict[str, Any]:
         "exposed_collectives": round(exposed, 6),
         "overlapped_collectives": round(timeline.overlapped / trace.steps, 6),
         "overlap": timeline.overlap,
-        UNATTRIBUTED: round(seconds - sum(measured.values()) - exposed, 6),
+        "unattributed": round(seconds - sum(measured.values()) - exposed, 6),
         "not_predicted": no_data_sheet(trace.device) if hardware is None else None,
     }

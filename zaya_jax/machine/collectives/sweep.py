@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,20 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import Config, ParallelConfig
+from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.machine.collectives import text
 from zaya_jax.machine.collectives.fit import fit_times
-from zaya_jax.machine.collectives.messages import Message, model_messages
 from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, label
 from zaya_jax.machine.collectives.peer import peer_bandwidths
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import Mode, Timing, time_case
+from zaya_jax.machine.compilers.collectives import collectives, mesh_axes
+from zaya_jax.machine.compilers.hlo import entry_place, parse
 from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.report.tables import message_table
 from zaya_jax.machine.result import describe_run, print_once, table_lines
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.metrics import append_row
+from zaya_jax.train.kernels import validated_kernels
+from zaya_jax.train.program import make_programs
+
+_OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}
 
 
 class Sweep(NamedTuple):
@@ -101,6 +108,36 @@ def _groups(sweep: Sweep) -> list[_Group]:
         _Group(operation, dtype, mesh, sweep.axes or nontrivial_axes(mesh, AXES), sweep.sizes)
         for mesh in _meshes(sweep) for operation in sweep.operations for dtype in sweep.dtypes
     ]  # fmt: skip
+
+
+class Message(NamedTuple):
+    """A collective of a step."""
+
+    operation: str  # name in `COLLECTIVES`
+    axes: Axes  # mesh axes that it runs over
+    bytes: int  # its size, as nccl-tests counts it
+    times: int  # how often a step runs it
+
+
+def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
+    """Compile the first phase's largest step for the devices of this job, and find its collectives.
+
+    Returns:
+      The mesh of the step, and its messages, the largest first.
+
+    Raises:
+      InputError: the layout does not suit the number of devices.
+    """
+    programs = make_programs(config)
+    programs.check()
+    program = programs.with_kernels(validated_kernels(config))[0]
+    mesh, counts = program.placement.mesh, Counter[tuple[str, Axes, int]]()
+    compiled = program.trace(largest_stage(config, 0)).lower().compile()
+    for found in collectives(entry_place(parse(compiled.as_text() or ""))):
+        if axes := mesh_axes(found.kind, found.groups, mesh.shape):
+            counts[_OPERATIONS[found.kind], axes, found.bytes] += found.place.times
+    messages = [Message(*key, times) for key, times in counts.items()]
+    return mesh, sorted(messages, key=lambda message: (-message.bytes, message))
 
 
 def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[_Group]:

@@ -13,7 +13,6 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.machine.kernel_cases import Case, Sizes, cases, program
 from zaya_jax.machine.memory import bandwidth
 from zaya_jax.machine.memory.stream import compile_stream, time_stream
-from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.machine.timing import timed
@@ -90,14 +89,3 @@ def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, re
 
     speed = case.bytes / statistics.median(timed(one_call, repeats))
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
-
-
-def draw(path: Path, result: dict[str, Any]) -> None:
-    """Plot bandwidth against the size of an array, from the result of `measure_memory`."""
-    lines = {}
-    for row in result["results"]:
-        xs, ys = lines.setdefault(row["operation"], ([], []))
-        xs.append(row["bytes"])
-        ys.append(row["bytes_per_second"] / 1e9)
-    draw_lines(path, lines, title="Memory bandwidth", x="bytes of an array", y="bandwidth (GB/s)",
-               logarithmic="x")  # fmt: skip
