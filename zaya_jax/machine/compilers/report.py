@@ -10,7 +10,7 @@ from zaya_jax.machine.compilers.collectives import mesh_axes
 from zaya_jax.machine.compilers.compiled import CompiledStep
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Instruction, Place, shape_bytes, walk
-from zaya_jax.machine.compilers.predict import Exposure, Prediction, fusion_bytes, is_launch, launches
+from zaya_jax.machine.compilers.predict import Prediction, fusion_bytes, is_launch, launches
 
 _GB, _MB = 1e9, 1e6
 _LISTED = 8  # rows of a table in the text; the JSON has all
@@ -28,29 +28,22 @@ def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dic
       prediction: of the step.
       axes: number of devices along each mesh axis.
     """
-    rows = [_collective_row(exposure, axes) for exposure in prediction.exposures]
+    rows = []
+    for collective, seconds, exposed in prediction.exposures:
+        place, overlapped = collective.place, Counter[str]()
+        for instruction in collective.between:
+            if instruction.opcode == "while":
+                loop = place.loop(instruction)
+                overlapped[f"{loop.kind} ×{loop.trips}"] += 1
+            elif is_launch(instruction):
+                overlapped[instruction.kernel or instruction.opcode] += 1
+        rows.append({
+            "kind": collective.kind, "place": place.label,
+            "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
+            "bytes": collective.bytes, "times": place.times, "seconds": seconds * place.times,
+            "exposed_seconds": exposed * place.times, "overlapped": dict(overlapped),
+        })  # fmt: skip
     return sorted(rows, key=lambda row: -row["exposed_seconds"])
-
-
-def _collective_row(exposure: Exposure, axes: Mapping[str, int]) -> dict[str, Any]:
-    collective = exposure.collective
-    times, overlapped = collective.place.times, Counter[str]()
-    for instruction in collective.between:
-        if instruction.opcode == "while":
-            loop = collective.place.loop(instruction)
-            overlapped[f"{loop.kind} ×{loop.trips}"] += 1
-        elif is_launch(instruction):
-            overlapped[instruction.kernel or instruction.opcode] += 1
-    return {
-        "kind": collective.kind,
-        "place": collective.place.label,
-        "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
-        "bytes": collective.bytes,
-        "times": times,
-        "seconds": exposure.seconds * times,
-        "exposed_seconds": exposure.exposed * times,
-        "overlapped": dict(overlapped),
-    }
 
 
 def launch_rows(entry: Place) -> dict[str, int]:
@@ -105,8 +98,9 @@ def _what(instruction: Instruction) -> str:
 
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
-    memory = step.memory
-    lines = [
+    memory, moves = step.memory, move_rows(step.entry)
+    moved = sum(row["bytes"] * row["times"] for row in moves)
+    return [
         f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {step.host_bytes / _GB:.1f} GB of this "
         "machine's memory",
         "  memory per device, from the compiler",
@@ -123,18 +117,16 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
         *_part_lines(prediction),
         "  kernel launches",
         *(f"    {_PASS[kind]:<34}{count:8,}" for kind, count in launch_rows(step.entry).items()),
-    ]
-    lines += _collective_lines(prediction, axes)
-    lines.append("  costliest fusions and copies, per step")
-    for row in costliest_rows(prediction)[:_LISTED]:
-        lines.append(f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}")
-    moves = move_rows(step.entry)
-    total = sum(row["bytes"] * row["times"] for row in moves)
-    lines.append(f"  copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops: {len(moves)}, "
-                 f"{total / _GB:,.0f} GB per step")  # fmt: skip
-    for row in moves[:_LISTED]:
-        lines.append(f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}")
-    return lines + _kernel_lines(step)
+        *_collective_lines(prediction, axes),
+        "  costliest fusions and copies, per step",
+        *(f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}"
+          for row in costliest_rows(prediction)[:_LISTED]),
+        f"  copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops: {len(moves)}, "
+        f"{moved / _GB:,.0f} GB per step",
+        *(f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}"
+          for row in moves[:_LISTED]),
+        *_kernel_lines(step),
+    ]  # fmt: skip
 
 
 def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int]) -> dict[str, Any]:

@@ -21,19 +21,19 @@ _SIZES = {"hidden_size": "hidden", "expert_size": "expert", "num_query_heads": "
 
 
 def suggest_shapes(
-    config: Config, phase: int, devices: int, hardware: Hardware, band: float, layers: tuple[int, int],
-    measured: Measured,
+    config: Config, devices: int, hardware: Hardware, measured: Measured, phase: int, band: float,
+    layers: tuple[int, int],
 ) -> dict[str, Any]:  # fmt: skip
     """Search the shapes and describe the front.
 
     Args:
       config: configuration of the run.
-      phase: index of the phase to train.
       devices: number of devices.
       hardware: data sheet or measurements.
+      measured: on this hardware, for the sizing rules.
+      phase: index of the phase to train.
       band: largest relative difference of the total, and of the active parameters, from the configuration's.
       layers: smallest and largest number of layers.
-      measured: on this hardware, for the sizing rules.
 
     Returns:
       The `phase`, `context`, `parameter_band`, `layers` and number of `shapes`; the points of the `front`, from the
