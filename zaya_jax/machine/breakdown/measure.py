@@ -89,12 +89,13 @@ def break_down_generation(
         raise InputError(f"{source} is a run, whose trace is of training: give a configuration file for --work {work}.")
     config = load_config(source, overrides)
     with tempfile.TemporaryDirectory() as temporary:
-        generation = trace_generation(config.model, config.train.compute_dtype, work, batch, prompt, repeats,
-                                      Path(temporary))  # fmt: skip
+        trace, untraced, length, calls = trace_generation(
+            config.model, config.train.compute_dtype, work, batch, prompt, repeats, Path(temporary)
+        )
     what = {"prefill": "prefill", "decode": "decode step"}[work]
-    size = f"{batch} × {generation.length:,} tokens of {source}, {config.train.compute_dtype}"
-    shares = phase_shares(config.model, generation.length, {"expert": 1})
-    return _report(what, size, generation.trace, shares, generation.untraced, None, generation.calls)
+    size = f"{batch} × {length:,} tokens of {source}, {config.train.compute_dtype}"
+    shares = phase_shares(config.model, length, {"expert": 1})
+    return _report(what, size, trace, shares, untraced, None, calls)
 
 
 def _report(

@@ -87,7 +87,7 @@ def _half(half: Column) -> str:
 
 def _number(value: float, width: int) -> str:
     """Format with as many decimals, two at most, as fit the width."""
-    for text in (f"{value:{width}.2f}", f"{value:{width}.1f}", f"{value:{width}.0f}"):
-        if len(text) <= width:
+    for decimals in (2, 1, 0):
+        if len(text := f"{value:{width}.{decimals}f}") <= width:
             return text
     return f"{value:{width}.{1 if width >= 7 else 0}e}"

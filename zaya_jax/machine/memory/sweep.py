@@ -55,8 +55,9 @@ def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, st
                     timed[name] += bandwidth.time_kernel(name, size, -(-repeats // _TOGETHER))
                 if program is not None and size == max(sizes):
                     c_seconds += time_stream(program, size // bandwidth.ITEM, -(-repeats // _TOGETHER))
-            print("\n".join([*bandwidth.table(size, timed), ""]), flush=True)
-            result["results"] += bandwidth.results(size, timed)
+            rows = bandwidth.results(size, timed)
+            print("\n".join([*bandwidth.table(rows), ""]), flush=True)
+            result["results"] += rows
     (triad,) = (row["bytes_per_second"] for row in result["results"]
                 if (row["operation"], row["bytes"]) == ("triad", max(sizes)))  # fmt: skip
     if stream:

@@ -74,9 +74,6 @@ def _gemm(result: Result) -> list[Table]:
 
 
 def _collectives(result: Result) -> list[Table]:
-    def size(key: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[key]:,.0f}" if key in row else NONE
-
     case = {
         "operation": "operation", "dtype": "dtype", "devices": "devices", "groups": "groups",
         "axes": lambda row: ", ".join(row["axes"]),
@@ -96,7 +93,8 @@ def _collectives(result: Result) -> list[Table]:
         rows["nccl-tests, bus (GB/s)"] = quantity("peer_busbw", unit=_GIGA)
     return [
         make_table("Fit of time = α + size / β", result["fits"], {
-            **case, **fit, "half of β at (bytes)": size("half_bytes"), "90 % of β at (bytes)": size("knee_bytes"),
+            **case, **fit, "half of β at (bytes)": quantity("half_bytes", unit=1.0),
+            "90 % of β at (bytes)": quantity("knee_bytes", unit=1.0),
         }, "α is the latency, β the algorithm bandwidth, each with its 95 % confidence interval.",
            "– as the end of an interval means that the measurements give no upper bound."),
         message_table(result.get("messages", [])),
