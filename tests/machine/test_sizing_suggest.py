@@ -23,9 +23,15 @@ from zaya_jax.machine.dry_run.suggest import ActivationTable, micro_batch_sizes,
 from zaya_jax.machine.sizing import report
 from zaya_jax.machine.sizing import shapes as shapes_module
 from zaya_jax.machine.sizing import suggest as sizing_suggest
-from zaya_jax.machine.sizing.decode import estimate_decode
 from zaya_jax.machine.sizing.shapes import candidate_shapes
-from zaya_jax.machine.sizing.suggest import dominates, least_activations, pareto_front, search, whole_node_layouts
+from zaya_jax.machine.sizing.suggest import (
+    dominates,
+    estimate_decode,
+    least_activations,
+    pareto_front,
+    search,
+    whole_node_layouts,
+)
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.parallel.mesh import check_batch, make_mesh

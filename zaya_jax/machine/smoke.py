@@ -24,9 +24,9 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.machine import comparison, context
-from zaya_jax.machine.collectives.check import check_collectives
+from zaya_jax.machine.collectives.timing import check_collectives
 from zaya_jax.machine.describe import describe_machine
-from zaya_jax.machine.report.smoke import comparison_table
+from zaya_jax.machine.report.tables import comparison_table
 from zaya_jax.machine.result import check_request, describe_run, table_lines, write_result
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.machine.train_step import Layout, time_train_step

@@ -9,8 +9,8 @@ import jax
 
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
-from zaya_jax.machine.collectives.check import check_collectives
 from zaya_jax.machine.collectives.operations import COLLECTIVES, label
+from zaya_jax.machine.collectives.timing import check_collectives
 from zaya_jax.machine.preflight import probes
 from zaya_jax.machine.preflight.bisection import ROUNDS, find_slow
 from zaya_jax.machine.result import describe_run, print_once

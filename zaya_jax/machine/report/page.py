@@ -8,12 +8,10 @@ from typing import Any
 
 from zaya_jax.errors import InputError
 from zaya_jax.machine.report.results import Result, describe_hardware, differences, notes
-from zaya_jax.machine.report.smoke import smoke_tables
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result_plots import draw
 from zaya_jax.run.page import render as render_page
 
-_TABLES = TABLES | {"smoke": smoke_tables}
 _TEMPLATE = Path(__file__).parent / "machine.html.j2"
 
 
@@ -49,7 +47,7 @@ def _section(result: Result) -> dict[str, Any]:
     if processor := describe_hardware(result)[1]:
         hardware = content["hardware"]
         facts["hardware"] = ", ".join(filter(None, (hardware.get("device"), processor, hardware["machine"])))
-    tables = [table for table in _TABLES[result.verb](content) if table.rows]
+    tables = [table for table in TABLES[result.verb](content) if table.rows]
     return {"result": result, "facts": facts, "notes": notes(result), "tables": tables, "picture": _picture(result)}
 
 
