@@ -23,7 +23,7 @@ from zaya_jax.generate.decode import BLOCK, compile_generation
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.breakdown import generation
 from zaya_jax.machine.breakdown.measure import check_largest_batch
-from zaya_jax.machine.breakdown.timeline import Interval, attribute
+from zaya_jax.machine.breakdown.trace import Interval, attribute
 from zaya_jax.machine.dry_run import memory
 from zaya_jax.ops.parts import OTHER, PARTS
 from zaya_jax.train import initialization, loop

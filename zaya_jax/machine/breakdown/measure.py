@@ -14,8 +14,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.breakdown.generation import Work, trace_generation
-from zaya_jax.machine.breakdown.timeline import attribute
-from zaya_jax.machine.breakdown.trace import Trace, read_trace
+from zaya_jax.machine.breakdown.trace import Trace, attribute, read_trace
 from zaya_jax.machine.comparison import no_data_sheet
 from zaya_jax.machine.compilers.predict import Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs

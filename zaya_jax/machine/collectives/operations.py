@@ -6,7 +6,7 @@ it by a factor, so that an ideal ring gives the same number for any number of de
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from zaya_jax.parallel.collectives import sum_scatter
 
 Axes = tuple[str, ...]
-SPLIT_IN, SPLIT_OUT = "in", "out"  # the buffer that holds a chunk of 1 / n of the size
 
 
 class Collective(NamedTuple):
@@ -23,7 +22,7 @@ class Collective(NamedTuple):
     name: str  # of the operation
     kind: str  # of its instruction in HLO
     factor: Callable[[int], float]  # bus bandwidth over algorithm bandwidth, for n devices
-    chunked: str  # whether the input (`SPLIT_IN`), the output (`SPLIT_OUT`) or neither ('') is a chunk of the buffer
+    chunked: Literal["in", "out", ""]  # which buffer holds a chunk of 1 / n of the size: input, output or neither
     whole_chunks: bool  # whether the size must be a multiple of the devices
     run: Callable[[jax.Array, Axes], jax.Array]  # (x [t], axes) → result [t], inside a `shard_map`
     # (rank, index of an output element, n, elements of a chunk) → (rank that it comes from, its index there); rank −1
@@ -62,9 +61,9 @@ COLLECTIVES = {
     for collective in (
         Collective("all_reduce", "all-reduce", lambda n: 2 * (n - 1) / n, "", False,
                    jax.lax.psum, lambda _rank, i, _n, _chunk: (-1, i), "sum"),
-        Collective("reduce_scatter", "reduce-scatter", lambda n: (n - 1) / n, SPLIT_OUT, True,
+        Collective("reduce_scatter", "reduce-scatter", lambda n: (n - 1) / n, "out", True,
                    lambda x, axes: sum_scatter(x, axes, 0), lambda rank, i, _n, chunk: (-1, rank * chunk + i), "sum"),
-        Collective("all_gather", "all-gather", lambda n: (n - 1) / n, SPLIT_IN, True,
+        Collective("all_gather", "all-gather", lambda n: (n - 1) / n, "in", True,
                    lambda x, axes: jax.lax.all_gather(x, axes, tiled=True),
                    lambda _rank, i, _n, chunk: (i // chunk, i % chunk)),
         Collective("broadcast", "collective-broadcast", lambda _: 1.0, "", False, _broadcast,

@@ -10,15 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.machine.collectives.operations import (
-    COLLECTIVES,
-    SPLIT_IN,
-    SPLIT_OUT,
-    Axes,
-    Collective,
-    compiled_kind,
-    pattern,
-)
+from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, Collective, compiled_kind, pattern
 from zaya_jax.machine.compilers.hlo import entry_place, parse, walk
 from zaya_jax.parallel.mesh import AXES, AnyMesh
 
@@ -66,8 +58,8 @@ class Programs:
         self.case = case
         collective, n, chunk = case.collective, case.ranks, case.chunk
         self._numbers = pattern(n, case.dtype)
-        self._sent = chunk if collective.chunked == SPLIT_IN else case.elements
-        self._received = chunk if collective.chunked == SPLIT_OUT else case.elements
+        self._sent = chunk if collective.chunked == "in" else case.elements
+        self._received = chunk if collective.chunked == "out" else case.elements
 
     @functools.cached_property
     def fill(self) -> Callable[[], jax.Array]:

@@ -17,7 +17,6 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.collectives import text
 from zaya_jax.machine.collectives.fit import fit_times
 from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, label
-from zaya_jax.machine.collectives.peer import peer_bandwidths
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import Mode, Timing, time_case
 from zaya_jax.machine.compilers.collectives import collectives, mesh_axes
@@ -169,7 +168,7 @@ def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) ->
     """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
     if jax.process_count() > 1 or measured[0]["groups"] > 1 or "out_of_place" not in measured[0]:
         return
-    peers, failure = peer_bandwidths(group.operation, measured, repeats)
+    peers, failure = text.peer_bandwidths(group.operation, measured, repeats)
     if failure:
         print_once(failure, "")
     for row in measured:

@@ -196,7 +196,8 @@ def instruction_cost(place: Place, instruction: Instruction, shares: Shares = WH
         moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
         flops = share * _kernel_flops(instruction.kernel, shapes)
         fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
-        return Cost(f"kernel {family(instruction.kernel)}", moved, flops, ASSUMPTIONS.kernel, fp32)
+        family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", instruction.kernel)
+        return Cost(f"kernel {family}", moved, flops, ASSUMPTIONS.kernel, fp32)
     if "matmul" in instruction.custom_call or "gemm" in instruction.custom_call:
         dtype, out = arrays(instruction.shape)[0]  # the second result is a workspace
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
@@ -207,11 +208,6 @@ def instruction_cost(place: Place, instruction: Instruction, shares: Shares = WH
         name = "matmuls in fp32" if fp32 else "matmuls"
         return Cost(name, moved, 2.0 * math.prod(out) * size, ASSUMPTIONS.matmul, fp32)
     return Cost("other calls", moved)
-
-
-def family(kernel: str) -> str:
-    """Return the name under which a kernel's forward and backward parts are summed."""
-    return re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", kernel)
 
 
 _Arrays = Sequence[tuple[str, tuple[int, ...]]]

@@ -179,11 +179,8 @@ def _on_one_device(program: PhaseProgram, function: Callable[..., Any], *more: A
     placement, results = program.placement, []
 
     def region(params: Any, frozen: Any, *more: Any) -> None:
-        copies = (
-            compute_copy(params, placement.leaves, placement.dtypes),
-            frozen_copy(frozen, placement.leaves),
-        )
-        results.append(function(*copies, *more))
+        copy = compute_copy(params, placement.leaves, placement.dtypes)
+        results.append(function(copy, frozen_copy(frozen, placement.leaves), *more))
 
     arguments = program.abstract_state.params, program.abstract_base
     stored = ({name: placement.leaves[name].stored for name in tree} for tree in arguments)

@@ -90,9 +90,7 @@ def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:
     return column(case, max(seconds), 0).busbw
 
 
-@functools.lru_cache(maxsize=16)  # every round measures the same groups
-def _programs(case: Case) -> Programs:
-    return Programs(case)
+_programs = functools.lru_cache(maxsize=16)(Programs)  # every round measures the same groups
 
 
 def _shortest(call: Callable[..., Any], *arrays: jax.Array) -> float:

@@ -54,14 +54,6 @@ class Result(NamedTuple):
         return content["command"]
 
 
-class Note(NamedTuple):
-    """Something that the reader should see first."""
-
-    status: str  # 'failed' or 'skipped'
-    part: str  # part of the result; '' for all of it
-    text: str  # what happened
-
-
 def read_results(folder: Path) -> tuple[list[Result], list[str]]:
     """Read all JSON files of a folder.
 
@@ -86,13 +78,13 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
     return sorted(results, key=lambda result: VERBS.index(result.verb)), ignored
 
 
-def notes(result: Result) -> list[Note]:
-    """Return what failed or was skipped, in the whole result and in its parts."""
+def notes(result: Result) -> list[dict[str, str]]:
+    """Return what failed or was skipped: the `status`, its `part` ('' for the whole result), and a `text`."""
     parts = {"": result.content, **result.content.get("parts", {})}
     if result.verb == "gemm":
         parts |= {f"{row['family']} {row['name']}": row for row in result.content["results"]}
-    return [Note(status, name, part[status]) for name, part in parts.items() for status in ("failed", "skipped")
-            if isinstance(part.get(status), str)]  # fmt: skip
+    return [{"status": status, "part": name, "text": part[status]} for name, part in parts.items()
+            for status in ("failed", "skipped") if isinstance(part.get(status), str)]  # fmt: skip
 
 
 def describe_hardware(result: Result) -> tuple[str, str]:

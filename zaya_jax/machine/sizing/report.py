@@ -54,8 +54,18 @@ def suggest_shapes(
     def describe(point: Point) -> dict[str, Any]:
         known = measured if point.config.model == config.model else Measured(knee=measured.knee)  # of other products
         findings = check_sizing(single_phase(point.config, phase), devices, hardware, known)[name]
-        return _row(point) | {"rules": [f"{finding.status} {finding.rule}" for finding in findings
-                                        if finding.status in ("WARN", "FAIL")]}  # fmt: skip
+        model, training, decode = point.config.model, point.training, point.decode
+        return {
+            "overrides": point.overrides,
+            "model": {size: getattr(model, size) for size in _SIZES},
+            "total_parameters": total_parameters(model),
+            "active_parameters": active_parameters(model),
+            "tokens_per_second": point.tokens_per_second,
+            "training": {"seconds": training.seconds, "bytes": training.memory.total},
+            "seconds_per_token": decode.step_seconds,
+            "decode": {"seconds": decode.seconds, "bytes": decode.memory},
+            "rules": [f"{finding.status} {finding.rule}" for finding in findings if finding.status in ("WARN", "FAIL")],
+        }
 
     # Of those that dominate the configuration, the one that gains most: in the product of both times.
     better = [] if own is None else [point for point in front if dominates(point.values, own.values)]
@@ -69,20 +79,6 @@ def suggest_shapes(
         "front": [describe(point) for point in front],
         "configuration": None if own is None else describe(own),
         "dominated_by": None if best is None else front.index(best) + 1,
-    }
-
-
-def _row(point: Point) -> dict[str, Any]:
-    model, training, decode = point.config.model, point.training, point.decode
-    return {
-        "overrides": point.overrides,
-        "model": {size: getattr(model, size) for size in _SIZES},
-        "total_parameters": total_parameters(model),
-        "active_parameters": active_parameters(model),
-        "tokens_per_second": point.tokens_per_second,
-        "training": {"seconds": training.seconds, "bytes": training.memory.total},
-        "seconds_per_token": decode.step_seconds,
-        "decode": {"seconds": decode.seconds, "bytes": decode.memory},
     }
 
 
