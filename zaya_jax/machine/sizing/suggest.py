@@ -22,17 +22,9 @@ from zaya_jax.config.parallel import AXES
 from zaya_jax.config.phases import Remat
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.machine.dry_run import suggest as phase_settings
 from zaya_jax.machine.dry_run.estimate import TARGET, PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.machine.dry_run.memory import Activations
-from zaya_jax.machine.dry_run.suggest import (
-    ActivationTable,
-    differences,
-    find_layouts,
-    micro_batch_sizes,
-    overrides,
-    single_phase,
-    with_settings,
-)
 from zaya_jax.model.arithmetic import active_parameters, cached_values, total_parameters
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import select_kernels
@@ -105,8 +97,9 @@ def search(
     for shape in track("trying", fastest_first, lambda x: f"hidden_size {x.hidden_size}, {x.num_layers} layers"):
         changed, is_own = dataclasses.replace(config, model=shape), shape == config.model
         for settings, estimate in _fastest(changed, phase, devices, hardware, math.inf if is_own else fastest):
-            change = (*(f"model.{name}={value}" for name, value in differences(config.model, shape).items()),
-                      *overrides(config, config.phases[phase], settings.phases[phase]))  # fmt: skip
+            widths = phase_settings.differences(config.model, shape)
+            change = (*(f"model.{name}={value}" for name, value in widths.items()),
+                      *phase_settings.overrides(config, config.phases[phase], settings.phases[phase]))  # fmt: skip
             points.append(Point(settings, change, estimate, decodes[shape]))
             own = points[-1] if is_own else own  # the last one is the fastest
             fastest = min(fastest, points[-1].values[0])
@@ -131,14 +124,14 @@ def _fastest(
         for remat in get_args(Remat):
             if products.get(remat, 0.0) > limit:
                 continue
-            for micro_batch in reversed(micro_batch_sizes(config, phase, devices // parallel.context)):
+            for micro_batch in reversed(phase_settings.micro_batch_sizes(config, phase, devices // parallel.context)):
                 tokens = micro_batch * context // parallel.context
                 if _least_bytes(config.model, remat, tokens, config.train.compute_dtype) > hardware.allocatable:
                     continue
-                changed = with_settings(config, phase, parallel, remat, micro_batch)
+                changed = phase_settings.with_settings(config, phase, parallel, remat, micro_batch)
                 try:
                     changed.check()
-                    programs = simulated_programs(single_phase(changed, phase), devices, kernels)
+                    programs = simulated_programs(phase_settings.single_phase(changed, phase), devices, kernels)
                 except InputError:
                     continue
                 bound = estimate_phase(programs, 0, hardware, least_activations)
@@ -147,7 +140,7 @@ def _fastest(
                     bounded.append((seconds, changed, programs))
                 elif seconds > limit and bound.micro_batches > 1:
                     break
-    fitting, table = [], ActivationTable()
+    fitting, table = [], phase_settings.ActivationTable()
     for least, changed, programs in sorted(bounded, key=lambda candidate: candidate[0]):
         if least > limit:
             break
@@ -187,7 +180,7 @@ def whole_node_layouts(config: Config, phase: int, devices: int, node: int) -> l
 
     Part of a node uses part of its links (`rules.whole_nodes`).
     """
-    layouts = list(find_layouts(config, phase, devices, node, across_nodes=False))
+    layouts = list(phase_settings.find_layouts(config, phase, devices, node, across_nodes=False))
     most = {axis: max(getattr(layout, axis) for layout in layouts) for axis in AXES if axis != "data"}
     return [layout for layout in layouts if all(getattr(layout, axis) in (1, size) for axis, size in most.items())]
 
