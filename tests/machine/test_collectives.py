@@ -14,8 +14,8 @@ from tests.devices_helpers import on_devices
 from tests.machine.helpers import parse_rows
 from zaya_jax.config import ParallelConfig
 from zaya_jax.machine.__main__ import main
-from zaya_jax.machine.collectives import check
 from zaya_jax.machine.collectives import sweep as sweep_module
+from zaya_jax.machine.collectives import timing
 from zaya_jax.machine.collectives.fit import fit_times
 from zaya_jax.machine.collectives.operations import COLLECTIVES, pattern
 from zaya_jax.machine.collectives.programs import IN_GRAPH, Case, Programs, collective_counts
@@ -51,8 +51,8 @@ def compared():
             np.testing.assert_array_equal(results, reference(name, rows), name)
         assert wrong_elements(programs) == (0, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "COLLECTIVES", {"all_reduce": COLLECTIVES["all_reduce"]})
-        return check.check_collectives()
+        patch.setattr(timing, "COLLECTIVES", {"all_reduce": COLLECTIVES["all_reduce"]})
+        return timing.check_collectives()
 
 
 def reversed_ring():
@@ -66,7 +66,7 @@ def reversed_ring():
 
 
 def test_results_equal_numpy():
-    assert "skipped" in check.check_collectives()  # one device
+    assert "skipped" in timing.check_collectives()  # one device
     assert on_devices(8, HERE + "compared") == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
 
 

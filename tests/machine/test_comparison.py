@@ -20,7 +20,7 @@ from zaya_jax.machine.compilers.hlo import entry_place, parse
 from zaya_jax.machine.compilers.predict import ASSUMPTIONS, predict
 from zaya_jax.machine.dry_run import memory
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
-from zaya_jax.machine.report.smoke import comparison_table
+from zaya_jax.machine.report.tables import comparison_table
 from zaya_jax.machine.result import table_lines
 from zaya_jax.machine.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
 

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from zaya_jax.machine.context import Case, Sizes, _scaling, context_pass, draw, measure_context
+from zaya_jax.machine.context import Case, Sizes, _scaling, context_pass, measure_context
+from zaya_jax.machine.result_plots import draw
 
 SMALL = Sizes((256,), "float32", query_heads=2, kv_heads=1, channels=8, degrees=(1, 2))
 
@@ -18,7 +19,7 @@ def test_memory_that_falls_as_one_over_n_has_the_exponent_minus_one():
 def test_every_case_is_measured_on_simulated_devices_and_written(tmp_path, capsys):
     png = tmp_path / "context.png"
     result = measure_context(SMALL, 1)
-    draw(png, result)
+    draw("context", png, result)
     assert json.loads(json.dumps(result)) == result
     assert png.read_bytes()[:4] == b"\x89PNG"
     assert result["hardware"]["device"] == "8 × cpu, simulated"

@@ -14,9 +14,8 @@ from zaya_jax.config import load_config
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.gemm import problems, sweep
 from zaya_jax.machine.gemm.command import FAMILIES
-from zaya_jax.machine.gemm.histograms import scale_counts
-from zaya_jax.machine.gemm.sweep import Request, make_problems
-from zaya_jax.machine.gemm.timing import Seconds, time_problem
+from zaya_jax.machine.gemm.problems import scale_counts
+from zaya_jax.machine.gemm.sweep import Request, make_problems, time_problem
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.target import current_target
@@ -81,7 +80,7 @@ def test_the_command_measures_all_families_and_a_runs_routing(tmp_path, monkeypa
         if problem.family not in timed:
             timed.append(problem.family)
             return time_problem(problem, flush, repeats)
-        return Seconds(warm=1e-6, cold=2e-6)
+        return {"warm": 1e-6, "cold": 2e-6}
 
     monkeypatch.setattr(sweep, "time_problem", time_once)
     experts = TINY.model.num_experts

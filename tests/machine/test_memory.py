@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from zaya_jax.machine.__main__ import main
-from zaya_jax.machine.memory.bandwidth import KERNELS, rate, table, time_kernel
+from zaya_jax.machine.memory.bandwidth import KERNELS, results, table, time_kernel
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -19,9 +19,9 @@ def test_each_operation_returns_what_it_should(name, monkeypatch):
 
 
 def test_rates_count_arrays_at_the_shortest_time():
-    assert rate("Triad", 1000, [2.0, 0.5, 1.0]) == 3 * 1000 / 0.5
-    assert rate("Copy", 1000, [2.0, 0.5, 1.0]) == 2 * 1000 / 0.5
-    head, line = table(10**6, {"Triad": [0.5, 1.0]})
+    triad, copy = results(1000, {name: [2.0, 0.5, 1.0] for name in ("Triad", "Copy")})
+    assert (triad["bytes_per_second"], copy["bytes_per_second"]) == (3 * 1000 / 0.5, 2 * 1000 / 0.5)
+    head, line = table(results(10**6, {"Triad": [0.5, 1.0]}))
     assert head.split() == ["Function", "MBytes/sec", "Min", "(sec)", "Max", "Average"]
     assert line.split() == ["Triad", "6.000", "0.50000", "1.00000", "0.75000"]
 

@@ -25,9 +25,9 @@ def main(arguments):
     sizes = ["--operations", *OPERATIONS, "--min-bytes", "512", "--max-bytes", "512", "--repeats", "1"]
     return status or machine.main(["collectives", *sizes, "--output", folder + "collectives", *job])
 
-from zaya_jax.machine.collectives import check
+from zaya_jax.machine.collectives import timing
 from zaya_jax.machine.preflight import probes
-check.COLLECTIVES, check.DTYPES = {{"permute": check.COLLECTIVES["permute"]}}, ("int32",)
+timing.COLLECTIVES, timing.CHECKED = {{"permute": timing.COLLECTIVES["permute"]}}, ("int32",)
 probes.CPU = Sizes(256, "float32", 2**20, 2**12)
 zaya_jax.main.main = main
 """

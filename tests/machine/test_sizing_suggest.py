@@ -23,10 +23,15 @@ from zaya_jax.machine.dry_run.suggest import ActivationTable, micro_batch_sizes,
 from zaya_jax.machine.sizing import report
 from zaya_jax.machine.sizing import shapes as shapes_module
 from zaya_jax.machine.sizing import suggest as sizing_suggest
-from zaya_jax.machine.sizing.decode import estimate_decode
-from zaya_jax.machine.sizing.pareto import dominates, pareto_front
 from zaya_jax.machine.sizing.shapes import candidate_shapes
-from zaya_jax.machine.sizing.suggest import least_activations, search, whole_node_layouts
+from zaya_jax.machine.sizing.suggest import (
+    dominates,
+    estimate_decode,
+    least_activations,
+    pareto_front,
+    search,
+    whole_node_layouts,
+)
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.parallel.mesh import check_batch, make_mesh
@@ -93,7 +98,7 @@ def brute_force(config, devices, hardware, shapes):
     for shape in shapes:
         changed, table = dataclasses.replace(config, model=shape), ActivationTable()
         kernels = select_kernels(TARGET, shape, config.train.compute_dtype)
-        decode = estimate_decode(shape, 1, config.context_for(config.phases[0]), config.train.compute_dtype, hardware)
+        decode = estimate_decode(shape, config.context_for(config.phases[0]), config.train.compute_dtype, hardware)
         for parallel in whole_node_layouts(changed, 0, devices, hardware.node_size):
             sizes = [size for size in micro_batch_sizes(changed, 0, devices // parallel.context)
                      if divides(changed, make_mesh(parallel, devices), size)]  # fmt: skip
@@ -206,7 +211,7 @@ def test_shapes_follow_the_rule(path, band, overrides):
 
 def test_decoding_takes_what_was_computed_by_hand():
     hardware = HARDWARE["mi300x"]
-    single = estimate_decode(RELEASED.model, 1, 4096, "bfloat16", hardware)
+    single = estimate_decode(RELEASED.model, 4096, "bfloat16", hardware)
     # 753.6 M active parameters and the head's 262,272 · 2,048, in two bytes.
     assert single.parameters == 2 * (753_608_528 + 537_133_056)
     # 40,960 bytes a token, and a state of 2 · 1,280 + 128 values in each layer (docs/reference.md §1.1).
@@ -215,20 +220,15 @@ def test_decoding_takes_what_was_computed_by_hand():
     assert single.seconds["memory traffic"] == pytest.approx((2_581_483_168 + 167_987_200) / (0.9 * 5.3e12))
     assert single.seconds["kernel launches"] == pytest.approx(40 * 40 * 2e-6)
     assert single.step_seconds == sum(single.seconds.values())
-    # Two tokens read 16 · (1 − (15/16)²) = 31/16 experts of a layer, of 3 · 2,048² parameters each.
-    pair = estimate_decode(RELEASED.model, 2, 4096, "bfloat16", hardware)
-    assert pair.parameters - single.parameters == pytest.approx(2 * 40 * 15 / 16 * 3 * 2048**2)
-    assert pair.cache == 2 * single.cache
 
 
 def test_decoding_reads_no_more_than_a_window_and_the_experts_there_are():
     model = load_config("configs/zaya1_74b.yaml").model
-    long = estimate_decode(model, 1, 131072, "bfloat16", H200)
+    long = estimate_decode(model, 131072, "bfloat16", H200)
     # 30 full layers, and 30 that keep 4,097 tokens: keys and values of 256 each; a state of 2 · 2,304 + 128.
     assert long.cache == 2 * (30 * (131072 + 4097) * 512 + 60 * (2 * 2304 + 128))
     dense = dataclasses.replace(SMALL.model, num_experts=1)
-    few, many = (estimate_decode(dense, batch, 64, "bfloat16", H200) for batch in (1, 100))
-    assert few.parameters == many.parameters == 2 * total_parameters(dense)
+    assert estimate_decode(dense, 64, "bfloat16", H200).parameters == 2 * total_parameters(dense)
 
 
 @pytest.mark.usefixtures("counted_at_once", "few_widths")

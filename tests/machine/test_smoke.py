@@ -11,24 +11,26 @@ from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.machine import smoke as module
 from zaya_jax.machine.__main__ import main
-from zaya_jax.machine.smoke import STEPS, check_losses, parts, run_part, short_training, sizes_for, smoke
+from zaya_jax.machine.context import measure_context
+from zaya_jax.machine.smoke import STEPS, check_losses, parts, run_part, short_training, smoke
 from zaya_jax.model.arithmetic import total_parameters
 
 
 @pytest.mark.parametrize(("platform", "devices"), [("cpu", 1), ("cpu", 8), ("cuda", 1), ("rocm", 8), ("rocm", 6)])
 def test_the_sizes_fit_any_number_of_devices(platform, devices):
-    sizes = sizes_for(platform, devices)
-    assert total_steps(sizes.run) == STEPS
-    assert sizes.run.train.batch.tokens // sizes.run.data.context % devices == 0
-    assert sizes.run.evaluation.batch_size % devices == 0
-    assert total_parameters(sizes.run.model) < 5e6 if platform == "cpu" else total_parameters(sizes.run.model) > 1e8
+    made = parts(platform, devices, bench_kernels)
+    (run,) = made["training"].args
+    assert total_steps(run) == STEPS
+    assert run.train.batch.tokens // run.data.context % devices == 0
+    assert run.evaluation.batch_size % devices == 0
+    assert total_parameters(run.model) < 5e6 if platform == "cpu" else total_parameters(run.model) > 1e8
     # A CPU simulates devices; a GPU that is alone has none to send to.
     alone = (platform, devices) == ("cuda", 1)
-    assert (sizes.context is None) == alone
+    assert (made["context"].func is not measure_context) == alone
     if alone:
-        assert "skipped" in parts(sizes, bench_kernels)["context"]()
+        assert "skipped" in made["context"]()
     # What one device has nothing to compare with.
-    assert ("train step, fsdp" in parts(sizes, bench_kernels)) == (devices > 1)
+    assert ("train step, fsdp" in made) == (devices > 1)
 
 
 def test_the_losses_of_a_run_fall_and_are_the_same_when_it_is_resumed():
@@ -121,7 +123,7 @@ def test_all_parts_pass_on_a_cpu(tmp_path, monkeypatch, devices):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
     result = smoke(str(tmp_path / "smoke.json"), bench_kernels)
     assert result["failed"] == [], result["parts"]
-    assert list(result["parts"]) == ["machine", *parts(sizes_for("cpu", int(devices)), bench_kernels)]
+    assert list(result["parts"]) == ["machine", *parts("cpu", int(devices), bench_kernels)]
     assert result["parts"]["training"]["resumed_bitwise"]
     measured = {(row["part"], row["quantity"]): row["measured"] for row in result["comparison"]}
     assert measured["kernels", "momentum"] > 0

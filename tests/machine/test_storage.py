@@ -1,6 +1,7 @@
 """Storage: the page cache, reads of every page, saves, the step that storage can feed, and input."""
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -10,8 +11,7 @@ import pytest
 from zaya_jax.data.io_estimate import PAGE_BYTES
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.storage import reads, saves, sweep
-from zaya_jax.machine.storage.page_cache import cached_fraction, drop_cached
-from zaya_jax.machine.storage.reads import BLOCK, time_reads, write_file
+from zaya_jax.machine.storage.reads import BLOCK, cached_fraction, drop_cached, time_reads, write_file
 from zaya_jax.machine.storage.saves import time_saves
 
 
@@ -29,30 +29,30 @@ def test_the_page_cache_holds_what_was_read(tmp_path):
 def test_a_random_pass_reads_each_page_once(threads, tmp_path, monkeypatch):
     path, seen = tmp_path / "file", []
     write_file(path, 50 * PAGE_BYTES)
-
-    def reader(descriptor, length):
-        read = original(descriptor, length)
-        return lambda offsets: (seen.extend((offsets / PAGE_BYTES).tolist()), read(offsets))[1]
-
-    original = reads._reader
-    monkeypatch.setattr(reads, "_reader", reader)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: seen.append(at / PAGE_BYTES) or read(file, buffers, at))
     reading = time_reads(path, "random", "warm", threads, 1000, 2)
     assert sorted(seen) == sorted([*range(50)] * 2)
     assert seen[:50] != [*range(50)]
-    assert (reading.operations, reading.bytes, reading.cached, len(reading.seconds)) == (50, 50 * PAGE_BYTES, 1.0, 2)
-    assert time_reads(path, "random", "cold", threads, 20, 1).operations == 20
+    assert (reading["operations"], reading["bytes"], reading["cached"]) == (50, 50 * PAGE_BYTES, 1.0)
+    assert len(reading["seconds"]) == 2
+    assert time_reads(path, "random", "cold", threads, 20, 1)["operations"] == 20
 
 
-def test_a_sequential_pass_reads_the_whole_file(tmp_path):
-    path = tmp_path / "file"
+def test_a_sequential_pass_reads_the_whole_file(tmp_path, monkeypatch):
+    path, clock = tmp_path / "file", iter([1.0, 2.0, 9.0])
+    monkeypatch.setattr(reads, "elapsed", lambda work: (work(), next(clock))[1])
     write_file(path, BLOCK + PAGE_BYTES)
     reading = time_reads(path, "sequential", "cold", 1, 1, 3)
-    assert (reading.operations, reading.bytes, len(reading.seconds)) == (2, BLOCK + PAGE_BYTES, 3)
+    assert (reading["operations"], reading["bytes"], reading["seconds"]) == (2, BLOCK + PAGE_BYTES, [1, 2, 9])
+    assert (reading["operations_per_second"], reading["bytes_per_second"]) == (1, (BLOCK + PAGE_BYTES) / 2)
 
 
 def test_a_save_is_restored_and_compared(tmp_path, monkeypatch):
     saving = time_saves(tmp_path, 2**20, 2)
-    assert [len(seconds) for seconds in saving] == [2] * 4
+    assert {name: len(seconds) for name, seconds in saving.items()} == dict.fromkeys(
+        ("stall", "commit", "cold", "warm"), 2
+    )
     monkeypatch.setattr(saves, "restore_newest", lambda *_: SimpleNamespace(state={}))
     with pytest.raises(KeyError):
         time_saves(tmp_path / "other", 2**20, 1)
@@ -62,9 +62,9 @@ def test_the_shortest_step_follows_from_pages_and_speed(tmp_path, monkeypatch, c
     fixed = {("random", "cold"): 4.0, ("random", "warm"): 1.0}
 
     def timed(path, pattern, cache, threads, operations, repeats):
-        return reads.ReadTiming(
-            pattern, cache, threads, 400, 1, 0.25, [fixed.get((pattern, cache), 1.0) / threads] * repeats
-        )
+        speed = 400 * threads / fixed.get((pattern, cache), 1.0)
+        return {"pattern": pattern, "cache": cache, "threads": threads, "cached": 0.25, "operations_per_second": speed,
+                "bytes_per_second": 1.0}  # fmt: skip
 
     monkeypatch.setattr(sweep, "time_reads", timed)
     output = tmp_path / "storage.json"

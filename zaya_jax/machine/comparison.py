@@ -12,28 +12,19 @@ _GB, _MS = 1e9, 1e-3
 
 
 class Row(NamedTuple):
-    """One quantity.
+    """One quantity."""
 
-    Attributes:
-      part: part of the smoke test that measured it.
-      quantity: what it is.
-      unit: of the values.
-      predicted: of a step, the compiler's memory and the time predicted from the compiled program; of a kernel, the
-        time of its FLOPs or bytes at fractions of the data sheet's peaks (`hardware.assumptions`). None if
-        there is no prediction.
-      estimated: of a step, the dry run's estimate from shapes and data sheet; of a kernel, the time of its FLOPs or
-        bytes at the speeds that the part measured in matmuls and copies. None if there is no estimate.
-      measured: on this machine; of times, the median. None if the device does not report it.
-      why: why there is no prediction, a sentence; empty if there is one.
-    """
-
-    part: str
-    quantity: str
-    unit: str
+    part: str  # part of the smoke test that measured it
+    quantity: str  # what it is
+    unit: str  # of the values
+    # of a step, the compiler's memory and the time predicted from the compiled program; of a kernel, the time of its
+    # FLOPs or bytes at fractions of the data sheet's peaks (`hardware.assumptions`). None if there is no prediction.
     predicted: float | None
+    # of a step, the dry run's estimate from shapes and data sheet; of a kernel, the time of its FLOPs or bytes at the
+    # speeds that the part measured in matmuls and copies. None if there is no estimate.
     estimated: float | None
-    measured: float | None
-    why: str = ""
+    measured: float | None  # on this machine; of times, the median. None if the device does not report it.
+    why: str = ""  # why there is no prediction, a sentence; empty if there is one
 
     @property
     def ratio(self) -> float | None:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
-from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, restored_environment
@@ -170,17 +168,3 @@ def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
     devices, sizes = np.log(sorted(curve)), np.log([curve[n] for n in sorted(curve)])
     exponent, last = (np.polyfit(devices[start:], sizes[start:], 1)[0] for start in (0, -2))
     return {"exponent": round(float(exponent), 3), "last": round(float(last), 3)}
-
-
-def draw(path: Path, result: Mapping[str, Any]) -> None:
-    """Plot memory per device against the number of devices, from the rows of the longest sequence of a result."""
-    length = max(row["length"] for row in result["results"])
-    curves = memory_curves({Case(row["attention"], row["devices"], length): row["bytes_per_device"]
-                            for row in result["results"] if row["length"] == length})  # fmt: skip
-    lines = {kind: (list(curve), [size / 2**20 for size in curve.values()]) for kind, curve in curves.items()}
-    single_device_bytes = curves[KINDS[0]].get(1)
-    if single_device_bytes is not None:
-        devices = list(curves[KINDS[0]])
-        lines["one device / N (ideal)"] = (devices, [single_device_bytes / n / 2**20 for n in devices])
-    draw_lines(path, lines, title=f"Attention over {length:,} tokens, forward and backward", x="number of devices N",
-               y="memory per device (MiB)")  # fmt: skip

@@ -26,37 +26,21 @@ PRODUCTS = OPERATIONS["experts"].uses
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arrays.
+    """Sizes of the arrays."""
 
-    Attributes:
-      tokens: tokens of the norm, the CCA mix and attention.
-      sequence: tokens per row of attention.
-      mixed: maximum tokens per row of the CCA mix.
-      width: width of the residual stream.
-      query_heads: number of query heads.
-      kv_heads: number of key heads.
-      channels: channels per head, half of which are rotated.
-      router: elements of the router's state.
-      experts: number of experts.
-      per_expert: tokens per expert.
-      expert_width: hidden width of an expert.
-      matrices: number of matrices that Muon orthogonalizes together, and rows and columns of each.
-      decoded: rows of a decode step, and keys per row.
-    """
-
-    tokens: int
-    sequence: int
-    mixed: int
-    width: int
-    query_heads: int
-    kv_heads: int
-    channels: int
-    router: int
-    experts: int
-    per_expert: int
-    expert_width: int
-    matrices: tuple[int, int, int]
-    decoded: tuple[int, int]
+    tokens: int  # tokens of the norm, the CCA mix and attention
+    sequence: int  # tokens per row of attention
+    mixed: int  # maximum tokens per row of the CCA mix
+    width: int  # width of the residual stream
+    query_heads: int  # number of query heads
+    kv_heads: int  # number of key heads
+    channels: int  # channels per head, half of which are rotated
+    router: int  # elements of the router's state
+    experts: int  # number of experts
+    per_expert: int  # tokens per expert
+    expert_width: int  # hidden width of an expert
+    matrices: tuple[int, int, int]  # number of matrices that Muon orthogonalizes together, and rows and columns of each
+    decoded: tuple[int, int]  # rows of a decode step, and keys per row
 
     @property
     def model(self) -> ModelConfig:
@@ -73,45 +57,28 @@ SMALL = Sizes(24, 24, 12, 32, 4, 2, 16, 32, 3, 8, 32, (2, 24, 40), (2, 40))
 
 
 class Aim(NamedTuple):
-    """The goal of a case on an H200.
+    """The goal of a case on an H200."""
 
-    Attributes:
-      of: quantity: 'copy', fraction of the measured copy bandwidth; 'dense', fraction of the measured FLOP/s of dense
-        bf16 matmuls; 'roofline', fraction of the speed that the slower of both allows; 'tflops', TFLOP/s;
-        'reference', speed relative to the reference.
-      least: minimum value of that quantity.
-    """
-
+    # quantity: 'copy', fraction of the measured copy bandwidth; 'dense', fraction of the measured FLOP/s of dense bf16
+    # matmuls; 'roofline', fraction of the speed that the slower of both allows; 'tflops', TFLOP/s; 'reference', speed
+    # relative to the reference
     of: Literal["copy", "dense", "roofline", "tflops", "reference"]
-    least: float
+    least: float  # minimum value of that quantity
 
 
 class Case(NamedTuple):
-    """An operation at one size, in one direction.
+    """An operation at one size, in one direction."""
 
-    Attributes:
-      operation: name of the operation whose kernel is measured (key of `ops.registry.OPERATIONS`).
-      run: function of the implementations, then the floats and the integers.
-      floats: `jax.ShapeDtypeStruct`s of the floating-point arguments.
-      integers: arrays of the integer arguments.
-      backward: whether the gradient is measured: cotangents of the outputs → cotangents of the floats.
-      flops: FLOPs of the operation's definition, with causality but without recomputation or savings by symmetry.
-      bytes: minimum bytes moved: each input is read once, each output written once.
-      aim: goal; None if there is none.
-      further: other operations that are part of the case.
-      held: number of leading floats that are donated, and of leading outputs that reuse their memory, like the training
-        state.
-    """
-
-    operation: str
-    run: Callable[..., Any]
-    floats: tuple[jax.ShapeDtypeStruct, ...]
-    integers: tuple[np.ndarray, ...]
-    backward: bool
-    flops: float
-    bytes: int
-    aim: Aim | None
-    further: tuple[str, ...] = ()
+    operation: str  # name of the operation whose kernel is measured (key of `ops.registry.OPERATIONS`)
+    run: Callable[..., Any]  # function of the implementations, then the floats and the integers
+    floats: tuple[jax.ShapeDtypeStruct, ...]  # `jax.ShapeDtypeStruct`s of the floating-point arguments
+    integers: tuple[np.ndarray, ...]  # arrays of the integer arguments
+    backward: bool  # whether the gradient is measured: cotangents of the outputs → cotangents of the floats
+    flops: float  # FLOPs of the operation's definition, with causality but without recomputation or savings by symmetry
+    bytes: int  # minimum bytes moved: each input is read once, each output written once
+    aim: Aim | None  # goal; None if there is none
+    further: tuple[str, ...] = ()  # other operations that are part of the case
+    # number of leading floats that are donated, and of leading outputs that reuse their memory, like the training state
     held: int = 0
 
     @property

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -24,9 +24,9 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.machine import comparison, context
-from zaya_jax.machine.collectives.check import check_collectives
+from zaya_jax.machine.collectives.timing import check_collectives
 from zaya_jax.machine.describe import describe_machine
-from zaya_jax.machine.report.smoke import comparison_table
+from zaya_jax.machine.report.tables import comparison_table
 from zaya_jax.machine.result import check_request, describe_run, table_lines, write_result
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.machine.train_step import Layout, time_train_step
@@ -42,32 +42,6 @@ from zaya_jax.train.loop import run_training
 STEPS = 50
 FALL = 0.5  # nats/token that the loss must fall
 RESUMED = 0.05  # nats/token by which a resumed run may differ on a GPU, whose sums are not deterministic
-
-
-class Sizes(NamedTuple):
-    """Sizes of the parts.
-
-    Attributes:
-      name: 'full' or 'small'.
-      operations: operations to check.
-      dtypes: dtypes to check them in.
-      kernels: cases of `bench kernels` to time; empty for all.
-      run: run of the part `training`.
-      step: step of one device for the parts `train step`; None for that of ZAYA1-8B.
-      layouts: layouts to time the step in.
-      context: sizes of the part `context`; None with one GPU, since simulated devices would say nothing about it.
-      repeats: number of timed repetitions.
-    """
-
-    name: str
-    operations: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    kernels: tuple[str, ...]
-    run: Config
-    step: Config | None
-    layouts: tuple[Layout, ...]
-    context: context.Sizes | None
-    repeats: int
 
 
 # Times cases of kernels: their names (empty for all), repetitions, output file → result.
@@ -86,46 +60,67 @@ def smoke(output: str | None, time_kernels: TimeKernels) -> dict[str, Any]:
       predictions with measurements (`comparison.Row`).
     """
     check_request(1, {"--output": output or str(Path("benchmarks", "smoke.json"))})
-    with restored_environment():
-        apply_preset(select_preset(None))  # like zaya_jax.main
-        return _smoke(output, time_kernels)
-
-
-def _smoke(output: str | None, time_kernels: TimeKernels) -> dict[str, Any]:
     plugins = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin")
     result = describe_run("smoke test", "", "double precision on the host's CPU", (*plugins, "flax", "optax"))
-    machine = run_part("machine", describe_machine)
-    sizes = sizes_for(machine.get("platform", "cpu"), machine.get("devices", 1))
-    slug = re.sub(r"[^a-z0-9]+", "_", machine.get("device", "unknown").lower()).strip("_")
-    path = output or str(Path("benchmarks", f"smoke_{slug}.json"))
-    result |= {"size": sizes.name, "parts": {"machine": machine}}
-    _write(result, path)
-    for name, work in parts(sizes, time_kernels).items():
-        result["parts"][name] = run_part(name, work)
+    with restored_environment():
+        apply_preset(select_preset(None))  # like zaya_jax.main
+        machine = run_part("machine", describe_machine)
+        platform, slug = machine.get("platform", "cpu"), machine.get("device", "unknown").lower()
+        path = output or str(Path("benchmarks", f"smoke_{re.sub(r'[^a-z0-9]+', '_', slug).strip('_')}.json"))
+        result |= {"size": "small" if platform == "cpu" else "full", "parts": {"machine": machine}}
         _write(result, path)
+        if platform == "cpu":
+            print("JAX found no GPU: running every part on the CPU, at a small size.", flush=True)
+        for name, work in parts(platform, machine.get("devices", 1), time_kernels).items():
+            result["parts"][name] = run_part(name, work)
+            _write(result, path)
     print("\n".join(["", *summary(result["parts"]), *table_lines(comparison_table(result["comparison"]))]))
     print(f"The results are in {path}; please post that file in an issue.")
     return result
 
 
-def parts(sizes: Sizes, time_kernels: TimeKernels) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return the parts after the first, by name; each can be pickled."""
+def parts(platform: str, devices: int, time_kernels: TimeKernels) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return the parts after the first, by name; each can be pickled.
+
+    They take minutes on `devices` GPUs, or one or two on as many simulated CPU devices.
+    """
+    if platform == "cpu":
+        model = ModelConfig(
+            vocab_size=512, hidden_size=64, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=32,
+            num_experts=4, expert_size=64, router_size=16, max_positions=64, rope_base=1.0e4,
+        )  # fmt: skip
+        # One package of the standard library: its tokenizer takes a second.
+        data = DataConfig(corpus=str(Path(sysconfig.get_path("stdlib"), "asyncio")), heldout_fraction=0.2, context=64)
+        run, step = (_run(model, data, sequences, "float32", 2) for sequences in (4 * devices, 4))
+        operations, dtypes, cases, repeats = ("residual_norm", "momentum"), ("float32",), ("momentum",), 2
+        attention = context.Sizes((512,), "float32", degrees=(1, 4))
+    else:
+        model = ModelConfig(
+            vocab_size=16384, hidden_size=512, num_layers=8, num_query_heads=8, num_kv_heads=2, head_dim=64,
+            num_experts=16, expert_size=512, router_size=128, max_positions=1024, rope_base=1.0e4,
+        )  # fmt: skip
+        run, step = _run(model, DataConfig(context=1024), devices * max(1, 16 // devices), "bfloat16"), None
+        operations, dtypes, cases, repeats = tuple(OPERATIONS), ("float32", "bfloat16"), (), 5
+        attention = context.GPU
+    layouts: tuple[Layout, ...] = ("data", "fsdp") if devices > 1 else ("data",)
+    # With one GPU, simulated devices would say nothing about it.
+    alone = "Context parallelism needs at least two GPUs, and there is only one."
     return {
-        "operations": functools.partial(_operations, sizes.dtypes, sizes.operations),
-        "kernels": functools.partial(_kernels, time_kernels, sizes.kernels, sizes.repeats),
+        "operations": functools.partial(_operations, dtypes, operations),
+        "kernels": functools.partial(_kernels, time_kernels, cases, repeats),
         "collectives": check_collectives,
-        "training": functools.partial(short_training, sizes.run),
-        **{f"train step, {layout}": functools.partial(time_train_step, sizes.step, layout, sizes.repeats)
-           for layout in sizes.layouts},
-        "context": functools.partial(_context, sizes.context, sizes.repeats),
+        "training": functools.partial(short_training, run),
+        **{f"train step, {layout}": functools.partial(time_train_step, step, layout, repeats) for layout in layouts},
+        "context": functools.partial(dict, skipped=alone) if platform != "cpu" and devices == 1
+        else functools.partial(context.measure_context, attention, repeats),
     }  # fmt: skip
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return which parts passed, were skipped, and failed, as lines of text."""
-    ends = {name: "Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"
-            for name, part in results.items()}  # fmt: skip
-    by_end = {end: [name for name in ends if ends[name] == end] for end in ("Passed", "Skipped", "Failed")}
+    by_end: dict[str, list[str]] = {"Passed": [], "Skipped": [], "Failed": []}
+    for name, part in results.items():
+        by_end["Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"].append(name)
     return [f"{end}: {'; '.join(names)}" for end, names in by_end.items() if names]
 
 
@@ -153,29 +148,6 @@ def _write(result: dict[str, Any], path: str) -> None:
     result["failed"] = [name for name, part in result["parts"].items() if "failed" in part]
     result["comparison"] = comparison.as_json(rows)
     write_result(result, path)
-
-
-def sizes_for(platform: str, devices: int) -> Sizes:
-    """Choose sizes that take minutes on `devices` GPUs, or one or two on as many simulated CPU devices."""
-    layouts: tuple[Layout, ...] = ("data", "fsdp") if devices > 1 else ("data",)
-    if platform == "cpu":
-        print("JAX found no GPU: running every part on the CPU, at a small size.", flush=True)
-        model = ModelConfig(
-            vocab_size=512, hidden_size=64, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=32,
-            num_experts=4, expert_size=64, router_size=16, max_positions=64, rope_base=1.0e4,
-        )  # fmt: skip
-        # One package of the standard library: its tokenizer takes a second.
-        data = DataConfig(corpus=str(Path(sysconfig.get_path("stdlib"), "asyncio")), heldout_fraction=0.2, context=64)
-        return Sizes("small", ("residual_norm", "momentum"), ("float32",), ("momentum",),
-                     _run(model, data, 4 * devices, "float32", 2), _run(model, data, 4, "float32", 2), layouts,
-                     context.Sizes((512,), "float32", degrees=(1, 4)), 2)  # fmt: skip
-    model = ModelConfig(
-        vocab_size=16384, hidden_size=512, num_layers=8, num_query_heads=8, num_kv_heads=2, head_dim=64,
-        num_experts=16, expert_size=512, router_size=128, max_positions=1024, rope_base=1.0e4,
-    )  # fmt: skip
-    run = _run(model, DataConfig(context=1024), devices * max(1, 16 // devices), "bfloat16")
-    return Sizes("full", tuple(OPERATIONS), ("float32", "bfloat16"), (), run, None, layouts,
-                 context.GPU if devices > 1 else None, 5)  # fmt: skip
 
 
 def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: str, micro_batch: int | None = None) -> Config:
@@ -240,12 +212,6 @@ def check_losses(losses: list[float], difference: float, allowed: float) -> str 
     if not difference <= allowed:
         return f"The resumed run differs by {difference:.2g} nats/token; at most {allowed:g} is allowed."
     return None
-
-
-def _context(sizes: context.Sizes | None, repeats: int) -> dict[str, Any]:
-    if sizes is None:
-        return {"skipped": "Context parallelism needs at least two GPUs, and there is only one."}
-    return context.measure_context(sizes, repeats)
 
 
 def _operations(dtypes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:

@@ -22,13 +22,7 @@ from zaya_jax.machine.compilers.predict import phase_shares, predict
 from zaya_jax.machine.compilers.report import as_json
 from zaya_jax.machine.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.machine.result import rounded
-from zaya_jax.machine.step import (
-    describe_throughput,
-    peak_memory,
-    random_tokens,
-    throughput,
-    time_train_steps,
-)
+from zaya_jax.machine.step import describe_throughput, peak_memory, random_tokens, throughput, time_train_steps
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.memory_errors import available_memory, gigabytes
@@ -73,7 +67,6 @@ def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict
     flops = stage.tokens * training_flops_per_token(model, stage.context)
     speed = throughput(statistics.median(times), stage.tokens, flops, kind, devices)
     print(f"   {describe_throughput(speed)}", flush=True)
-    host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {
         "devices": devices,
         "layout": layout,
@@ -91,7 +84,7 @@ def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict
         **peak_memory(jax.devices()[0], compiled),
         "estimated": {"seconds": estimate.step_seconds, "bytes": estimate.memory.total,
                       "memory": estimate.memory._asdict(), "bounds": estimate.bounds},
-        **_from_program(config, compiled, kind, devices, hardware, estimate, seconds, host_bytes),
+        **_from_program(config, compiled, kind, devices, hardware, estimate, seconds),
     }  # fmt: skip
     finite = all(map(math.isfinite, losses))
     return result if finite else result | {"failed": f"A loss is not finite: {result['losses']}."}
@@ -186,10 +179,10 @@ def estimated_bytes(config: Config, devices: int) -> int:
 
 def _from_program(
     config: Config, compiled: Any, kind: str, devices: int, hardware: Hardware | None, estimate: PhaseEstimate,
-    seconds: float, host_bytes: int,
+    seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Describe the compiled program, and predict its time if the device has a data sheet."""
-    memory = program_memory(compiled)
+    memory, host_bytes = program_memory(compiled), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = {"peak": peak_bytes(memory)}
     contents: dict[str, Any] = {"compiled": {"seconds": seconds, "host_bytes": host_bytes, "memory": memory | peak}}
     if hardware is None:

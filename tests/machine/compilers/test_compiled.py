@@ -16,7 +16,6 @@ from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.compiled import compile_step
 from zaya_jax.machine.compilers.gpus import GPUS
-from zaya_jax.machine.compilers.moves import moves_in_loops
 from zaya_jax.machine.compilers.predict import phase_shares, predict
 from zaya_jax.machine.compilers.report import collective_rows, launch_rows, move_rows
 from zaya_jax.machine.compilers.toolchain import environment
@@ -121,9 +120,9 @@ def test_layers_copy_no_matrices_of_experts():
     model = config("mi300x").model
     experts = model.num_experts // AXES["mi300x"]["expert"]
     gate_up = 2 * experts * model.hidden_size * 2 * model.expert_size  # bytes in bf16, read and written by a copy
-    moves = moves_in_loops(compiled("mi300x").entry, 2 * gate_up)
+    moves = move_rows(compiled("mi300x").entry, 2 * gate_up)
     # The last micro-batch stands alone: its layers reduce their gradients, and read copies.
-    assert not [move.instruction.op_name for move in moves if "micro-batches" in move.place.label]
+    assert not [move["what"] for move in moves if "micro-batches" in move["place"]]
 
 
 def run(gpu, folder, code, flags="", measurements=None):

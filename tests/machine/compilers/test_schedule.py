@@ -14,8 +14,8 @@ from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.machine.compilers.collectives import collectives, device_groups, mesh_axes
 from zaya_jax.machine.compilers.compiled import failure_reason
 from zaya_jax.machine.compilers.hlo import Instruction, arrays, entry_place, parse, shape_bytes, walk
-from zaya_jax.machine.compilers.moves import moves_in_loops
 from zaya_jax.machine.compilers.predict import Shares, _kernel_flops, instruction_cost, launches, phase_shares, predict
+from zaya_jax.machine.compilers.report import move_rows
 
 H200 = HARDWARE["h200"]
 # A loop of 20 layers in a loop of 4 micro-batches, and a gather that one fusion hides.
@@ -233,15 +233,15 @@ def test_matmuls_in_fp32_have_a_peak_of_their_own(dtype, peak):
 
 
 def test_moves_in_loops_are_those_that_compute_nothing():
-    (slice_of_weights,) = moves_in_loops(ENTRY, least=1e6)
-    assert slice_of_weights.instruction.name == "weights"
-    assert (slice_of_weights.bytes, slice_of_weights.place.times) == (4 + 2 * 2**21, 80)
-    assert moves_in_loops(ENTRY) == []  # of 50 MB and more
+    (slice_of_weights,) = move_rows(ENTRY, least=1e6)
+    assert slice_of_weights["what"] == "fusion jvp(layers)/dynamic_slice"
+    assert (slice_of_weights["bytes"], slice_of_weights["times"]) == (4 + 2 * 2**21, 80)
+    assert move_rows(ENTRY) == []  # of 50 MB and more
     negated = TEXT.replace("bitcast(%slice.1)", "negate(%slice.1)")
-    assert moves_in_loops(entry_place(parse(negated)), least=1e6) == []
+    assert move_rows(entry_place(parse(negated)), least=1e6) == []
     copied = TEXT.replace("fusion(%stack, %index), kind=kLoop, calls=%slice_fused", "copy(%stack)")
-    (whole,) = moves_in_loops(entry_place(parse(copied)), least=1e6)
-    assert whole.bytes == 2 * 2 * 20 * 1024**2
+    (whole,) = move_rows(entry_place(parse(copied)), least=1e6)
+    assert whole["bytes"] == 2 * 2 * 20 * 1024**2
 
 
 @pytest.mark.parametrize(("dtype", "fp32"), [("bf16", False), ("f32", True), ("f64", True)])

@@ -3,7 +3,7 @@
 import functools
 import statistics
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 
@@ -20,25 +20,9 @@ from zaya_jax.train.profiler import StepProfiler
 Work = Literal["prefill", "decode"]
 
 
-class GenerationTrace(NamedTuple):
-    """A trace of generation.
-
-    Attributes:
-      trace: of `Trace.steps` prompts, or decode steps.
-      untraced: median seconds of one without the profiler.
-      length: tokens of a prompt, rounded up to whole chunks.
-      calls: how often a prompt, or a decode step, runs the program that was traced, whose loop counts once.
-    """
-
-    trace: Trace
-    untraced: float
-    length: int
-    calls: int
-
-
 def trace_generation(
     model: ModelConfig, dtype: str, work: Work, batch: int, prompt: int, repeats: int, folder: Path
-) -> GenerationTrace:  # fmt: skip
+) -> tuple[Trace, float, int, int]:  # fmt: skip
     """Trace `repeats` prompts, or blocks of decode steps after one, on the first device.
 
     Args:
@@ -49,6 +33,11 @@ def trace_generation(
       prompt: tokens of each.
       repeats: number of prompts or blocks.
       folder: for the trace.
+
+    Returns:
+      A trace of `Trace.steps` prompts or decode steps; the median seconds of one without the profiler; tokens of a
+      prompt, rounded up to whole chunks; and how often a prompt or decode step runs the program that was traced, whose
+      loop counts once.
 
     Raises:
       InputError: prompt and new tokens exceed `model.max_positions`.
@@ -81,7 +70,7 @@ def trace_generation(
     window.stop(repeats, out)
     trace = read_trace(folder / PROFILE, f"jit__{work}")
     calls = len(programs.chunks) if work == "prefill" else 1
-    return GenerationTrace(trace._replace(steps=repeats * count), untraced, length, calls)
+    return trace._replace(steps=repeats * count), untraced, length, calls
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -14,11 +14,9 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.breakdown.generation import Work, trace_generation
-from zaya_jax.machine.breakdown.plot import UNATTRIBUTED
-from zaya_jax.machine.breakdown.timeline import attribute
-from zaya_jax.machine.breakdown.trace import Trace, read_trace
+from zaya_jax.machine.breakdown.trace import Trace, attribute, read_trace
 from zaya_jax.machine.comparison import no_data_sheet
-from zaya_jax.machine.compilers.predict import PartCost, Shares, phase_shares, predict
+from zaya_jax.machine.compilers.predict import Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables
@@ -62,10 +60,8 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
             untraced = trace_random_steps(config, steps, Path(temporary))
             trace = read_trace(Path(temporary) / PROFILE)
     stage = stage_at(config, trace.first_step - 1)
-    shares = phase_shares(
-        config.model, stage.context, {"expert": config.parallel_for(config.phases[stage.phase]).expert}
-    )
-    estimated = None
+    parallel, estimated = config.parallel_for(config.phases[stage.phase]), None
+    shares = phase_shares(config.model, stage.context, {"expert": parallel.expert})
     if hardware is not None:
         sheet, programs = get_hardware(hardware, trace.devices), simulated_programs(config, trace.devices)
         estimated = estimate_phase(programs, stage.phase, sheet).step_seconds
@@ -92,12 +88,13 @@ def break_down_generation(
         raise InputError(f"{source} is a run, whose trace is of training: give a configuration file for --work {work}.")
     config = load_config(source, overrides)
     with tempfile.TemporaryDirectory() as temporary:
-        generation = trace_generation(config.model, config.train.compute_dtype, work, batch, prompt, repeats,
-                                      Path(temporary))  # fmt: skip
+        trace, untraced, length, calls = trace_generation(
+            config.model, config.train.compute_dtype, work, batch, prompt, repeats, Path(temporary)
+        )
     what = {"prefill": "prefill", "decode": "decode step"}[work]
-    size = f"{batch} × {generation.length:,} tokens of {source}, {config.train.compute_dtype}"
-    shares = phase_shares(config.model, generation.length, {"expert": 1})
-    return _report(what, size, generation.trace, shares, generation.untraced, None, generation.calls)
+    size = f"{batch} × {length:,} tokens of {source}, {config.train.compute_dtype}"
+    shares = phase_shares(config.model, length, {"expert": 1})
+    return _report(what, size, trace, shares, untraced, None, calls)
 
 
 def _report(
@@ -139,21 +136,18 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
 
 def _rows(trace: Trace, shares: Shares, calls: int) -> dict[str, Any]:
     """Compare the trace with the prediction from the same program, which each step runs `calls` times."""
-    timeline, seconds = attribute(trace.intervals), trace.seconds / trace.steps
+    timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_hardware(trace.device)
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps
-    hardware, predicted, reason = find_hardware(trace.device), dict[str, PartCost](), no_data_sheet(trace.device)
-    if hardware is not None:
-        predicted, reason = predict(trace.entry, hardware, shares).parts, None
-    names = [*measured, *(part for part in PARTS if part in predicted and part not in measured)]
-    parts = {
-        name: {
+    predicted = {} if hardware is None else predict(trace.entry, hardware, shares).parts
+    parts = {}
+    for name in dict.fromkeys((*measured, *(part for part in PARTS if part in predicted))):
+        cost = predicted.get(name)
+        parts[name] = {
             "measured": round(measured.get(name, 0.0), 6),
-            "predicted": round(calls * predicted[name].seconds, 6) if name in predicted else None,
-            "roofline": round(calls * predicted[name].roofline, 6) if name in predicted else None,
+            "predicted": None if cost is None else round(calls * cost.seconds, 6),
+            "roofline": None if cost is None else round(calls * cost.roofline, 6),
         }
-        for name in names
-    }
     return {
         "steps": trace.steps,
         "seconds": round(seconds, 6),
@@ -161,6 +155,6 @@ def _rows(trace: Trace, shares: Shares, calls: int) -> dict[str, Any]:
         "exposed_collectives": round(exposed, 6),
         "overlapped_collectives": round(timeline.overlapped / trace.steps, 6),
         "overlap": timeline.overlap,
-        UNATTRIBUTED: round(seconds - sum(measured.values()) - exposed, 6),
-        "not_predicted": reason,
+        "unattributed": round(seconds - sum(measured.values()) - exposed, 6),
+        "not_predicted": no_data_sheet(trace.device) if hardware is None else None,
     }

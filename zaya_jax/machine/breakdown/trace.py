@@ -1,14 +1,15 @@
-"""Read a profiler trace of one program: when each operation of a device ran, and its part of the step."""
+"""Read a profiler trace of one program, and attribute the time of a device to the parts of a step."""
 
 import json
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from zaya_jax.errors import InputError
-from zaya_jax.machine.breakdown.timeline import Interval
 from zaya_jax.machine.compilers.collectives import KINDS
 from zaya_jax.machine.compilers.hlo import Place, entry_place, parse, walk
 from zaya_jax.machine.compilers.predict import instruction_part
@@ -19,26 +20,40 @@ _CONTAINERS = ("while", "call", "conditional")  # whose time is that of the oper
 _COLLECTIVES = (*KINDS, "collective-broadcast")
 
 
+class Interval(NamedTuple):
+    """One operation on one thread or stream."""
+
+    start: float  # in ns
+    end: float  # in ns
+    part: str  # of the step, see `ops.parts`
+    is_collective: bool = False  # whether it communicates
+
+
+class Timeline(NamedTuple):
+    """Seconds of a device."""
+
+    # time in which operations of each part run, collectives aside; shared evenly if several run at a time
+    parts: dict[str, float]
+    exposed: float  # time in which collectives run and nothing else
+    overlapped: float  # time in which collectives run behind other operations
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the time of collectives that other operations hide; None without collectives."""
+        total = self.exposed + self.overlapped
+        return self.overlapped / total if total else None
+
+
 class Trace(NamedTuple):
-    """A trace of steps of one program.
+    """A trace of steps of one program."""
 
-    Attributes:
-      intervals: the operations of the first device.
-      entry: the compiled step.
-      first_step: the first step; the first of a run is 1.
-      steps: number of steps.
-      seconds: their time together, by the host's clock.
-      device: kind of device, as the runtime calls it.
-      devices: number of devices that trained.
-    """
-
-    intervals: list[Interval]
-    entry: Place
-    first_step: int
-    steps: int
-    seconds: float
-    device: str
-    devices: int
+    intervals: list[Interval]  # the operations of the first device
+    entry: Place  # the compiled step
+    first_step: int  # the first step; the first of a run is 1
+    steps: int  # number of steps
+    seconds: float  # their time together, by the host's clock
+    device: str  # kind of device, as the runtime calls it
+    devices: int  # number of devices that trained
 
 
 def read_trace(folder: Path, module: str = "train_step") -> Trace:
@@ -80,3 +95,26 @@ def _events(file: Path, module: str) -> Iterator[tuple[float, float, str]]:
                     device = (plane.name, stats.get("device_ordinal", 0))
                     by_device.setdefault(device, []).append((event.start_ns, event.end_ns, str(stats["hlo_op"])))
     yield from by_device[min(by_device)] if by_device else ()
+
+
+def attribute(intervals: Iterable[Interval]) -> Timeline:
+    """Attribute each moment to what runs in it; intervals may overlap, in any order."""
+    changes = defaultdict[float, list[tuple[Interval, int]]](list)
+    for interval in intervals:
+        changes[interval.start].append((interval, 1))
+        changes[interval.end].append((interval, -1))
+    parts, running = defaultdict[str, float](float), Counter[str]()
+    communicating, exposed, overlapped = 0, 0.0, 0.0
+    for now, after in pairwise(sorted(changes)):
+        for interval, change in changes[now]:
+            if interval.is_collective:
+                communicating += change
+            else:
+                running[interval.part] += change
+        seconds, at_once = (after - now) / 1e9, running.total()
+        for part, count in running.items():
+            if count:
+                parts[part] += seconds * count / at_once
+        exposed += seconds if communicating and not at_once else 0.0
+        overlapped += seconds if communicating and at_once else 0.0
+    return Timeline(dict(sorted(parts.items(), key=lambda item: -item[1])), exposed, overlapped)

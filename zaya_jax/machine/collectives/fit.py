@@ -20,15 +20,10 @@ class Estimate(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Latency and bandwidth of a collective.
+    """Latency and bandwidth of a collective."""
 
-    Attributes:
-      alpha: seconds of an empty message.
-      beta: algorithm bandwidth of an infinite one, bytes/s.
-    """
-
-    alpha: Estimate
-    beta: Estimate
+    alpha: Estimate  # seconds of an empty message
+    beta: Estimate  # algorithm bandwidth of an infinite one, bytes/s
 
     @property
     def half_size(self) -> float:

@@ -6,7 +6,7 @@ it by a factor, so that an ideal ring gives the same number for any number of de
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,34 +14,22 @@ import jax.numpy as jnp
 from zaya_jax.parallel.collectives import sum_scatter
 
 Axes = tuple[str, ...]
-SPLIT_IN, SPLIT_OUT = "in", "out"  # the buffer that holds a chunk of 1 / n of the size
 
 
 class Collective(NamedTuple):
-    """A collective.
+    """A collective."""
 
-    Attributes:
-      name: of the operation.
-      kind: of its instruction in HLO.
-      factor: bus bandwidth over algorithm bandwidth, for n devices.
-      chunked: whether the input (`SPLIT_IN`), the output (`SPLIT_OUT`) or neither ('') is a chunk of the buffer.
-      whole_chunks: whether the size must be a multiple of the devices.
-      run: (x [t], axes) → result [t], inside a `shard_map`.
-      source: (rank, index of an output element, n, elements of a chunk) → (rank that it comes from, its index there);
-        rank −1 for the sum over all ranks.
-      reduction: nccl-tests' name of the reduction; 'none' if there is none.
-      root: rank of the root; −1 if there is none.
-    """
-
-    name: str
-    kind: str
-    factor: Callable[[int], float]
-    chunked: str
-    whole_chunks: bool
-    run: Callable[[jax.Array, Axes], jax.Array]
+    name: str  # of the operation
+    kind: str  # of its instruction in HLO
+    factor: Callable[[int], float]  # bus bandwidth over algorithm bandwidth, for n devices
+    chunked: Literal["in", "out", ""]  # which buffer holds a chunk of 1 / n of the size: input, output or neither
+    whole_chunks: bool  # whether the size must be a multiple of the devices
+    run: Callable[[jax.Array, Axes], jax.Array]  # (x [t], axes) → result [t], inside a `shard_map`
+    # (rank, index of an output element, n, elements of a chunk) → (rank that it comes from, its index there); rank −1
+    # for the sum over all ranks
     source: Callable[..., tuple[jax.Array | int, jax.Array]]
-    reduction: str = "none"
-    root: int = -1
+    reduction: str = "none"  # nccl-tests' name of the reduction; 'none' if there is none
+    root: int = -1  # rank of the root; −1 if there is none
 
     def elements(self, size: int, item: int, n: int) -> int:
         """Return the elements of a device's buffer for a size in bytes: at least one in each chunk."""
@@ -68,19 +56,14 @@ def broadcasts_by_sum() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def scatters_by_sum() -> bool:
-    """Whether a reduce-scatter is an all-reduce and a slice (`parallel.collectives.sum_scatter`)."""
-    return jax.default_backend() == "cpu" and jax.process_count() > 1
-
-
 COLLECTIVES = {
     collective.name: collective
     for collective in (
         Collective("all_reduce", "all-reduce", lambda n: 2 * (n - 1) / n, "", False,
                    jax.lax.psum, lambda _rank, i, _n, _chunk: (-1, i), "sum"),
-        Collective("reduce_scatter", "reduce-scatter", lambda n: (n - 1) / n, SPLIT_OUT, True,
+        Collective("reduce_scatter", "reduce-scatter", lambda n: (n - 1) / n, "out", True,
                    lambda x, axes: sum_scatter(x, axes, 0), lambda rank, i, _n, chunk: (-1, rank * chunk + i), "sum"),
-        Collective("all_gather", "all-gather", lambda n: (n - 1) / n, SPLIT_IN, True,
+        Collective("all_gather", "all-gather", lambda n: (n - 1) / n, "in", True,
                    lambda x, axes: jax.lax.all_gather(x, axes, tiled=True),
                    lambda _rank, i, _n, chunk: (i // chunk, i % chunk)),
         Collective("broadcast", "collective-broadcast", lambda _: 1.0, "", False, _broadcast,
@@ -99,10 +82,11 @@ def label(collective: Collective) -> str:
 
     Rows with such a label must not be compared with those of another machine.
     """
-    by_sum = {"broadcast": ("bcast_via_allreduce", broadcasts_by_sum),
-              "reduce_scatter": ("reduce_scatter_via_allreduce", scatters_by_sum)}  # fmt: skip
-    if collective.name in by_sum and by_sum[collective.name][1]():
-        return by_sum[collective.name][0]
+    if collective.name == "broadcast" and broadcasts_by_sum():
+        return "bcast_via_allreduce"
+    # On CPUs, `parallel.collectives.sum_scatter` is an all-reduce and a slice.
+    if collective.name == "reduce_scatter" and jax.default_backend() == "cpu" and jax.process_count() > 1:
+        return "reduce_scatter_via_allreduce"
     return collective.name
 
 

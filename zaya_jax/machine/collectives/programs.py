@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,15 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.machine.collectives.operations import (
-    COLLECTIVES,
-    SPLIT_IN,
-    SPLIT_OUT,
-    Axes,
-    Collective,
-    compiled_kind,
-    pattern,
-)
+from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, Collective, compiled_kind, pattern
 from zaya_jax.machine.compilers.hlo import entry_place, parse, walk
 from zaya_jax.parallel.mesh import AXES, AnyMesh
 
@@ -26,21 +19,13 @@ _KINDS = tuple(collective.kind for collective in COLLECTIVES.values())
 
 
 class Case(NamedTuple):
-    """A collective at one size.
+    """A collective at one size."""
 
-    Attributes:
-      collective: the operation.
-      mesh: all devices.
-      axes: axes of the mesh that it runs over; one group of devices for each position on the other axes.
-      elements: of a device's buffer, a multiple of the group's devices for an operation on whole chunks.
-      dtype: name of the dtype.
-    """
-
-    collective: Collective
-    mesh: AnyMesh
-    axes: Axes
-    elements: int
-    dtype: str
+    collective: Collective  # the operation
+    mesh: AnyMesh  # all devices
+    axes: Axes  # axes of the mesh that it runs over; one group of devices for each position on the other axes
+    elements: int  # of a device's buffer, a multiple of the group's devices for an operation on whole chunks
+    dtype: str  # name of the dtype
 
     @property
     def ranks(self) -> int:
@@ -73,8 +58,8 @@ class Programs:
         self.case = case
         collective, n, chunk = case.collective, case.ranks, case.chunk
         self._numbers = pattern(n, case.dtype)
-        self._sent = chunk if collective.chunked == SPLIT_IN else case.elements
-        self._received = chunk if collective.chunked == SPLIT_OUT else case.elements
+        self._sent = chunk if collective.chunked == "in" else case.elements
+        self._received = chunk if collective.chunked == "out" else case.elements
 
     @functools.cached_property
     def fill(self) -> Callable[[], jax.Array]:
@@ -152,21 +137,16 @@ class Programs:
         compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ()).lower(*arguments).compile()
         counts, kind = collective_counts(compiled.as_text() or ""), compiled_kind(case.collective)
         if counts != ({kind: times} if times else {}):
-            raise RuntimeError(f"The program for {case.collective.name} has the collectives {counts}, but must have "
-                               f"{times} of {kind}.")  # fmt: skip
+            raise RuntimeError(f"The program for {case.collective.name} has the collectives {dict(counts)}, but must "
+                               f"have {times} of {kind}.")  # fmt: skip
         return compiled
 
 
-def collective_counts(text: str) -> dict[str, int]:
-    """Count how often a compiled program runs each kind of collective, loops included.
-
-    Args:
-      text: the scheduled HLO module.
-    """
-    counts: dict[str, int] = {}
+def collective_counts(text: str) -> Counter[str]:
+    """Count how often a scheduled HLO module runs each kind of collective, loops included."""
+    counts = Counter[str]()
     for place in walk(entry_place(parse(text))):
         for instruction in place.instructions:
-            kind = instruction.opcode.removesuffix("-start")
-            if kind in _KINDS:
-                counts[kind] = counts.get(kind, 0) + place.times
+            if (kind := instruction.opcode.removesuffix("-start")) in _KINDS:
+                counts[kind] += place.times
     return counts

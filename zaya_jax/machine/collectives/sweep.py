@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,44 +12,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import Config, ParallelConfig
+from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.machine.collectives import text
-from zaya_jax.machine.collectives.fit import Fit, fit_times
-from zaya_jax.machine.collectives.messages import Message, model_messages
+from zaya_jax.machine.collectives.fit import fit_times
 from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, label
-from zaya_jax.machine.collectives.peer import peer_bandwidths
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import Mode, Timing, time_case
+from zaya_jax.machine.compilers.collectives import collectives, mesh_axes
+from zaya_jax.machine.compilers.hlo import entry_place, parse
 from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.report.tables import message_table
 from zaya_jax.machine.result import describe_run, print_once, table_lines
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.metrics import append_row
+from zaya_jax.train.kernels import validated_kernels
+from zaya_jax.train.program import make_programs
+
+_OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}
 
 
 class Sweep(NamedTuple):
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-      operations: names in `COLLECTIVES`.
-      dtypes: names of dtypes.
-      sizes: bytes, ascending; unused for the messages of a configuration.
-      devices: numbers of devices, each the first so many of this process; empty for all devices of the job.
-      layout: the mesh; with `devices` it has the axis data alone.
-      axes: axes to run over; empty for all with more than one device.
-      mode: see `timing.time_case`.
-      repeats: number of timed calls of each case.
-    """
-
-    operations: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    sizes: tuple[int, ...]
+    operations: tuple[str, ...]  # names in `COLLECTIVES`
+    dtypes: tuple[str, ...]  # names of dtypes
+    sizes: tuple[int, ...]  # bytes, ascending; unused for the messages of a configuration
+    # numbers of devices, each the first so many of this process; empty for all devices of the job
     devices: tuple[int, ...]
-    layout: ParallelConfig
-    axes: Axes
-    mode: Mode
-    repeats: int
+    layout: ParallelConfig  # the mesh; with `devices` it has the axis data alone
+    axes: Axes  # axes to run over; empty for all with more than one device
+    mode: Mode  # see `timing.time_case`
+    repeats: int  # number of timed calls of each case
 
 
 def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
@@ -113,6 +109,36 @@ def _groups(sweep: Sweep) -> list[_Group]:
     ]  # fmt: skip
 
 
+class Message(NamedTuple):
+    """A collective of a step."""
+
+    operation: str  # name in `COLLECTIVES`
+    axes: Axes  # mesh axes that it runs over
+    bytes: int  # its size, as nccl-tests counts it
+    times: int  # how often a step runs it
+
+
+def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
+    """Compile the first phase's largest step for the devices of this job, and find its collectives.
+
+    Returns:
+      The mesh of the step, and its messages, the largest first.
+
+    Raises:
+      InputError: the layout does not suit the number of devices.
+    """
+    programs = make_programs(config)
+    programs.check()
+    program = programs.with_kernels(validated_kernels(config))[0]
+    mesh, counts = program.placement.mesh, Counter[tuple[str, Axes, int]]()
+    compiled = program.trace(largest_stage(config, 0)).lower().compile()
+    for found in collectives(entry_place(parse(compiled.as_text() or ""))):
+        if axes := mesh_axes(found.kind, found.groups, mesh.shape):
+            counts[_OPERATIONS[found.kind], axes, found.bytes] += found.place.times
+    messages = [Message(*key, times) for key, times in counts.items()]
+    return mesh, sorted(messages, key=lambda message: (-message.bytes, message))
+
+
 def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[_Group]:
     sizes: dict[tuple[str, Axes], list[int]] = {}
     for message in messages:
@@ -124,20 +150,14 @@ def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) ->
 
 def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Describe each message with its measured time, and print the time of a step's messages."""
-    seconds: dict[tuple[str, Axes, int], float] = {}
-    for row in results:
-        half = row.get("out_of_place") or row["in_place"]
-        seconds.setdefault((row["operation"], row["axes"], row["bytes"]), half["p50"])
     rows = []
     for message in messages:
-        collective = COLLECTIVES[message.operation]
-        name = label(collective)
-        near = [key for key in seconds if key[:2] == (name, message.axes)]
-        if not near:
-            continue  # an operation that was left out
-        # Sizes are rounded to whole elements in each chunk.
-        each = seconds[min(near, key=lambda key: abs(key[2] - message.bytes))]
-        rows.append(message._asdict() | {"seconds": each})
+        measured = (label(COLLECTIVES[message.operation]), message.axes)
+        if near := [row for row in results if (row["operation"], row["axes"]) == measured]:  # [] if it was left out
+            # Sizes are rounded to whole elements in each chunk.
+            nearest = min(near, key=lambda row: abs(row["bytes"] - message.bytes))
+            half = nearest.get("out_of_place") or nearest["in_place"]
+            rows.append(message._asdict() | {"seconds": half["p50"]})
     total = sum(row["times"] * row["seconds"] for row in rows)
     print_once(*table_lines(message_table(rows)))
     print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
@@ -148,11 +168,9 @@ def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) ->
     """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
     if jax.process_count() > 1 or measured[0]["groups"] > 1 or "out_of_place" not in measured[0]:
         return
-    peers = peer_bandwidths(group.operation, measured, repeats)
-    if isinstance(peers, str):
-        print_once(peers, "")
-    if not isinstance(peers, dict):
-        return
+    peers, failure = text.peer_bandwidths(group.operation, measured, repeats)
+    if failure:
+        print_once(failure, "")
     for row in measured:
         if peer := peers.get(row["bytes"]):
             row["peer_busbw"] = peer
@@ -222,12 +240,11 @@ def _row(case: Case, mode: Mode, timings: dict[str, Timing]) -> dict[str, Any]:
         "wrong": sum(timing.wrong for timing in timings.values()),
     }  # fmt: skip
     for name, (seconds, _) in timings.items():
-        median, mean = statistics.median(seconds), statistics.fmean(seconds)
-        deviation = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
-        at_median = text.column(case, median, 0)
+        mean, deviation = statistics.fmean(seconds), statistics.stdev(seconds) if len(seconds) > 1 else 0.0
+        median, algbw, busbw, _ = text.column(case, statistics.median(seconds), 0)
         row[name] = {
             "p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds),
-            "mean": mean, "cv": deviation / mean, "algbw": at_median.algbw, "busbw": at_median.busbw,
+            "mean": mean, "cv": deviation / mean, "algbw": algbw, "busbw": busbw,
         }  # fmt: skip
     return row
 
@@ -237,19 +254,16 @@ def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     half = "out_of_place" if "out_of_place" in first else "in_place"
     fit = fit_times([row["bytes"] for row in measured], [row[half]["p50"] for row in measured])
     entry = {key: first[key] for key in ("operation", "mode", "dtype", "devices", "groups", "axes")}
-    if fit is not None:
-        beta = fit.beta._replace(high=fit.beta.high if math.isfinite(fit.beta.high) else None)
-        entry |= {"alpha_seconds": fit.alpha._asdict(), "beta_bytes_per_second": beta._asdict(),
-                  "half_bytes": fit.half_size, "knee_bytes": fit.knee}  # fmt: skip
-    print_once(_sentence(entry, fit), "")
-    return entry
-
-
-def _sentence(entry: dict[str, Any], fit: Fit | None) -> str:
     what = f"{entry['operation']} over {entry['devices']} devices, {entry['dtype']}"
     if fit is None:
-        return f"{what}: no fit; times must grow with the size over at least three sizes"
+        print_once(f"{what}: no fit; times must grow with the size over at least three sizes", "")
+        return entry
     alpha, beta = fit.alpha, fit.beta
-    return (f"{what}: latency {1e6 * alpha.value:,.3g} µs ({1e6 * alpha.low:,.3g} to {1e6 * alpha.high:,.3g}), "
-            f"algorithm bandwidth {beta.value / 1e9:,.3g} GB/s ({beta.low / 1e9:,.3g} to {beta.high / 1e9:,.3g}); "
-            f"half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}")  # fmt: skip
+    print_once(
+        f"{what}: latency {1e6 * alpha.value:,.3g} µs ({1e6 * alpha.low:,.3g} to {1e6 * alpha.high:,.3g}), "
+        f"algorithm bandwidth {beta.value / 1e9:,.3g} GB/s ({beta.low / 1e9:,.3g} to {beta.high / 1e9:,.3g}); "
+        f"half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}", "",
+    )  # fmt: skip
+    beta = beta._replace(high=beta.high if math.isfinite(beta.high) else None)
+    return entry | {"alpha_seconds": alpha._asdict(), "beta_bytes_per_second": beta._asdict(),
+                    "half_bytes": fit.half_size, "knee_bytes": fit.knee}  # fmt: skip

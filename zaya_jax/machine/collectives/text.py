@@ -1,12 +1,14 @@
-"""The table of nccl-tests and rccl-tests, in their exact form, so that existing parsers read it.
+"""The table of nccl-tests and rccl-tests, in their exact form, so that existing parsers read it; and their programs.
 
 The form is that of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu).
 """
 
 import os
+import shutil
 import socket
-from collections.abc import Sequence
-from typing import NamedTuple
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,22 +18,18 @@ from zaya_jax.machine.collectives.timing import WARM_UP, Mode
 
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
 _COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6} "
+_PROGRAMS = {"all_reduce": "all_reduce_perf", "reduce_scatter": "reduce_scatter_perf", "all_gather": "all_gather_perf",
+             "broadcast": "broadcast_perf", "all_to_all": "alltoall_perf", "permute": "sendrecv_perf"}  # fmt: skip
+_SECONDS = 600  # that the program may take
 
 
 class Column(NamedTuple):
-    """One half of a row: out of place or in place.
+    """One half of a row: out of place or in place."""
 
-    Attributes:
-      seconds: mean time.
-      algbw: algorithm bandwidth, bytes/s.
-      busbw: bus bandwidth, bytes/s.
-      wrong: number of wrong elements.
-    """
-
-    seconds: float
-    algbw: float
-    busbw: float
-    wrong: int
+    seconds: float  # mean time
+    algbw: float  # algorithm bandwidth, bytes/s
+    busbw: float  # bus bandwidth, bytes/s
+    wrong: int  # number of wrong elements
 
 
 def column(case: Case, seconds: float, wrong: int) -> Column:
@@ -94,7 +92,41 @@ def _half(half: Column) -> str:
 
 def _number(value: float, width: int) -> str:
     """Format with as many decimals, two at most, as fit the width."""
-    for text in (f"{value:{width}.2f}", f"{value:{width}.1f}", f"{value:{width}.0f}"):
-        if len(text) <= width:
+    for decimals in (2, 1, 0):
+        if len(text := f"{value:{width}.{decimals}f}") <= width:
             return text
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
+
+
+def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> tuple[dict[int, float], str]:
+    """Measure the sizes of one operation over all devices of this process with the program of nccl-tests.
+
+    Args:
+      operation: name in `COLLECTIVES`.
+      rows: its measured cases, of `sweep.measure_collectives`, in one dtype, by ascending size.
+      repeats: number of timed calls.
+
+    Returns:
+      Bus bandwidth out of place in bytes/s, by size in bytes, {} if the program is not installed; and why it failed, a
+      sentence or ''.
+    """
+    program = shutil.which(_PROGRAMS[operation])
+    if program is None:
+        return {}, ""
+    sizes = [row["bytes"] for row in rows]
+    factor = max(2, round(sizes[1] / sizes[0])) if len(sizes) > 1 else 2
+    arguments = {"-b": sizes[0], "-e": sizes[-1], "-f": factor, "-g": rows[0]["devices"], "-n": repeats, "-w": WARM_UP,
+                 "-d": TYPES[rows[0]["dtype"]]}  # fmt: skip
+    try:
+        done = subprocess.run(  # noqa: S603 (a program of the person's own PATH)
+            [program, *(str(word) for pair in arguments.items() for word in pair)],
+            capture_output=True, text=True, timeout=_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {}, f"{program} failed: {error}."
+    table = [row for line in done.stdout.splitlines() if len(row := line.split()) > 8 and row[0].isdigit()]
+    measured = {int(row[0]): 1e9 * float(row[7]) for row in table}  # size, and bus bandwidth out of place
+    if done.returncode or not measured:
+        said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
+        return {}, f"{program} failed with status {done.returncode}: {said}"
+    return measured, ""

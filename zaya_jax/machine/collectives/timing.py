@@ -1,17 +1,21 @@
-"""Time one case: seconds of each call, the largest over processes."""
+"""Check the results of collectives, and time one: seconds of each call, the largest over processes."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
+from zaya_jax.machine.collectives.operations import COLLECTIVES, label
 from zaya_jax.machine.collectives.programs import IN_GRAPH, Case, Programs
 from zaya_jax.machine.timing import timed
+from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import all_gather
 
 Mode = Literal["dispatch", "graph"]
 WARM_UP = 5  # calls before the first timed one
+CHECKED = ("float32", "bfloat16", "int32")  # dtypes
+_CHUNK = 64  # elements of each device, to check
 _PATIENCE = 600  # seconds that processes may take until they start a case
 
 
@@ -71,3 +75,25 @@ def _time(call: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int, *,
 def _total(wrong: jax.Array) -> int:
     own = sum(int(shard.data.sum()) for shard in wrong.addressable_shards)
     return sum(all_gather("collectives", own, _PATIENCE))
+
+
+def check_collectives() -> dict[str, Any]:
+    """Run each collective over all devices of this job, and compare every element.
+
+    Returns:
+      `devices`: their number. `dtypes`: those that were checked. `skipped`: a sentence, with only one device.
+      `failed`: a sentence, if a result is wrong.
+    """
+    mesh = make_mesh()
+    if mesh.size < 2:
+        return {"devices": mesh.size, "skipped": "There is only one device, so there are no collectives to check."}
+    axes, wrong = nontrivial_axes(mesh, AXES), []
+    for collective in COLLECTIVES.values():
+        for dtype in CHECKED:
+            programs = Programs(Case(collective, mesh, axes, _CHUNK * mesh.size, dtype))
+            if sum(wrong_elements(programs)):
+                wrong.append(f"{label(collective)} in {dtype}")
+    result: dict[str, Any] = {"devices": mesh.size, "dtypes": list(CHECKED)}
+    if wrong:
+        result["failed"] = f"Wrong results over {mesh.size} devices: {', '.join(wrong)}."
+    return result

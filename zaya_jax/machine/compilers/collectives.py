@@ -13,24 +13,16 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 
 
 class Collective(NamedTuple):
-    """One collective of a compiled step.
+    """One collective of a compiled step."""
 
-    Attributes:
-      kind: of `KINDS`.
-      place: where it runs.
-      start: index of its start among the place's instructions.
-      done: index of its end; `start` if it blocks.
-      bytes: the larger of its input and output on one device; for a ragged all-to-all, the smaller, because
-        the larger buffer is sized for the worst case and mostly empty.
-      groups: devices that communicate with each other.
-    """
-
-    kind: str
-    place: Place
-    start: int
-    done: int
+    kind: str  # of `KINDS`
+    place: Place  # where it runs
+    start: int  # index of its start among the place's instructions
+    done: int  # index of its end; `start` if it blocks
+    # the larger of its input and output on one device; for a ragged all-to-all, the smaller, because the larger buffer
+    # is sized for the worst case and mostly empty
     bytes: int
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # devices that communicate with each other
 
     @property
     def between(self) -> list[Instruction]:

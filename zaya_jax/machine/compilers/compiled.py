@@ -27,25 +27,16 @@ FACTS = "facts.json"  # the compiler's figures, from the worker
 
 
 class CompiledStep(NamedTuple):
-    """A training step, compiled for a GPU.
+    """A training step, compiled for a GPU."""
 
-    Attributes:
-      gpu: name in `GPUS`.
-      devices: number of devices.
-      memory: bytes on each device: `arguments`, of which `donated` are reused for outputs, `outputs`, `temporaries`.
-      entry: the scheduled program.
-      kernels: resources of each kernel.
-      seconds: time it took to trace and compile.
-      host_bytes: peak memory of the process that compiled.
-    """
-
-    gpu: str
-    devices: int
+    gpu: str  # name in `GPUS`
+    devices: int  # number of devices
+    # bytes on each device: `arguments`, of which `donated` are reused for outputs, `outputs`, `temporaries`
     memory: dict[str, int]
-    entry: Place
-    kernels: list[KernelResources]
-    seconds: float
-    host_bytes: int
+    entry: Place  # the scheduled program
+    kernels: list[KernelResources]  # resources of each kernel
+    seconds: float  # time it took to trace and compile
+    host_bytes: int  # peak memory of the process that compiled
 
     @property
     def peak_memory(self) -> int:

@@ -13,29 +13,17 @@ _KIB = 1024
 
 
 class Gpu(NamedTuple):
-    """A GPU as XLA's compilers describe it.
+    """A GPU as XLA's compilers describe it."""
 
-    Attributes:
-      platform: 'cuda' or 'rocm'.
-      architecture: instruction set, as in `Target`.
-      kind: the runtime's name for the device.
-      cores: streaming multiprocessors or compute units.
-      clock: boost clock in GHz.
-      l2: bytes of the L2 cache (of one die on AMD).
-      shared: bytes of shared memory (LDS) of a core.
-      shared_per_block: bytes of it that one block can use.
-      registers: 32-bit registers of a core.
-    """
-
-    platform: str
-    architecture: str
-    kind: str
-    cores: int
-    clock: float
-    l2: int
-    shared: int
-    shared_per_block: int
-    registers: int
+    platform: str  # 'cuda' or 'rocm'
+    architecture: str  # instruction set, as in `Target`
+    kind: str  # the runtime's name for the device
+    cores: int  # streaming multiprocessors or compute units
+    clock: float  # boost clock in GHz
+    l2: int  # bytes of the L2 cache (of one die on AMD)
+    shared: int  # bytes of shared memory (LDS) of a core
+    shared_per_block: int  # bytes of it that one block can use
+    registers: int  # 32-bit registers of a core
 
     @property
     def target(self) -> Target:

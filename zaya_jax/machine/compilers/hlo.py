@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,21 +20,13 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 
 class Instruction(NamedTuple):
-    """An instruction of a scheduled computation.
+    """An instruction of a scheduled computation."""
 
-    Attributes:
-      name: unique in the module.
-      shape: of its result, as HLO text.
-      opcode: as HLO text.
-      operands: names of the operands.
-      text: everything after the opcode's bracket: operands, attributes, metadata, backend configuration.
-    """
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    text: str
+    name: str  # unique in the module
+    shape: str  # of its result, as HLO text
+    opcode: str  # as HLO text
+    operands: tuple[str, ...]  # names of the operands
+    text: str  # everything after the opcode's bracket: operands, attributes, metadata, backend configuration
 
     @property
     def op_name(self) -> str:
@@ -67,24 +60,16 @@ class Module(NamedTuple):
     entry: str
 
 
+@dataclass(eq=False)
 class Place:
-    """A computation that runs by itself: the entry, or the body of a loop.
+    """A computation that runs by itself: the entry, or the body of a loop."""
 
-    Attributes:
-      module: the module.
-      computation: name of the computation.
-      trips: how often the loop's body runs each time; 1 for the entry.
-      outer: the place around it; None for the entry.
-      op_name: path of the jax operation that the loop comes from; empty if unknown.
-      counted: whether `trips` is known; if not, it is 1.
-    """
-
-    def __init__(
-        self, module: Module, computation: str, trips: int, outer: "Place | None", op_name: str, *, counted: bool = True
-    ) -> None:
-        """See the attributes."""
-        self.module, self.computation, self.trips, self.outer, self.op_name = module, computation, trips, outer, op_name
-        self.counted = counted
+    module: Module
+    computation: str  # its name
+    trips: int = 1  # how often the loop's body runs each time
+    outer: "Place | None" = None  # the place around it; None for the entry
+    op_name: str = ""  # path of the jax operation that the loop comes from; empty if unknown
+    counted: bool = True  # whether `trips` is known; if not, it is 1
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -111,8 +96,7 @@ class Place:
         """Return the place of a `while` of this place."""
         trips = (instruction.attribute(r'known_trip_count":\{"n":"(\d+)"')
                  or instruction.attribute(r'op_name="[^"]*/micro_batches_(\d+)/while"'))  # fmt: skip
-        body, op_name = instruction.called("body"), instruction.op_name
-        return Place(self.module, body, int(trips or 1), self, op_name, counted=bool(trips))
+        return Place(self.module, instruction.called("body"), int(trips or 1), self, instruction.op_name, bool(trips))
 
     @property
     def kind(self) -> str:
@@ -148,7 +132,7 @@ class Place:
 
 def entry_place(module: Module) -> Place:
     """Return the place of the entry computation."""
-    return Place(module, module.entry, 1, None, "")
+    return Place(module, module.entry)
 
 
 def walk(place: Place) -> Iterator[Place]:
@@ -184,20 +168,13 @@ def _parse_instruction(line: str) -> Instruction | None:
     match = _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line.strip()))
     if not match:
         return None
-    shape, rest = _split_shape(match[2])
-    opcode = _OPCODE.match(rest)
-    if not opcode:
+    name, rest = match.groups()
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")  # of the shape
+    if not (opcode := _OPCODE.match(rest, end + 1)):
         return None
-    end = _closing(rest, opcode.end() - 1)
-    return Instruction(match[1], shape, opcode[1], tuple(_NAME.findall(rest[opcode.end() : end])), rest[opcode.end() :])
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
-    end = _closing(text, 0)
-    return text[: end + 1], text[end + 2 :]
+    start = opcode.end()
+    operands = _NAME.findall(rest[start : _closing(rest, start - 1)])
+    return Instruction(name, rest[:end], opcode[1], tuple(operands), rest[start:])
 
 
 def _closing(text: str, start: int) -> int:

@@ -21,28 +21,18 @@ _PACKAGES = ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "jax-rocm7-pjrt")
 
 
 class Request(NamedTuple):
-    """Cases to compile, at the 8B's sizes.
+    """Cases to compile, at the 8B's sizes."""
 
-    Attributes:
-      dtypes: dtypes of activations.
-      sides: of `SIDES`: with Pallas kernels, or with the references.
-      only: names of cases; empty for all.
-    """
-
-    dtypes: Sequence[str] = DTYPES
-    sides: Sequence[str] = SIDES
-    only: Sequence[str] = ()
+    dtypes: Sequence[str] = DTYPES  # dtypes of activations
+    sides: Sequence[str] = SIDES  # of `SIDES`: with Pallas kernels, or with the references
+    only: Sequence[str] = ()  # names of cases; empty for all
 
 
 class CompiledProgram(NamedTuple):
-    """A program on one GPU, compiled.
+    """A program on one GPU, compiled."""
 
-    Attributes:
-      entry: the scheduled program.
-      kernels: resources of each Pallas kernel; on AMD without kernels that a program before it has, too.
-    """
-
-    entry: Place
+    entry: Place  # the scheduled program
+    # resources of each Pallas kernel; on AMD without kernels that a program before it has, too
     kernels: list[KernelResources]
 
     @property

@@ -15,7 +15,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.hardware.network import collective_seconds
-from zaya_jax.machine.compilers.collectives import Collective, collectives
+from zaya_jax.machine.compilers.collectives import Collective, place_collectives
 from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
 from zaya_jax.model.arithmetic import attention_flops_per_token
 from zaya_jax.ops.parts import OTHER, part_of
@@ -23,21 +23,13 @@ from zaya_jax.ops.router import CLASSES
 
 
 class Cost(NamedTuple):
-    """What an instruction does.
+    """What an instruction does."""
 
-    Attributes:
-      component: of the prediction, such as 'matmuls'.
-      bytes: read and written.
-      flops: floating-point operations.
-      fraction: of the peak that the operations reach.
-      fp32: whether they are in fp32; fp64 counts as fp32, which is faster.
-    """
-
-    component: str
-    bytes: float
-    flops: float = 0.0
-    fraction: float = 1.0
-    fp32: bool = False
+    component: str  # of the prediction, such as 'matmuls'
+    bytes: float  # read and written
+    flops: float = 0.0  # floating-point operations
+    fraction: float = 1.0  # of the peak that the operations reach
+    fp32: bool = False  # whether they are in fp32; fp64 counts as fp32, which is faster
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the predicted time."""
@@ -62,36 +54,22 @@ class Exposure(NamedTuple):
 
 
 class PartCost(NamedTuple):
-    """What a part of the step costs in a step, collectives aside.
+    """What a part of the step costs in a step, collectives aside."""
 
-    Attributes:
-      seconds: predicted.
-      roofline: seconds at the data sheet's peaks, instruction by instruction.
-      flops: floating-point operations.
-      bytes: read and written.
-    """
-
-    seconds: float = 0.0
-    roofline: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
+    seconds: float = 0.0  # predicted
+    roofline: float = 0.0  # seconds at the data sheet's peaks, instruction by instruction
+    flops: float = 0.0  # floating-point operations
+    bytes: float = 0.0  # read and written
 
 
 class Prediction(NamedTuple):
-    """The predicted time of a step.
+    """The predicted time of a step."""
 
-    Attributes:
-      seconds: of the whole step.
-      components: seconds by component; collectives count as far as they are exposed.
-      parts: what each part of the step costs, see `ops.parts`, the costliest first.
-      exposures: of each collective.
-      costliest: (seconds, times, place, instruction) of fusions and copies, from the costliest.
-    """
-
-    seconds: float
-    components: dict[str, float]
-    parts: dict[str, PartCost]
-    exposures: list[Exposure]
+    seconds: float  # of the whole step
+    components: dict[str, float]  # seconds by component; collectives count as far as they are exposed
+    parts: dict[str, PartCost]  # what each part of the step costs, see `ops.parts`, the costliest first
+    exposures: list[Exposure]  # of each collective
+    # (seconds, times, place, instruction) of fusions and copies, from the costliest
     costliest: list[tuple[float, int, Place, Instruction]]
 
     @property
@@ -101,15 +79,10 @@ class Prediction(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What a program does not tell: which part of its shapes kernels compute.
+    """What a program does not tell: which part of its shapes kernels compute."""
 
-    Attributes:
-      rows: fraction of the rows of the experts' kernels that hold tokens; the rest is skipped.
-      keys: keys that a query sees on average, relative to all before it; less than 1 with windows.
-    """
-
-    rows: float = 1.0
-    keys: float = 1.0
+    rows: float = 1.0  # fraction of the rows of the experts' kernels that hold tokens; the rest is skipped
+    keys: float = 1.0  # keys that a query sees on average, relative to all before it; less than 1 with windows
 
 
 WHOLE = Shares()
@@ -132,17 +105,13 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
       hardware: data sheet.
       shares: what kernels compute of their shapes.
     """
-    by_place: dict[int, dict[int, Collective]] = {}
-    every = collectives(entry)
-    for collective in every:
-        by_place.setdefault(id(collective.place.instructions), {})[collective.done] = collective
     components, exposures = defaultdict[str, float](float), list[Exposure]()
     moves, parts = list[tuple[float, int, Place, Instruction]](), dict[str, PartCost]()
 
     def run(place: Place) -> float:
         now, network = 0.0, 0.0  # seconds until the device, and the network, are free
         finished = dict[int, float]()
-        ends = by_place.get(id(place.instructions), {})
+        ends = {collective.done: collective for collective in place_collectives(place)}
         begins = {collective.start: collective for collective in ends.values()}
         for index, instruction in enumerate(place.instructions):
             if index in begins:
@@ -150,10 +119,9 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
             if index in ends:
                 collective = ends[index]
                 exposed = max(0.0, finished[collective.start] - now)
-                exposure = Exposure(collective, _collective_seconds(collective, hardware), exposed)
-                exposures.append(exposure)
-                components[f"exposed {collective.kind}"] += exposure.exposed * place.times
-                now += exposure.exposed
+                exposures.append(Exposure(collective, _collective_seconds(collective, hardware), exposed))
+                components[f"exposed {collective.kind}"] += exposed * place.times
+                now += exposed
             elif instruction.opcode == "while":
                 loop = place.loop(instruction)
                 now += loop.trips * run(loop)
@@ -228,7 +196,8 @@ def instruction_cost(place: Place, instruction: Instruction, shares: Shares = WH
         moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
         flops = share * _kernel_flops(instruction.kernel, shapes)
         fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
-        return Cost(f"kernel {family(instruction.kernel)}", moved, flops, ASSUMPTIONS.kernel, fp32)
+        family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", instruction.kernel)
+        return Cost(f"kernel {family}", moved, flops, ASSUMPTIONS.kernel, fp32)
     if "matmul" in instruction.custom_call or "gemm" in instruction.custom_call:
         dtype, out = arrays(instruction.shape)[0]  # the second result is a workspace
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
@@ -239,11 +208,6 @@ def instruction_cost(place: Place, instruction: Instruction, shares: Shares = WH
         name = "matmuls in fp32" if fp32 else "matmuls"
         return Cost(name, moved, 2.0 * math.prod(out) * size, ASSUMPTIONS.matmul, fp32)
     return Cost("other calls", moved)
-
-
-def family(kernel: str) -> str:
-    """Return the name under which a kernel's forward and backward parts are summed."""
-    return re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", kernel)
 
 
 _Arrays = Sequence[tuple[str, tuple[int, ...]]]
@@ -269,14 +233,10 @@ def _attention(shapes: _Arrays) -> float:
     return 4.0 * batch * tokens * keys[1] * heads * size / 2
 
 
-def _router(layers: int) -> Callable[[_Arrays], float]:
+def _router(shapes: _Arrays, layers: int) -> float:
     """Each token meets matrices of the state's width `layers` times, and the output's once."""
-
-    def count(shapes: _Arrays) -> float:
-        rows, width = shapes[0][1]
-        return 2.0 * rows * width * (layers * width + CLASSES)
-
-    return count
+    rows, width = shapes[0][1]
+    return 2.0 * rows * width * (layers * width + CLASSES)
 
 
 # FLOPs by the start of a kernel's name; kernels that only move bytes are not listed. Of the forward pass' two products
@@ -287,8 +247,8 @@ _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
     ("attention_backward_keys", lambda shapes: 2.0 * _attention(shapes)),
     ("attention_backward_queries", lambda shapes: 1.5 * _attention(shapes)),
     ("attention", _attention),
-    ("router_forward", _router(2)),
-    ("router_backward", _router(5)),  # it recomputes the first layer twice
+    ("router_forward", lambda shapes: _router(shapes, 2)),
+    ("router_backward", lambda shapes: _router(shapes, 5)),  # it recomputes the first layer twice
     ("grouped", _grouped),
     ("gram", _symmetric),
 )

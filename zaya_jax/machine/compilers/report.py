@@ -10,11 +10,15 @@ from zaya_jax.machine.compilers.collectives import mesh_axes
 from zaya_jax.machine.compilers.compiled import CompiledStep
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Instruction, Place, shape_bytes, walk
-from zaya_jax.machine.compilers.moves import LARGE, moves_in_loops
-from zaya_jax.machine.compilers.predict import Exposure, Prediction, is_launch, launches
+from zaya_jax.machine.compilers.predict import Prediction, fusion_bytes, is_launch, launches
 
 _GB, _MB = 1e9, 1e6
 _LISTED = 8  # rows of a table in the text; the JSON has all
+LARGE = 50e6  # bytes of a move that is listed
+_MOVING = {"bitcast", "bitcast-convert", "broadcast", "concatenate", "constant", "convert", "copy", "dynamic-slice",
+           "dynamic-update-slice", "get-tuple-element", "iota", "pad", "parameter", "reshape", "reverse", "slice",
+           "transpose", "tuple"}  # fmt: skip
+_INDEXING = {"s32", "u32", "s64", "u64", "pred"}  # what indices are computed in
 
 
 def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -24,29 +28,22 @@ def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dic
       prediction: of the step.
       axes: number of devices along each mesh axis.
     """
-    rows = [_collective_row(exposure, axes) for exposure in prediction.exposures]
+    rows = []
+    for collective, seconds, exposed in prediction.exposures:
+        place, overlapped = collective.place, Counter[str]()
+        for instruction in collective.between:
+            if instruction.opcode == "while":
+                loop = place.loop(instruction)
+                overlapped[f"{loop.kind} ×{loop.trips}"] += 1
+            elif is_launch(instruction):
+                overlapped[instruction.kernel or instruction.opcode] += 1
+        rows.append({
+            "kind": collective.kind, "place": place.label,
+            "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
+            "bytes": collective.bytes, "times": place.times, "seconds": seconds * place.times,
+            "exposed_seconds": exposed * place.times, "overlapped": dict(overlapped),
+        })  # fmt: skip
     return sorted(rows, key=lambda row: -row["exposed_seconds"])
-
-
-def _collective_row(exposure: Exposure, axes: Mapping[str, int]) -> dict[str, Any]:
-    collective = exposure.collective
-    times, overlapped = collective.place.times, Counter[str]()
-    for instruction in collective.between:
-        if instruction.opcode == "while":
-            loop = collective.place.loop(instruction)
-            overlapped[f"{loop.kind} ×{loop.trips}"] += 1
-        elif is_launch(instruction):
-            overlapped[instruction.kernel or instruction.opcode] += 1
-    return {
-        "kind": collective.kind,
-        "place": collective.place.label,
-        "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
-        "bytes": collective.bytes,
-        "times": times,
-        "seconds": exposure.seconds * times,
-        "exposed_seconds": exposure.exposed * times,
-        "overlapped": dict(overlapped),
-    }
 
 
 def launch_rows(entry: Place) -> dict[str, int]:
@@ -58,12 +55,28 @@ def launch_rows(entry: Place) -> dict[str, int]:
     return rows
 
 
-def move_rows(entry: Place) -> list[dict[str, Any]]:
-    """Describe what the step moves in its loops, see `moves.moves_in_loops`."""
-    return [
-        {"bytes": move.bytes, "times": move.place.times, "place": move.place.label, "what": _what(move.instruction)}
-        for move in moves_in_loops(entry)
-    ]
+def move_rows(entry: Place, least: float = LARGE) -> list[dict[str, Any]]:
+    """Describe what copies, transposes, converts or fills at least `least` bytes in the loops of a step.
+
+    Those that move the most bytes come first; nothing that computes is among them.
+    """
+    rows = [
+        {"bytes": moved, "times": place.times, "place": place.label, "what": _what(instruction)}
+        for place in walk(entry) if place.outer is not None
+        for instruction in place.instructions if (moved := _moved(place, instruction)) >= least
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row["bytes"] * row["times"])
+
+
+def _moved(place: Place, instruction: Instruction) -> int:
+    """Return the bytes that an instruction moves; 0 if it computes."""
+    if instruction.opcode in ("copy", "copy-start", "transpose"):
+        return 2 * sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
+    if instruction.opcode != "fusion":
+        return 0
+    body = place.module.computations[instruction.called("calls")]
+    computes = any(x.opcode not in _MOVING and x.shape.partition("[")[0] not in _INDEXING for x in body)
+    return 0 if computes else fusion_bytes(place.module, instruction)
 
 
 def costliest_rows(prediction: Prediction) -> list[dict[str, Any]]:
@@ -85,8 +98,9 @@ def _what(instruction: Instruction) -> str:
 
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
-    memory = step.memory
-    lines = [
+    memory, moves = step.memory, move_rows(step.entry)
+    moved = sum(row["bytes"] * row["times"] for row in moves)
+    return [
         f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {step.host_bytes / _GB:.1f} GB of this "
         "machine's memory",
         "  memory per device, from the compiler",
@@ -103,18 +117,16 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
         *_part_lines(prediction),
         "  kernel launches",
         *(f"    {_PASS[kind]:<34}{count:8,}" for kind, count in launch_rows(step.entry).items()),
-    ]
-    lines += _collective_lines(prediction, axes)
-    lines.append("  costliest fusions and copies, per step")
-    for row in costliest_rows(prediction)[:_LISTED]:
-        lines.append(f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}")
-    moves = move_rows(step.entry)
-    total = sum(row["bytes"] * row["times"] for row in moves)
-    lines.append(f"  copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops: {len(moves)}, "
-                 f"{total / _GB:,.0f} GB per step")  # fmt: skip
-    for row in moves[:_LISTED]:
-        lines.append(f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}")
-    return lines + _kernel_lines(step)
+        *_collective_lines(prediction, axes),
+        "  costliest fusions and copies, per step",
+        *(f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}"
+          for row in costliest_rows(prediction)[:_LISTED]),
+        f"  copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops: {len(moves)}, "
+        f"{moved / _GB:,.0f} GB per step",
+        *(f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}"
+          for row in moves[:_LISTED]),
+        *_kernel_lines(step),
+    ]  # fmt: skip
 
 
 def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int]) -> dict[str, Any]:

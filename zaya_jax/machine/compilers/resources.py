@@ -23,25 +23,15 @@ _NOTE, _METADATA = 7, 32  # types of a section and of a note
 
 
 class KernelResources(NamedTuple):
-    """What one kernel of a compiled step needs.
+    """What one kernel of a compiled step needs."""
 
-    Attributes:
-      name: as the compiler calls it.
-      registers: vector registers of a thread, AMD's accumulation registers included.
-      vector_spills: on AMD vector registers that are spilled; on NVIDIA bytes.
-      scalar_spills: scalar registers that are spilled; always 0 on NVIDIA.
-      scratch: bytes of a thread in memory, spills included.
-      shared: bytes of shared memory (LDS) of a block.
-      threads: of a block; 0 if unknown.
-    """
-
-    name: str
-    registers: int
-    vector_spills: int
-    scalar_spills: int
-    scratch: int
-    shared: int
-    threads: int
+    name: str  # as the compiler calls it
+    registers: int  # vector registers of a thread, AMD's accumulation registers included
+    vector_spills: int  # on AMD vector registers that are spilled; on NVIDIA bytes
+    scalar_spills: int  # scalar registers that are spilled; always 0 on NVIDIA
+    scratch: int  # bytes of a thread in memory, spills included
+    shared: int  # bytes of shared memory (LDS) of a block
+    threads: int  # of a block; 0 if unknown
 
 
 def read_resources(

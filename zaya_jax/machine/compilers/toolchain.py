@@ -24,17 +24,11 @@ _FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
 class Toolchain(NamedTuple):
-    """An installed compiler.
+    """An installed compiler."""
 
-    Attributes:
-      platform: 'cuda' or 'rocm'.
-      plugin: the PJRT plugin.
-      assembler: NVIDIA's `ptxas`; None on AMD, whose plugin contains all it needs.
-    """
-
-    platform: str
-    plugin: Path
-    assembler: Path | None
+    platform: str  # 'cuda' or 'rocm'
+    plugin: Path  # the PJRT plugin
+    assembler: Path | None  # NVIDIA's `ptxas`; None on AMD, whose plugin contains all it needs
 
 
 def find_toolchain(name: str) -> Toolchain:

@@ -26,40 +26,25 @@ DATA_SHEET_SPEED = ASSUMPTIONS._replace(matmul=1.0, kernel=1.0)
 
 
 class PhaseEstimate(NamedTuple):
-    """The estimate of a phase.
+    """The estimate of a phase."""
 
-    Attributes:
-      phase: name of the phase.
-      axes: number of devices along each mesh axis.
-      sequences: sequences of a micro-batch on one device.
-      micro_batches: micro-batches of the phase's largest step.
-      tokens: tokens of that step.
-      steps: number of steps of the phase at that size.
-      remat: rematerialization policy.
-      reduce: when gradients are reduced over devices.
-      memory: bytes of one device.
-      flops: FLOPs of a step on all devices, without recomputation: of the head, of attention's scores and values, of
-        the rest of the model, and of Newton–Schulz.
-      transfers: what a device sends in a step.
-      bounds: lower bounds of the step time in seconds, by compute, memory and network; {} without hardware.
-      keys: keys of the configuration that set the phase's `batch`, `remat` and `parallel` layout.
-      seconds: estimated time of a step by component, with `hardware.assumptions`; {} without hardware.
-    """
-
-    phase: str
-    axes: dict[str, int]
-    sequences: int
-    micro_batches: int
-    tokens: int
-    steps: int
-    remat: Remat
-    reduce: Reduce
-    memory: Memory
+    phase: str  # name of the phase
+    axes: dict[str, int]  # number of devices along each mesh axis
+    sequences: int  # sequences of a micro-batch on one device
+    micro_batches: int  # micro-batches of the phase's largest step
+    tokens: int  # tokens of that step
+    steps: int  # number of steps of the phase at that size
+    remat: Remat  # rematerialization policy
+    reduce: Reduce  # when gradients are reduced over devices
+    memory: Memory  # bytes of one device
+    # FLOPs of a step on all devices, without recomputation: of the head, of attention's scores and values, of the rest
+    # of the model, and of Newton–Schulz
     flops: dict[str, float]
-    transfers: list[Transfer]
+    transfers: list[Transfer]  # what a device sends in a step
+    # lower bounds of the step time in seconds, by compute, memory and network; {} without hardware
     bounds: dict[str, float]
-    keys: dict[str, str]
-    seconds: dict[str, float]
+    keys: dict[str, str]  # keys of the configuration that set the phase's `batch`, `remat` and `parallel` layout
+    seconds: dict[str, float]  # estimated time of a step by component, with `hardware.assumptions`; {} without hardware
 
     @property
     def step_seconds(self) -> float | None:

@@ -41,29 +41,19 @@ CountActivations = Callable[[PhaseProgram, int, int], Activations]  # as `count_
 
 
 class Memory(NamedTuple):
-    """Peak memory of one device, in bytes.
+    """Peak memory of one device, in bytes."""
 
-    Attributes:
-      parameters: master weights.
-      optimizer: moments, balancing state, counters.
-      compute: copy of the parameters in the compute dtype.
-      gradients: accumulated gradients, to which layers add theirs in place. If they are reduced after each
-        micro-batch, also those of one micro-batch.
-      activations: what is saved for the backward pass of a micro-batch; twice, if the layers of the last one reduce
-        their gradients.
-      temporaries: recomputed activations and gathered parameters of a layer, or a chunk of logits.
-      update: gradients and Newton–Schulz iterates at the peak of the optimizer's step.
-      frozen: frozen parameters under adapters.
-    """
-
-    parameters: int
-    optimizer: int
-    compute: int
+    parameters: int  # master weights
+    optimizer: int  # moments, balancing state, counters
+    compute: int  # copy of the parameters in the compute dtype
+    # accumulated gradients, to which layers add theirs in place. If they are reduced after each micro-batch, also those
+    # of one micro-batch.
     gradients: int
+    # what is saved for the backward pass of a micro-batch; twice, if the layers of the last one reduce their gradients
     activations: int
-    temporaries: int
-    update: int
-    frozen: int = 0
+    temporaries: int  # recomputed activations and gathered parameters of a layer, or a chunk of logits
+    update: int  # gradients and Newton–Schulz iterates at the peak of the optimizer's step
+    frozen: int = 0  # frozen parameters under adapters
 
     @property
     def total(self) -> int:
@@ -189,11 +179,8 @@ def _on_one_device(program: PhaseProgram, function: Callable[..., Any], *more: A
     placement, results = program.placement, []
 
     def region(params: Any, frozen: Any, *more: Any) -> None:
-        copies = (
-            compute_copy(params, placement.leaves, placement.dtypes),
-            frozen_copy(frozen, placement.leaves),
-        )
-        results.append(function(*copies, *more))
+        copy = compute_copy(params, placement.leaves, placement.dtypes)
+        results.append(function(copy, frozen_copy(frozen, placement.leaves), *more))
 
     arguments = program.abstract_state.params, program.abstract_base
     stored = ({name: placement.leaves[name].stored for name in tree} for tree in arguments)

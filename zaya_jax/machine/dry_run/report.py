@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config
-from zaya_jax.config.checks import require
+from zaya_jax.config.checks import counted, require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
@@ -100,7 +100,9 @@ def dry_run(
         names = ", ".join(HARDWARE)
         summary.append(f"To estimate the step time and check that it fits in memory, add --hardware NAME ({names}).")
     elif len(phases) > 1:
-        summary.append(f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {_count(devices)}")
+        summary.append(
+            f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {counted(devices, 'device')}"
+        )
     for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
     details = ["\n".join(_details(phase, device)) for phase in phases]
@@ -124,12 +126,8 @@ def _step(seconds: float) -> str:
     return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms/step"
 
 
-def _count(devices: int) -> str:
-    return "1 device" if devices == 1 else f"{devices:,} devices"
-
-
 def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str | None) -> str:
-    first = _count(devices)
+    first = counted(devices, "device")
     if device is not None:
         tera = device.peak / 1e12
         peak = f"{tera:.3g} TFLOP/s" if device.measured else f"{tera:.0f} TFLOP/s in bf16"
@@ -220,8 +218,7 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
         lines += compiler_report.details(phase.compiled, phase.prediction, hardware, estimate.axes)
         seconds = _step(estimate.step_seconds or 0.0)
         lines.append(f"  estimated without the compiler: {estimate.memory.total / _GB:.2f} GB, {seconds}")
-        return lines + _estimate_lines(estimate)
-    if phase.proof is not None:
+    elif phase.proof is not None:
         lines.append(f"  {phase.proof['proof']} for this layout in {phase.proof['seconds']} s, with "
                      f"{phase.proof['host_bytes'] / _GB:.1f} GB of this machine's memory")  # fmt: skip
     return lines + _estimate_lines(estimate)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
-from zaya_jax.config import BatchConfig, Config, ParallelConfig, PhaseConfig, to_dict
+from zaya_jax.config import Config, ParallelConfig, PhaseConfig, to_dict
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
@@ -25,17 +25,11 @@ LONG = 32768  # tokens of a sequence from which on it may be worth splitting
 
 
 class Suggestion(NamedTuple):
-    """A change of a phase.
+    """A change of a phase."""
 
-    Attributes:
-      config: the configuration with the change.
-      overrides: the change, as arguments of the command; () for none.
-      estimate: estimate of the phase.
-    """
-
-    config: Config
-    overrides: tuple[str, ...]
-    estimate: PhaseEstimate
+    config: Config  # the configuration with the change
+    overrides: tuple[str, ...]  # the change, as arguments of the command; () for none
+    estimate: PhaseEstimate  # estimate of the phase
 
 
 def suggest(config: Config, phase: int, devices: int, hardware: Hardware) -> list[Suggestion]:
@@ -94,14 +88,9 @@ def find_layouts(config: Config, phase: int, devices: int, node: int, across_nod
 
 
 def _fitting(
-    config: Config,
-    phase: int,
-    devices: int,
-    hardware: Hardware,
-    parallel: ParallelConfig,
-    table: "ActivationTable",
+    config: Config, phase: int, devices: int, hardware: Hardware, parallel: ParallelConfig, table: "ActivationTable",
     kernels: KernelSelection,
-) -> Iterator[Suggestion]:
+) -> Iterator[Suggestion]:  # fmt: skip
     """Yield what fits of a layout; of each policy the micro-batches until one does not fit."""
     for remat in get_args(Remat):
         for micro_batch in micro_batch_sizes(config, phase, devices // parallel.context):
@@ -143,18 +132,19 @@ def overrides(config: Config, before: PhaseConfig, after: PhaseConfig) -> tuple[
     changes = list[str]()
     for name, old, new in (("parallel", config.parallel_for(before), after.parallel),
                            ("batch", config.batch_for(before), after.batch)):  # fmt: skip
-        changed = _differences(old, new)
+        changed = differences(old, new)
         if getattr(before, name) is not None or alone:
             key = {"parallel": config.parallel_key, "batch": config.batch_key}[name](before)
             changes += [f"{key}.{field}={_yaml(value)}" for field, value in changed.items()]
         elif changed:  # a section of the phase's own, which names all that differs from the defaults
-            changes.append(f"{where}.{name}={_yaml(_differences(type(old)(), new))}")
+            changes.append(f"{where}.{name}={_yaml(differences(type(old)(), new))}")
     if config.remat_for(before) != after.remat:
         changes.append(f"{'train' if alone and before.remat is None else where}.remat={after.remat}")
     return tuple(changes)
 
 
-def _differences(old: ParallelConfig | BatchConfig, new: Any) -> dict[str, Any]:
+def differences(old: Any, new: Any) -> dict[str, Any]:
+    """Return the values of `new` that differ from `old`, as in YAML, by key."""
     values = to_dict(new)
     return {field.name: values[field.name] for field in dataclasses.fields(old)
             if getattr(old, field.name) != getattr(new, field.name)}  # fmt: skip

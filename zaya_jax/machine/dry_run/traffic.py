@@ -25,21 +25,13 @@ from zaya_jax.train.program import PhaseProgram
 
 
 class Transfer(NamedTuple):
-    """What one kind of collective sends.
+    """What one kind of collective sends."""
 
-    Attributes:
-      what: description of the data.
-      kind: name of the collective.
-      axes: mesh axes that it runs over.
-      bytes: bytes that a device sends in a step.
-      hidden: whether XLA's GPU compiler overlaps it with computation.
-    """
-
-    what: str
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    hidden: bool = False
+    what: str  # description of the data
+    kind: str  # name of the collective
+    axes: tuple[str, ...]  # mesh axes that it runs over
+    bytes: float  # bytes that a device sends in a step
+    hidden: bool = False  # whether XLA's GPU compiler overlaps it with computation
 
 
 def transfers(

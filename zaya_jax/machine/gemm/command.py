@@ -57,7 +57,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     tokens = parsed.tokens or (micro or stage.sequences) * stage.context // config.parallel_for(phase).context
     from zaya_jax.machine.gemm.sweep import Request, measure_gemm
 
-    request = Request(parsed.families, dtype, range(first, last + 1, step),
+    request = Request(parsed.families, dtype, list(range(first, last + 1, step)),
                       parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)  # fmt: skip
     if parsed.compile_for is None:
         return measure_gemm(config, request)

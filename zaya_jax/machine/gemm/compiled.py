@@ -1,7 +1,8 @@
 """Compile all problems for a GPU that need not be here, and predict their times."""
 
-import dataclasses
+import itertools
 import json
+import operator
 from typing import Any
 
 from zaya_jax.config import Config
@@ -9,12 +10,13 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.compiled import check_gpu, run_worker
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import entry_place, parse
-from zaya_jax.machine.compilers.kernels import CompiledProgram, program_files
-from zaya_jax.machine.compilers.predict import predict
+from zaya_jax.machine.compilers.kernels import program_files
+from zaya_jax.machine.compilers.predict import launches, predict
 from zaya_jax.machine.compilers.toolchain import find_toolchain, silence_plugins
 from zaya_jax.machine.gemm.sweep import Request, make_problems
-from zaya_jax.machine.result import describe_run
+from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.ops.registry import select_kernels
+from zaya_jax.run.table import make_table, quantity
 
 
 def program_name(index: int) -> str:
@@ -43,19 +45,17 @@ def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
     result = describe_run("compiled matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens, "
                           f"{gpu}", "", (f"jax-{'cuda12-plugin' if GPUS[gpu].platform == 'cuda' else 'rocm7-pjrt'}",)
                           ) | {"results": []}  # fmt: skip
-    words = json.dumps(dataclasses.asdict(dataclasses.replace(request, squares=list(request.squares))))
-    with run_worker("products", gpu, (words,), f"The products cannot be compiled for {gpu}", config) as folder:
-        family = ""
+    words, failure = json.dumps(request._asdict()), f"The products cannot be compiled for {gpu}"
+    with run_worker("products", gpu, (words,), failure, config) as folder:
         for index, problem in enumerate(problems):
-            if problem.family != family:
-                family = problem.family
-                print(f"\n{family:<52}{'GFLOP':>10}{'launches':>10}{'predicted TFLOP/s':>19}")
-            text = program_files(folder, program_name(index))[0].read_text(encoding="utf-8")
-            program = CompiledProgram(entry_place(parse(text)), [])
-            speed = problem.flops / predict(program.entry, HARDWARE[gpu]).seconds
+            entry = entry_place(parse(program_files(folder, program_name(index))[0].read_text(encoding="utf-8")))
             result["results"].append({
-                "family": family, "name": problem.name, **problem.sizes, "flops": problem.flops,
-                "launches": program.launches, "predicted_flops_per_second": speed,
+                "family": problem.family, "name": problem.name, **problem.sizes, "flops": problem.flops,
+                "launches": launches(entry),
+                "predicted_flops_per_second": problem.flops / predict(entry, HARDWARE[gpu]).seconds,
             })  # fmt: skip
-            print(f"{problem.name:<52}{problem.flops / 1e9:>10,.3g}{program.launches:>10}{speed / 1e12:>19,.4g}")
+    columns = {"product": "name", "GFLOP": quantity("flops", unit=1e9), "launches": "launches",
+               "predicted TFLOP/s": quantity("predicted_flops_per_second", unit=1e12)}  # fmt: skip
+    families = itertools.groupby(result["results"], operator.itemgetter("family"))
+    print_tables(make_table(family, list(rows), columns) for family, rows in families)
     return result

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import ModelConfig, MuonConfig
+from zaya_jax.errors import InputError
 from zaya_jax.machine.kernel_cases import PRODUCTS
 from zaya_jax.machine.sizing.rules import Product, products
 from zaya_jax.model.layers import MATRIX_ROLES
@@ -18,31 +20,23 @@ from zaya_jax.model.tree import fused, roles, shapes
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.run.folder import METRICS
+from zaya_jax.run.metrics import read_rows
 
 OFFSETS = (-128, -64, -32, -16, 0, 16, 32, 64, 128)  # from the hidden size
 _STRIDE_ROWS = 4096
 
 
 class Problem(NamedTuple):
-    """One measured function.
+    """One measured function."""
 
-    Attributes:
-      family: 'square', 'stride', 'model', 'experts', 'newton_schulz' or 'attention'.
-      name: of the problem in its family.
-      sizes: what the plots have on their axes, by name.
-      run: function of the arrays.
-      arrays: shapes and dtypes of the floating-point arguments, the first ones.
-      integers: the other arguments.
-      flops: of the operation's definition.
-    """
-
-    family: str
-    name: str
-    sizes: Mapping[str, int]
-    run: Callable[..., Any]
-    arrays: tuple[jax.ShapeDtypeStruct, ...]
-    integers: tuple[np.ndarray, ...]
-    flops: float
+    family: str  # 'square', 'stride', 'model', 'experts', 'newton_schulz' or 'attention'
+    name: str  # of the problem in its family
+    sizes: Mapping[str, int]  # what the plots have on their axes, by name
+    run: Callable[..., Any]  # function of the arrays
+    arrays: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the floating-point arguments, the first ones
+    integers: tuple[np.ndarray, ...]  # the other arguments
+    flops: float  # of the operation's definition
 
 
 def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:
@@ -191,3 +185,36 @@ def attention(
 
 def _attend(run: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
     return run(q, k, v, query_segments_bs=segments, key_segments_bt=segments)
+
+
+def scale_counts(counts_e: np.ndarray, tokens: int) -> np.ndarray:
+    """Scale counts to a sum of `tokens`, by largest remainders; int32 [e]."""
+    exact = counts_e / counts_e.sum() * tokens
+    sizes = np.floor(exact).astype(np.int32)
+    sizes[np.argsort(sizes - exact, kind="stable")[: tokens - int(sizes.sum())]] += 1
+    return sizes
+
+
+def read_histograms(run: str, experts: int, tokens: int) -> dict[str, np.ndarray]:
+    """Return the loads of a run's most even and most uneven layer at its last logged step.
+
+    Args:
+      run: folder of the run.
+      experts: number of experts of a layer.
+      tokens: tokens of the micro-batch; those that the run's layer skipped are left out.
+
+    Raises:
+      InputError: the folder has no counts, or those of another number of experts.
+    """
+    rows = [row for row in read_rows(Path(run) / METRICS) if row.get("expert_counts")]
+    if not rows:
+        raise InputError(f"--routing is {run!r}, but must be the folder of a run with expert_counts in {METRICS}.")
+    classes_lc = np.array(rows[-1]["expert_counts"], np.float64)  # the last class is skip
+    routed_l, counts_le = classes_lc[:, :-1].sum(1) / np.maximum(classes_lc.sum(1), 1), classes_lc[:, :-1]
+    if counts_le.shape[1] != experts:
+        raise InputError(f"--routing {run} has {counts_le.shape[1]} experts, but the configuration has {experts}.")
+    used = [int(index) for index in np.flatnonzero(routed_l)]
+    spread = {index: counts_le[index].max() / counts_le[index].mean() for index in used}
+    chosen = {min(used, key=spread.__getitem__), max(used, key=spread.__getitem__)} if used else set()
+    return {f"layer {index} at step {rows[-1]['step']}": scale_counts(counts_le[index], round(tokens * routed_l[index]))
+            for index in sorted(chosen)}  # fmt: skip

@@ -19,17 +19,11 @@ _FILL = (1.0, 2.0)  # of a and b
 
 
 class Kernel(NamedTuple):
-    """An operation.
+    """An operation."""
 
-    Attributes:
-      run: (a, b) → result.
-      arrays: arrays that it reads or writes.
-      result: expected value of each element; for `dot`, of the mean of the products.
-    """
-
-    run: Callable[[jax.Array, jax.Array], jax.Array]
-    arrays: int
-    result: float
+    run: Callable[[jax.Array, jax.Array], jax.Array]  # (a, b) → result
+    arrays: int  # arrays that it reads or writes
+    result: float  # expected value of each element; for `dot`, of the mean of the products
 
 
 KERNELS = {
@@ -70,24 +64,18 @@ def time_kernel(name: str, size: int, repeats: int) -> list[float]:
     return seconds
 
 
-def rate(name: str, size: int, seconds: list[float]) -> float:
-    """Return bytes/s of the shortest call."""
-    return KERNELS[name].arrays * (size // ITEM * ITEM) / min(seconds)
-
-
-def table(size: int, timed: dict[str, list[float]]) -> list[str]:
-    """Return the lines of BabelStream's table for arrays of `size` bytes."""
-    lines = [f"{'Function':<12}{'MBytes/sec':<12}{'Min (sec)':<12}{'Max':<12}{'Average':<12}"]
-    for name, seconds in timed.items():
-        numbers = (min(seconds), max(seconds), float(np.mean(seconds)))
-        lines.append(f"{name:<12}{rate(name, size, seconds) / 1e6:<12.3f}" + "".join(f"{x:<12.5f}" for x in numbers))
-    return lines
-
-
 def results(size: int, timed: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return a row for each operation, with rates in bytes/s and seconds."""
+    """Return a row for each operation over arrays of `size` bytes: seconds, and bytes/s of the shortest call."""
     return [
-        {"operation": name.lower(), "bytes": size, "bytes_per_second": rate(name, size, seconds), "min": min(seconds),
+        {"operation": name.lower(), "bytes": size,
+         "bytes_per_second": KERNELS[name].arrays * (size // ITEM * ITEM) / min(seconds), "min": min(seconds),
          "max": max(seconds), "mean": float(np.mean(seconds))}
         for name, seconds in timed.items()
     ]  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of BabelStream's table."""
+    lines = [f"{'Function':<12}{'MBytes/sec':<12}{'Min (sec)':<12}{'Max':<12}{'Average':<12}"]
+    return lines + [f"{row['operation'].title():<12}{row['bytes_per_second'] / 1e6:<12.3f}{row['min']:<12.5f}"
+                    f"{row['max']:<12.5f}{row['mean']:<12.5f}" for row in rows]  # fmt: skip

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 from zaya_jax.errors import InputError
 
@@ -31,20 +30,8 @@ int main(int argc, char **argv) {
 """
 
 
-class Peer(NamedTuple):
-    """A compiled triad.
-
-    Attributes:
-      program: path of the executable.
-      compiler: name and version of the compiler, and its flags.
-    """
-
-    program: Path
-    compiler: str
-
-
-def compile_stream(folder: Path) -> Peer:
-    """Compile the triad into `folder`.
+def compile_stream(folder: Path) -> tuple[Path, str]:
+    """Compile the triad into `folder`; returns the program, and name, version and flags of the compiler.
 
     Raises:
       InputError: there is no C compiler with OpenMP.
@@ -59,17 +46,17 @@ def compile_stream(folder: Path) -> Peer:
     if made.returncode:
         raise InputError(f"--stream: {compiler} {' '.join(FLAGS)} failed: {made.stderr.strip()[:300]}")
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)  # noqa: S603 (no shell)
-    return Peer(program, f"{said.stdout.splitlines()[0]}; {' '.join(FLAGS)}")
+    return program, f"{said.stdout.splitlines()[0]}; {' '.join(FLAGS)}"
 
 
-def time_stream(peer: Peer, count: int, repeats: int) -> list[float]:
+def time_stream(program: Path, count: int, repeats: int) -> list[float]:
     """Return the seconds of each triad over arrays of `count` fp32 elements, on as many threads as this process has.
 
     Raises:
       RuntimeError: the result is wrong.
     """
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_PROC_BIND": "true"}
-    command = [str(peer.program), str(count), str(repeats)]
+    command = [str(program), str(count), str(repeats)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | threads)  # noqa: S603
     if run.returncode:
         raise RuntimeError(f"The triad in C ended with status {run.returncode}.")

@@ -13,7 +13,6 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.machine.kernel_cases import Case, Sizes, cases, program
 from zaya_jax.machine.memory import bandwidth
 from zaya_jax.machine.memory.stream import compile_stream, time_stream
-from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.machine.timing import timed
@@ -47,22 +46,23 @@ def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, st
     result["hardware"] |= {"device": device.device_kind, "memory_bytes": limit}
     result["results"] = []
     with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
-        peer = compile_stream(Path(folder)) if stream else None
+        program, compiler = compile_stream(Path(folder)) if stream else (None, "")
         c_seconds: list[float] = []
         for size in sizes:
             timed: dict[str, list[float]] = {name: [] for name in bandwidth.KERNELS}
             for _ in range(_TOGETHER):
                 for name in bandwidth.KERNELS:
                     timed[name] += bandwidth.time_kernel(name, size, -(-repeats // _TOGETHER))
-                if peer is not None and size == max(sizes):
-                    c_seconds += time_stream(peer, size // bandwidth.ITEM, -(-repeats // _TOGETHER))
-            print("\n".join([*bandwidth.table(size, timed), ""]), flush=True)
-            result["results"] += bandwidth.results(size, timed)
+                if program is not None and size == max(sizes):
+                    c_seconds += time_stream(program, size // bandwidth.ITEM, -(-repeats // _TOGETHER))
+            rows = bandwidth.results(size, timed)
+            print("\n".join([*bandwidth.table(rows), ""]), flush=True)
+            result["results"] += rows
     (triad,) = (row["bytes_per_second"] for row in result["results"]
                 if (row["operation"], row["bytes"]) == ("triad", max(sizes)))  # fmt: skip
-    if peer is not None:
+    if stream:
         theirs = 3 * max(sizes) / min(c_seconds)
-        result["stream"] = {"compiler": peer.compiler, "bytes_per_second": theirs, "ratio": triad / theirs}
+        result["stream"] = {"compiler": compiler, "bytes_per_second": theirs, "ratio": triad / theirs}
     widths = _widths(model, max(sizes))
     kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
     result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]
@@ -90,14 +90,3 @@ def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, re
 
     speed = case.bytes / statistics.median(timed(one_call, repeats))
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
-
-
-def draw(path: Path, result: dict[str, Any]) -> None:
-    """Plot bandwidth against the size of an array, from the result of `measure_memory`."""
-    lines = {}
-    for row in result["results"]:
-        xs, ys = lines.setdefault(row["operation"], ([], []))
-        xs.append(row["bytes"])
-        ys.append(row["bytes_per_second"] / 1e9)
-    draw_lines(path, lines, title="Memory bandwidth", x="bytes of an array", y="bandwidth (GB/s)",
-               logarithmic="x")  # fmt: skip

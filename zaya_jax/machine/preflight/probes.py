@@ -19,19 +19,12 @@ _PASSES, _WARM_UP = 15, 3
 
 
 class Sizes(NamedTuple):
-    """Sizes of the probes.
+    """Sizes of the probes."""
 
-    Attributes:
-      matrix: rows and columns of the square matrices.
-      dtype: of the matrices.
-      array: bytes of the copied array.
-      message: bytes of a collective.
-    """
-
-    matrix: int
-    dtype: str
-    array: int
-    message: int
+    matrix: int  # rows and columns of the square matrices
+    dtype: str  # of the matrices
+    array: int  # bytes of the copied array
+    message: int  # bytes of a collective
 
     def work(self, name: str) -> float:
         """Return the FLOPs of 'matmul', or the bytes that 'memory' reads and writes."""
@@ -97,9 +90,7 @@ def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:
     return column(case, max(seconds), 0).busbw
 
 
-@functools.lru_cache(maxsize=16)  # every round measures the same groups
-def _programs(case: Case) -> Programs:
-    return Programs(case)
+_programs = functools.lru_cache(maxsize=16)(Programs)  # every round measures the same groups
 
 
 def _shortest(call: Callable[..., Any], *arrays: jax.Array) -> float:

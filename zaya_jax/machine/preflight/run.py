@@ -9,8 +9,8 @@ import jax
 
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
-from zaya_jax.machine.collectives.check import check_collectives
 from zaya_jax.machine.collectives.operations import COLLECTIVES, label
+from zaya_jax.machine.collectives.timing import check_collectives
 from zaya_jax.machine.preflight import probes
 from zaya_jax.machine.preflight.bisection import ROUNDS, find_slow
 from zaya_jax.machine.result import describe_run, print_once
@@ -23,21 +23,13 @@ UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
 
 
 class Check(NamedTuple):
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-      check: its name.
-      status: 'FAIL' if the job should not start.
-      value: what was measured; None for a check that measures nothing.
-      unit: of `value`.
-      message: what was found, a sentence; '' if there is nothing to say.
-    """
-
-    check: str
-    status: Status
-    value: float | None
-    unit: str
-    message: str
+    check: str  # its name
+    status: Status  # 'FAIL' if the job should not start
+    value: float | None  # what was measured; None for a check that measures nothing
+    unit: str  # of `value`
+    message: str  # what was found, a sentence; '' if there is nothing to say
 
 
 def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, tolerance: float) -> dict[str, Any]:

@@ -4,36 +4,15 @@ import base64
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from zaya_jax.errors import InputError
-from zaya_jax.machine.report.results import Note, Result, describe_hardware, differences, notes
-from zaya_jax.machine.report.smoke import smoke_tables
+from zaya_jax.machine.report.results import Result, describe_hardware, differences, notes
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result_plots import draw
 from zaya_jax.run.page import render as render_page
-from zaya_jax.run.table import Table
 
-_TABLES = TABLES | {"smoke": smoke_tables}
 _TEMPLATE = Path(__file__).parent / "machine.html.j2"
-
-
-class Section(NamedTuple):
-    """What the page shows of a result.
-
-    Attributes:
-      result: the result.
-      facts: command, versions, hardware and so on, by name.
-      notes: what failed or was skipped.
-      tables: without empty ones.
-      picture: the plot as a data URI, and what it shows; two empty texts without a plot.
-    """
-
-    result: Result
-    facts: dict[str, str]
-    notes: list[Note]
-    tables: list[Table]
-    picture: tuple[str, str]
 
 
 def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
@@ -46,10 +25,10 @@ def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
     Raises:
       InputError: a result lacks what its verb writes.
     """
-    sections, hardware = list[Section](), []
+    sections, hardware = [], {}
     for result in results:
         try:
-            hardware.append(describe_hardware(result))
+            hardware[result.file] = describe_hardware(result)
             sections.append(_section(result))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise InputError(f"{result.file} is a damaged result of machine {result.verb}, or one of another version "
@@ -58,20 +37,22 @@ def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
     return render_page(_TEMPLATE, name=name, warning=warning, sections=sections, ignored=ignored)
 
 
-def _section(result: Result) -> Section:
+def _section(result: Result) -> dict[str, Any]:
+    """Return what the template shows: `facts` by name, `tables` without empty ones, and the `picture` of `_picture`."""
     content, facts = result.content, {"command": result.command}
     facts |= {label: content[key] for label, key in (("date", "date"), ("size", "size"), ("compared with", "peer"))
               if content.get(key)}  # fmt: skip
     if versions := content.get("versions"):
         facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    if processor := describe_hardware(result).processor:
+    if processor := describe_hardware(result)[1]:
         hardware = content["hardware"]
         facts["hardware"] = ", ".join(filter(None, (hardware.get("device"), processor, hardware["machine"])))
-    tables = [table for table in _TABLES[result.verb](content) if table.rows]
-    return Section(result, facts, notes(result), tables, _picture(result))
+    tables = [table for table in TABLES[result.verb](content) if table.rows]
+    return {"result": result, "facts": facts, "notes": notes(result), "tables": tables, "picture": _picture(result)}
 
 
 def _picture(result: Result) -> tuple[str, str]:
+    """Return the plot as a data URI, and what it shows; two empty texts without a plot."""
     with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
         path = Path(folder) / "plot.png"
         shows = draw(result.verb, path, result.content)

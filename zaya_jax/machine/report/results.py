@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,17 +30,11 @@ VERBS = tuple(dict.fromkeys(("describe", *_VERBS.values(), "sizing")))
 
 
 class Result(NamedTuple):
-    """A result of a verb.
+    """A result of a verb."""
 
-    Attributes:
-      file: name of the file.
-      verb: the verb that wrote it.
-      content: the file's content.
-    """
-
-    file: str
-    verb: str
-    content: dict[str, Any]
+    file: str  # name of the file
+    verb: str  # the verb that wrote it
+    content: dict[str, Any]  # the file's content
 
     @property
     def title(self) -> str:
@@ -58,34 +52,6 @@ class Result(NamedTuple):
             flags = ["--devices", str(content["devices"]), "--hardware", content["hardware"]]
             return f"{_COMMAND} sizing {shlex.join([content['config'], *content['overrides'], *flags])}"
         return content["command"]
-
-
-class Note(NamedTuple):
-    """Something that the reader should see first.
-
-    Attributes:
-      status: 'failed' or 'skipped'.
-      part: part of the result; '' for all of it.
-      text: what happened.
-    """
-
-    status: str
-    part: str
-    text: str
-
-
-class Measured(NamedTuple):
-    """The hardware that a result is of.
-
-    Attributes:
-      file: name of the file.
-      device: kind of the devices; None if none was measured, or they were simulated.
-      processor: the host's; None if it was not recorded.
-    """
-
-    file: str
-    device: str | None
-    processor: str | None
 
 
 def read_results(folder: Path) -> tuple[list[Result], list[str]]:
@@ -112,35 +78,41 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
     return sorted(results, key=lambda result: VERBS.index(result.verb)), ignored
 
 
-def notes(result: Result) -> list[Note]:
-    """Return what failed or was skipped, in the whole result and in its parts."""
+def notes(result: Result) -> list[dict[str, str]]:
+    """Return what failed or was skipped: the `status`, its `part` ('' for the whole result), and a `text`."""
     parts = {"": result.content, **result.content.get("parts", {})}
     if result.verb == "gemm":
         parts |= {f"{row['family']} {row['name']}": row for row in result.content["results"]}
-    return [Note(status, name, part[status]) for name, part in parts.items() for status in ("failed", "skipped")
-            if isinstance(part.get(status), str)]  # fmt: skip
+    return [{"status": status, "part": name, "text": part[status]} for name, part in parts.items()
+            for status in ("failed", "skipped") if isinstance(part.get(status), str)]  # fmt: skip
 
 
-def describe_hardware(result: Result) -> Measured:
-    """Return the hardware that a result is of."""
+def describe_hardware(result: Result) -> tuple[str, str]:
+    """Return the kind of the devices that a result is of, '' if none was measured or they were simulated, and the CPU.
+
+    The CPU is '' if it was not recorded.
+    """
     content = result.content
     if result.verb == "sizing":  # needs no device, and names the hardware that it is about
-        return Measured(result.file, None, None)
+        return "", ""
     hardware = content.get("hardware", {})
     source = {"describe": content, "smoke": content.get("parts", {}).get("machine", {})}.get(result.verb, hardware)
     device = re.sub(r"^\d+ × ", "", source.get("device", ""))
-    processor = f"{hardware['cpu']} with {hardware['cpus']} CPUs" if hardware else None
-    return Measured(result.file, None if "simulated" in device else device or None, processor)
+    processor = f"{hardware['cpu']} with {hardware['cpus']} CPUs" if hardware else ""
+    return "" if "simulated" in device else device, processor
 
 
-def differences(measured: Sequence[Measured]) -> tuple[str, str]:
-    """Return the name of the machine, and a sentence if the results are of different hardware, else ''."""
+def differences(hardware: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Return the name of the machine, and a sentence if the results are of different hardware, else ''.
+
+    Args:
+      hardware: device and processor of each result, by its file.
+    """
     devices, processors = dict[str, list[str]](), dict[str, list[str]]()
-    for file, device, processor in measured:
-        if device:
-            devices.setdefault(device, []).append(file)
-        if processor:
-            processors.setdefault(processor, []).append(file)
+    for file, names in hardware.items():
+        for kinds, name in zip((devices, processors), names, strict=True):
+            if name:
+                kinds.setdefault(name, []).append(file)
     accelerators = [device for device in devices if device != "cpu"]
     name = " and ".join(accelerators or processors or devices)
     lists = ["; ".join(f"{kind} ({', '.join(files)})" for kind, files in kinds.items())

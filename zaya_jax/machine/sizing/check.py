@@ -4,7 +4,6 @@ import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,23 +85,19 @@ def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
     Raises:
       InputError: there is no such folder, or a result in it is damaged.
     """
-    results = read_results(Path(folder), source)
+    results, d, f = read_results(Path(folder), source), model.hidden_size, model.expert_size
     with complete(f"{source} {folder} has a result"):
-        return _measured(results, model)
-
-
-def _measured(results: Mapping[str, Any], model: ModelConfig) -> Measured:
-    fit = largest_fit(results.get("collectives", {}), "all_gather", "knee_bytes")
-    gemm, d, f = results.get("gemm", {}), model.hidden_size, model.expert_size
-    rows = [row for row in gemm.get("results", ()) if "warm_flops_per_second" in row and gemm["dtype"] == "bfloat16"]
-    experts = [row["warm_flops_per_second"] / gemm["maximum"] for row in rows
-               if row["family"] == "experts" and row["name"].endswith("even, forward")
-               and (row["columns"], row["depth"]) in ((2 * f, d), (d, f))]  # fmt: skip
-    offsets = {row["offset"]: row["warm_flops_per_second"] for row in rows
-               if row["family"] == "stride" and row["depth"] - row["offset"] == d}  # fmt: skip
-    others = [speed for offset, speed in offsets.items() if offset]
-    return Measured(
-        None if fit is None else float(fit["knee_bytes"]),
-        min(experts, default=None),
-        offsets[0] / statistics.median(others) if 0 in offsets and others else None,
-    )
+        fit, gemm = largest_fit(results.get("collectives", {}), "all_gather", "knee_bytes"), results.get("gemm", {})
+        rows = [row for row in gemm.get("results", ()) if "warm_flops_per_second" in row
+                and gemm["dtype"] == "bfloat16"]  # fmt: skip
+        experts = [row["warm_flops_per_second"] / gemm["maximum"] for row in rows
+                   if row["family"] == "experts" and row["name"].endswith("even, forward")
+                   and (row["columns"], row["depth"]) in ((2 * f, d), (d, f))]  # fmt: skip
+        offsets = {row["offset"]: row["warm_flops_per_second"] for row in rows
+                   if row["family"] == "stride" and row["depth"] - row["offset"] == d}  # fmt: skip
+        others = [speed for offset, speed in offsets.items() if offset]
+        return Measured(
+            None if fit is None else float(fit["knee_bytes"]),
+            min(experts, default=None),
+            offsets[0] / statistics.median(others) if 0 in offsets and others else None,
+        )

@@ -2,17 +2,14 @@
 
 import argparse
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zaya_jax.config import Config, load_config
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
+from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.command import add_config, add_flags, add_verb
-
-if TYPE_CHECKING:
-    from zaya_jax.machine.sizing.rules import Measured
 
 
 def add(verbs: Any, program: str) -> None:
@@ -51,7 +48,10 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"--{flag} needs --suggest.")
     config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
     request = _check_request(parsed, config) if parsed.suggest else None
-    from zaya_jax.machine.sizing.check import read_measured
+    from zaya_jax.machine.report.tables import TABLES
+    from zaya_jax.machine.result import print_tables
+    from zaya_jax.machine.sizing.check import check_sizing, read_measured
+    from zaya_jax.machine.sizing.report import lines, suggest_shapes
     from zaya_jax.machine.sizing.rules import Measured
 
     folder = parsed.measured or (None if parsed.hardware in HARDWARE else parsed.hardware)
@@ -59,20 +59,13 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     measured = Measured() if folder is None else read_measured(folder, source, config.model)
     result: dict[str, Any] = {"config": parsed.config, "overrides": parsed.overrides, "devices": parsed.devices,
                               "hardware": parsed.hardware}  # fmt: skip
-    if request is None:
-        return result | _check(parsed, config, hardware, measured)
-    return result | _suggest(parsed, config, hardware, measured, *request)
-
-
-def _check(parsed: argparse.Namespace, config: Config, hardware: Hardware, measured: "Measured") -> dict[str, Any]:
-    from zaya_jax.machine.report.tables import TABLES
-    from zaya_jax.machine.result import print_tables
-    from zaya_jax.machine.sizing.check import check_sizing
-
+    if request is not None:
+        gc.freeze()  # tracing makes many objects: a search for garbage should not visit all that was imported
+        result |= suggest_shapes(config, parsed.devices, hardware, measured, *request)
+        print("\n".join(lines(result, parsed.devices, parsed.hardware)))
+        return result
     findings = check_sizing(config, parsed.devices, hardware, measured)
-    result: dict[str, Any] = {
-        "phases": {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
-    }
+    result["phases"] = {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
     print(f"Sizing rules for training on {parsed.devices:,} × {parsed.hardware}\n")
     print_tables(TABLES["sizing"](result)[:-1])
     if failed := [f"{phase}: {finding.rule}" for phase, found in findings.items() for finding in found
@@ -95,15 +88,3 @@ def _check_request(parsed: argparse.Namespace, config: Config) -> tuple[int, flo
             raise InputError(f"--suggest changes the widths of the model, but those of {key}={source} are fixed: set "
                              f"{key}=null.")  # fmt: skip
     return names.index(phase), band / 100, (low, high)
-
-
-def _suggest(
-    parsed: argparse.Namespace, config: Config, hardware: Hardware, measured: "Measured", phase: int, band: float,
-    layers: tuple[int, int],
-) -> dict[str, Any]:  # fmt: skip
-    from zaya_jax.machine.sizing.report import lines, suggest_shapes
-
-    gc.freeze()  # tracing makes many objects: a search for garbage should not visit all that was imported
-    result = suggest_shapes(config, phase, parsed.devices, hardware, band, layers, measured)
-    print("\n".join(lines(result, parsed.devices, parsed.hardware)))
-    return result

@@ -7,30 +7,33 @@ from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.machine.dry_run.suggest import single_phase
+from zaya_jax.machine.result import table_lines
 from zaya_jax.machine.sizing.check import check_sizing
-from zaya_jax.machine.sizing.pareto import dominates
 from zaya_jax.machine.sizing.rules import Measured
 from zaya_jax.machine.sizing.shapes import candidate_shapes
-from zaya_jax.machine.sizing.suggest import Point, search
+from zaya_jax.machine.sizing.suggest import Point, dominates, search
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
+from zaya_jax.run.table import make_table, quantity
 
-_SIZES = ("hidden_size", "expert_size", "num_query_heads", "num_experts", "num_layers")
+# Sizes that are shown, and their heads in the table.
+_SIZES = {"hidden_size": "hidden", "expert_size": "expert", "num_query_heads": "heads", "num_experts": "experts",
+          "num_layers": "layers"}  # fmt: skip
 
 
 def suggest_shapes(
-    config: Config, phase: int, devices: int, hardware: Hardware, band: float, layers: tuple[int, int],
-    measured: Measured,
+    config: Config, devices: int, hardware: Hardware, measured: Measured, phase: int, band: float,
+    layers: tuple[int, int],
 ) -> dict[str, Any]:  # fmt: skip
     """Search the shapes and describe the front.
 
     Args:
       config: configuration of the run.
-      phase: index of the phase to train.
       devices: number of devices.
       hardware: data sheet or measurements.
+      measured: on this hardware, for the sizing rules.
+      phase: index of the phase to train.
       band: largest relative difference of the total, and of the active parameters, from the configuration's.
       layers: smallest and largest number of layers.
-      measured: on this hardware, for the sizing rules.
 
     Returns:
       The `phase`, `context`, `parameter_band`, `layers` and number of `shapes`; the points of the `front`, from the
@@ -51,35 +54,31 @@ def suggest_shapes(
     def describe(point: Point) -> dict[str, Any]:
         known = measured if point.config.model == config.model else Measured(knee=measured.knee)  # of other products
         findings = check_sizing(single_phase(point.config, phase), devices, hardware, known)[name]
-        return _row(point) | {"rules": [f"{finding.status} {finding.rule}" for finding in findings
-                                        if finding.status in ("WARN", "FAIL")]}  # fmt: skip
+        model, training, decode = point.config.model, point.training, point.decode
+        return {
+            "overrides": point.overrides,
+            "model": {size: getattr(model, size) for size in _SIZES},
+            "total_parameters": total_parameters(model),
+            "active_parameters": active_parameters(model),
+            "tokens_per_second": point.tokens_per_second,
+            "training": {"seconds": training.seconds, "bytes": training.memory.total},
+            "seconds_per_token": decode.step_seconds,
+            "decode": {"seconds": decode.seconds, "bytes": decode.memory},
+            "rules": [f"{finding.status} {finding.rule}" for finding in findings if finding.status in ("WARN", "FAIL")],
+        }
 
     # Of those that dominate the configuration, the one that gains most: in the product of both times.
     better = [] if own is None else [point for point in front if dominates(point.values, own.values)]
     best = min(better, key=lambda point: point.values[0] * point.values[1], default=None)
     return {
         "phase": name,
-        "context": front[0].decode.context,
+        "context": config.context_for(config.phases[phase]),
         "parameter_band": band,
         "layers": layers,
         "shapes": len(shapes),
         "front": [describe(point) for point in front],
         "configuration": None if own is None else describe(own),
         "dominated_by": None if best is None else front.index(best) + 1,
-    }
-
-
-def _row(point: Point) -> dict[str, Any]:
-    model, training, decode = point.config.model, point.training, point.decode
-    return {
-        "overrides": point.overrides,
-        "model": {size: getattr(model, size) for size in _SIZES},
-        "total_parameters": total_parameters(model),
-        "active_parameters": active_parameters(model),
-        "tokens_per_second": point.tokens_per_second,
-        "training": {"seconds": training.seconds, "bytes": training.memory.total},
-        "seconds_per_token": decode.step_seconds,
-        "decode": {"seconds": decode.seconds, "bytes": decode.memory},
     }
 
 
@@ -92,15 +91,22 @@ def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
       hardware: its name.
     """
     front, own, (low, high) = result["front"], result["configuration"], result["layers"]
+    rows = {f"point {number}": row for number, row in enumerate(front, 1)}
+    if result["dominated_by"] is not None:
+        rows["own"] = own
+    table = make_table("", [{"name": name, **row} for name, row in rows.items()], {
+        "": "name", "tokens/s": quantity("tokens_per_second", unit=1.0),
+        "ms/token": quantity("seconds_per_token", unit=1e-3), "GB": quantity("training", "bytes", unit=1e9),
+        "total B": quantity("total_parameters", unit=1e9), "active B": quantity("active_parameters", unit=1e9),
+        **{head: lambda row, key=key: str(row["model"][key]) for key, head in _SIZES.items()},
+    })  # fmt: skip
     report = [
         f"Widths for phase {result['phase']} on {devices:,} × {hardware}, and for decoding one sequence after "
         f"{result['context']:,} tokens on one",
         f"{result['shapes']} shapes, with total and active parameters within {100 * result['parameter_band']:.3g} % of "
         f"the configuration's, and {low} to {high} layers",
         "Times are predictions that assume the same fractions of the peaks for all widths; see the sizing rules.",
-        f"  {'point':<6}{'tokens/s':>11}{'ms/token':>10}{'GB':>7}{'total B':>9}{'active B':>10}{'hidden':>8}"
-        f"{'expert':>8}{'heads':>7}{'experts':>9}{'layers':>8}",
-        *(_table_line(str(number), row) for number, row in enumerate(front, 1)),
+        *table_lines(table)[1:],
     ]
     if own is None:
         report.append("The configuration's own widths are estimated not to fit.")
@@ -110,7 +116,7 @@ def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
     else:
         best, share = front[number - 1], 1 - front[number - 1]["seconds_per_token"] / own["seconds_per_token"]
         faster = best["tokens_per_second"] / own["tokens_per_second"] - 1
-        report += [_table_line("own", own), f"The configuration's own widths are dominated by point {number}, which "
+        report += [f"The configuration's own widths are dominated by point {number}, which "
                    f"trains {faster:.1%} faster and decodes a token in {share:.1%} less time.",
                    f"  s/step: {_changes(own['training'], best['training'], 1)}",
                    f"  ms/token: {_changes(own['decode'], best['decode'], 1e3)}"]  # fmt: skip
@@ -119,22 +125,12 @@ def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
         if low < near[0] and front[-1]["model"]["num_layers"] < near[0]:
             report.append("Fewer layers launch fewer kernels, but the estimates do not show what depth is worth to the "
                           f"loss. To compare widths alone, set --layers {near[0]} {near[1]}.")  # fmt: skip
-    for name, row in [*((f"point {number}", row) for number, row in enumerate(front, 1)), ("own", own)]:
-        if row is not None and not (name == "own" and result["dominated_by"] is None):
-            report += [f"{name}: {' '.join(map(shlex.quote, row['overrides'])) or 'no change'}",
-                       f"  sizing rules broken: {', '.join(row['rules']) or 'none'}"]  # fmt: skip
+    for name, row in rows.items():
+        report += [f"{name}: {' '.join(map(shlex.quote, row['overrides'])) or 'no change'}",
+                   f"  sizing rules broken: {', '.join(row['rules']) or 'none'}"]  # fmt: skip
     return report
 
 
 def _changes(own: dict[str, Any], best: dict[str, Any], unit: float) -> str:
     return ", ".join(f"{name} {unit * seconds:.3g} → {unit * best['seconds'][name]:.3g}"
                      for name, seconds in own["seconds"].items())  # fmt: skip
-
-
-def _table_line(name: str, row: dict[str, Any]) -> str:
-    throughput, sizes = float(f"{row['tokens_per_second']:.3g}"), row["model"]
-    return (
-        f"  {name:<6}{throughput:>11,.0f}{1e3 * row['seconds_per_token']:>10.3g}{row['training']['bytes'] / 1e9:>7.1f}"
-        f"{row['total_parameters'] / 1e9:>9.2f}{row['active_parameters'] / 1e9:>10.3f}{sizes['hidden_size']:>8}"
-        f"{sizes['expert_size']:>8}{sizes['num_query_heads']:>7}{sizes['num_experts']:>9}{sizes['num_layers']:>8}"
-    )

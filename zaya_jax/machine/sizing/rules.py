@@ -1,7 +1,8 @@
 """The rules, each a function of a phase's sizes (docs/reference.md §9 and §10, and the papers that they name)."""
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from zaya_jax.config import ModelConfig
@@ -14,29 +15,20 @@ TILE = 128  # rows and columns of a product's tile
 SATURATING_FLOPS = 200e9  # of a product that reaches the peak of a MI300X
 WEAK_DEPTH = 1024  # contracted sizes up to this one are slow and uneven on a MI300X
 _INSTRUCTION = 32  # contracted elements that every bf16 matrix instruction divides
-_MFMA = "AMD, CDNA 3 instruction set, V_MFMA"
 _ANTHONY = "Anthony et al., arXiv 2401.14489"
 _ZAYA = "arXiv 2511.17127, §III"
+_MEASURE_GEMM = "--measured FOLDER, with a result of machine gemm"
 
 
 class Product(NamedTuple):
-    """A matrix product of the forward pass, for a micro-batch on one device.
+    """A matrix product of the forward pass, for a micro-batch on one device."""
 
-    Attributes:
-      name: what it computes.
-      times: how often the model runs it: once in each layer, or once.
-      groups: number of products of this size, which run as one grouped product.
-      rows: tokens of each.
-      columns: width of the output.
-      depth: contracted size.
-    """
-
-    name: str
-    times: int
-    groups: int
-    rows: int
-    columns: int
-    depth: int
+    name: str  # what it computes
+    times: int  # how often the model runs it: once in each layer, or once
+    groups: int  # number of products of this size, which run as one grouped product
+    rows: int  # tokens of each
+    columns: int  # width of the output
+    depth: int  # contracted size
 
     @property
     def flops(self) -> float:
@@ -45,66 +37,45 @@ class Product(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was measured on the hardware; each is None if it was not.
+    """What was measured on the hardware; each is None if it was not."""
 
-    Attributes:
-      knee: bytes that saturate the network, by `machine collectives`.
-      experts: speed of the experts' products with evenly spread tokens, over that of the fastest square, by `machine
-        gemm`.
-      stride: speed of products that contract the hidden size, over the median of their neighbours', by the same.
-    """
-
-    knee: float | None = None
+    knee: float | None = None  # bytes that saturate the network, by `machine collectives`
+    # speed of the experts' products with evenly spread tokens, over that of the fastest square, by `machine gemm`
     experts: float | None = None
+    # speed of products that contract the hidden size, over the median of their neighbours', by the same
     stride: float | None = None
 
 
 class Sizes(NamedTuple):
-    """The sizes of a phase.
+    """The sizes of a phase."""
 
-    Attributes:
-      model: the architecture.
-      tokens: tokens of a micro-batch on one device.
-      axes: devices along each mesh axis.
-      in_node: by axis with more than one device, the devices of a group that share a node.
-      hardware: data sheet.
-      fits_twice: whether twice the micro-batch fits, by the dry run's estimate; None if the batch has no more.
-      fits_unsharded: whether the phase fits with `fsdp: 1`, by the same estimate; None if it has no FSDP.
-      message: bytes of the smallest large all-gather of parameters; 0 if none.
-      measured: on this hardware.
-    """
-
-    model: ModelConfig
-    tokens: int
-    axes: Mapping[str, int]
-    in_node: Mapping[str, int]
-    hardware: Hardware
+    model: ModelConfig  # the architecture
+    tokens: int  # tokens of a micro-batch on one device
+    axes: Mapping[str, int]  # devices along each mesh axis
+    in_node: Mapping[str, int]  # by axis with more than one device, the devices of a group that share a node
+    hardware: Hardware  # data sheet
+    # whether twice the micro-batch fits, by the dry run's estimate; None if the batch has no more
     fits_twice: bool | None
-    fits_unsharded: bool | None
-    message: int
-    measured: Measured
+    fits_unsharded: bool | None  # whether the phase fits with `fsdp: 1`, by the same estimate; None if it has no FSDP
+    message: int  # bytes of the smallest large all-gather of parameters; 0 if none
+    measured: Measured  # on this hardware
 
 
 class Finding(NamedTuple):
-    """What a rule says of a phase.
+    """What a rule says of a phase."""
 
-    Attributes:
-      rule: its name.
-      status: 'OPEN' if it needs a measurement that is missing.
-      value: what it looked at.
-      loss: predicted share of the time that is lost; None if it cannot be told.
-      advice: what to change; '' if it passes.
-      reason: why the rule holds.
-      source: where it comes from.
-    """
+    rule: str  # its name
+    status: Status  # 'OPEN' if it needs a measurement that is missing
+    value: str  # what it looked at
+    loss: float | None  # predicted share of the time that is lost; None if it cannot be told
+    advice: str  # what to change; '' if it passes
+    reason: str  # why the rule holds
+    source: str  # where it comes from
 
-    rule: str
-    status: Status
-    value: str
-    loss: float | None
-    advice: str
-    reason: str
-    source: str
+
+# Status, value, loss and advice of a `Finding`; the advice counts unless the rule holds.
+Answer = tuple[Status, str, float | None, str]
+Check = Callable[[Sizes], Answer]
 
 
 def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]:
@@ -129,77 +100,91 @@ def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]
     ]
 
 
+RULES: list[Callable[[Sizes], Finding]] = []
+
+
+def _rule(name: str, reason: str, source: str = _ANTHONY) -> Callable[[Check], Callable[[Sizes], Finding]]:
+    """Add a rule to `RULES`, in their order; {units} in a reason stands for the hardware's compute units."""
+
+    def add(check: Check) -> Callable[[Sizes], Finding]:
+        @functools.wraps(check)
+        def rule(sizes: Sizes) -> Finding:
+            status, value, loss, advice = check(sizes)
+            why = reason.format(units=sizes.hardware.units)
+            return Finding(name, status, value, loss, "" if status == "PASS" else advice, why, source)
+
+        RULES.append(rule)
+        return rule
+
+    return add
+
+
 def _multiple(value: int, good: int, fair: int) -> Status:
     return "PASS" if value % good == 0 else "WARN" if value % fair == 0 else "FAIL"
 
 
-def vocabulary(sizes: Sizes) -> Finding:
+def _least(value: float, good: float, fair: float) -> Status:
+    return "PASS" if value >= good else "WARN" if value >= fair else "FAIL"
+
+
+@_rule("vocabulary", "The head's product needs whole tiles of columns.")
+def vocabulary(sizes: Sizes) -> Answer:
     """The vocabulary is a multiple of 64."""
     v = sizes.model.vocab_size
-    return Finding("vocabulary", _multiple(v, 64, 64), f"{v:,}", None,
-                   "" if v % 64 == 0 else f"pad model.vocab_size to {-(-v // 64) * 64}",
-                   "The head's product needs whole tiles of columns.", _ANTHONY)  # fmt: skip
+    return _multiple(v, 64, 64), f"{v:,}", None, f"pad model.vocab_size to {-(-v // 64) * 64}"
 
 
-def head_dim(sizes: Sizes) -> Finding:
+@_rule("head width", "Few wide heads fill the matrix units better than many small ones.")
+def head_dim(sizes: Sizes) -> Answer:
     """The width of a head is a multiple of 128, or at least of 64."""
     c = sizes.model.head_dim
-    return Finding("head width", _multiple(c, 128, 64), str(c), None, "" if c % 128 == 0 else "model.head_dim=128",
-                   "Few wide heads fill the matrix units better than many small ones.", _ANTHONY)  # fmt: skip
+    return _multiple(c, 128, 64), str(c), None, "model.head_dim=128"
 
 
-def latent_widths(sizes: Sizes) -> Finding:
+@_rule("latent widths", "Compressed attention has narrow products, which lose most by partial tiles.")
+def latent_widths(sizes: Sizes) -> Answer:
     """The widths of compressed queries and keys are multiples of 64."""
-    widths = (sizes.model.query_size, sizes.model.kv_size)
-    status = "PASS" if all(width % 64 == 0 for width in widths) else "FAIL"
-    return Finding("latent widths", status, " and ".join(map(str, widths)), None,
-                   "" if status == "PASS" else "choose heads × head_dim as multiples of 64",
-                   "Compressed attention has narrow products, which lose most by partial tiles.", _ANTHONY)  # fmt: skip
+    q, k = sizes.model.query_size, sizes.model.kv_size
+    return _multiple(math.gcd(q, k), 64, 64), f"{q} and {k}", None, "choose heads × head_dim as multiples of 64"
 
 
-def expert_width(sizes: Sizes) -> Finding:
+@_rule("expert width", "The SwiGLU width must be a multiple of the tile, not 8d/3 rounded blindly.")
+def expert_width(sizes: Sizes) -> Answer:
     """The hidden width of an expert is a multiple of 256, or at least of 64."""
     f = sizes.model.expert_size
-    return Finding("expert width", _multiple(f, 256, 64), str(f), None,
-                   "" if f % 256 == 0 else f"model.expert_size={-(-f // 256) * 256}",
-                   "The SwiGLU width must be a multiple of the tile, not 8d/3 rounded blindly.", _ANTHONY)  # fmt: skip
+    return _multiple(f, 256, 64), str(f), None, f"model.expert_size={-(-f // 256) * 256}"
 
 
-def rows(sizes: Sizes) -> Finding:
+@_rule("tokens of a micro-batch", "Rows of every product fill whole tiles.")
+def rows(sizes: Sizes) -> Answer:
     """The tokens of a micro-batch on a device are a multiple of 64."""
-    t = sizes.tokens
-    return Finding("tokens of a micro-batch", _multiple(t, 64, 16), f"{t:,}", None,
-                   "" if t % 64 == 0 else "change context or micro_batch", "Rows of every product fill whole tiles.",
-                   _ANTHONY)  # fmt: skip
+    return _multiple(sizes.tokens, 64, 16), f"{sizes.tokens:,}", None, "change context or micro_batch"
 
 
-def micro_batch(sizes: Sizes) -> Finding:
+@_rule("micro-batch", "Every micro-batch reads all parameters and updates all gradients once.")
+def micro_batch(sizes: Sizes) -> Answer:
     """The micro-batch is as large as the memory allows."""
-    more = bool(sizes.fits_twice)
-    return Finding("micro-batch", "WARN" if more else "PASS", f"{sizes.tokens:,} tokens", None,
-                   "twice the micro_batch fits" if more else "",
-                   "Every micro-batch reads all parameters and updates all gradients once.", _ANTHONY)  # fmt: skip
+    return "WARN" if sizes.fits_twice else "PASS", f"{sizes.tokens:,} tokens", None, "twice the micro_batch fits"
 
 
-def saturating(sizes: Sizes) -> Finding:
+@_rule("size of the experts' products", "Smaller products do not reach the peak of a MI300X.", _ZAYA)
+def saturating(sizes: Sizes) -> Answer:
     """The experts' products have at least 200 GFLOP."""
     grouped = [p for p in products(sizes.model, sizes.tokens, sizes.axes["expert"]) if p.name.startswith("experts")]
-    least = min(grouped, key=lambda p: p.flops)
-    share = least.flops / SATURATING_FLOPS
+    flops = min(p.flops for p in grouped)
+    share = flops / SATURATING_FLOPS
     needed = math.ceil(sizes.tokens / share) if share else 0
-    return Finding("size of the experts' products", "PASS" if share >= 1 else "WARN" if share >= 0.25 else "FAIL",
-                   f"{least.flops / 1e9:,.0f} GFLOP", None,
-                   "" if share >= 1 else f"about {needed:,} tokens in a micro-batch reach 200 GFLOP",
-                   "Smaller products do not reach the peak of a MI300X.", _ZAYA)  # fmt: skip
+    advice = f"about {needed:,} tokens in a micro-batch reach 200 GFLOP"
+    return _least(share, 1, 0.25), f"{flops / 1e9:,.0f} GFLOP", None, advice
 
 
-def depth(sizes: Sizes) -> Finding:
+@_rule("contracted sizes", "Products that contract 1,024 are slow and uneven; those that contract 7,168 are smooth.",
+       _ZAYA)  # fmt: skip
+def depth(sizes: Sizes) -> Answer:
     """The contracted size of large products is above 1,024."""
     weak = [p.name for p in products(sizes.model, sizes.tokens) if p.depth <= WEAK_DEPTH and p.name != "convolution"]
-    return Finding("contracted sizes", "WARN" if weak else "PASS", ", ".join(weak) or "all above 1,024", None,
-                   "" if not weak else "a wider contraction, if the architecture is yours to choose",
-                   "Products that contract 1,024 are slow and uneven; those that contract 7,168 are smooth.",
-                   _ZAYA)  # fmt: skip
+    advice = "a wider contraction, if the architecture is yours to choose"
+    return "WARN" if weak else "PASS", ", ".join(weak) or "all above 1,024", None, advice
 
 
 def wave_efficiency(product: Product, units: int) -> float:
@@ -215,96 +200,79 @@ def wave_efficiency(product: Product, units: int) -> float:
     return useful / (waves * units)
 
 
-def waves(sizes: Sizes) -> Finding:
+@_rule("waves of tiles", f"Tiles of {TILE}² run in waves of {{units}}; the last wave is seldom full.")
+def waves(sizes: Sizes) -> Answer:
     """Tiles fill whole waves of the compute units: at least 90 % of them, weighted by FLOPs."""
     work = products(sizes.model, sizes.tokens, sizes.axes["expert"])
     useful = {p: wave_efficiency(p, sizes.hardware.units) for p in work}
     times = {p: p.times * p.flops / useful[p] for p in work}
     lost = {p: times[p] * (1 - useful[p]) for p in work}
     loss, worst = sum(lost.values()) / sum(times.values()), max(lost, key=lambda p: lost[p])
-    status = "PASS" if loss <= 0.1 else "WARN" if loss <= 0.25 else "FAIL"
-    return Finding("waves of tiles", status, f"{worst.name}: {useful[worst]:.0%} useful",
-                   loss, "" if status == "PASS" else "more tokens in a micro-batch",
-                   f"Tiles of {TILE}² run in waves of {sizes.hardware.units}; the last wave is seldom full.",
-                   _ANTHONY)  # fmt: skip
+    value = f"{worst.name}: {useful[worst]:.0%} useful"
+    return _least(1 - loss, 0.9, 0.75), value, loss, "more tokens in a micro-batch"
 
 
-def whole_nodes(sizes: Sizes) -> Finding:
+@_rule("whole nodes", "Each pair of devices has its own xGMI link, so part of a node uses part of the bandwidth. The "
+       "loss is that of the collective.", _ZAYA)  # fmt: skip
+def whole_nodes(sizes: Sizes) -> Answer:
     """A group of devices has one device of a node or all of them, where devices are linked in pairs."""
     sheet, paired = sizes.hardware, sizes.hardware.link < sizes.hardware.intra_node
     partial = {axis: n for axis, n in sizes.in_node.items() if 1 < n < sheet.node_size} if paired else {}
-    loss = max((1 - (n - 1) * sheet.link / sheet.intra_node for n in partial.values()), default=0.0)
+    loss = max((1 - (n - 1) * sheet.link / sheet.intra_node for n in partial.values()), default=None)
     value = ", ".join(f"{axis}: {n} of {sheet.node_size}" for axis, n in (partial or sizes.in_node).items())
-    return Finding("whole nodes", "WARN" if partial else "PASS", value or "no groups", None if not partial else loss,
-                   "" if not partial else f"1 or {sheet.node_size} devices along this axis",
-                   "Each pair of devices has its own xGMI link, so part of a node uses part of the bandwidth. The loss "
-                   "is that of the collective.", _ZAYA)  # fmt: skip
+    return ("WARN" if partial else "PASS", value or "no groups", loss,
+            f"1 or {sheet.node_size} devices along this axis")  # fmt: skip
 
 
-def unsharded(sizes: Sizes) -> Finding:
+@_rule("data parallelism first", "ZeRO-1 sends parameters and gradients once a step, FSDP in every micro-batch.", _ZAYA)
+def unsharded(sizes: Sizes) -> Answer:
     """Parameters are not sharded by layer while the phase fits without."""
-    needless = bool(sizes.fits_unsharded)
-    return Finding("data parallelism first", "WARN" if needless else "PASS", f"fsdp {sizes.axes['fsdp']}", None,
-                   "the phase fits with fsdp=1" if needless else "",
-                   "ZeRO-1 sends parameters and gradients once a step, FSDP in every micro-batch.", _ZAYA)  # fmt: skip
+    return "WARN" if sizes.fits_unsharded else "PASS", f"fsdp {sizes.axes['fsdp']}", None, "the phase fits with fsdp=1"
 
 
-def buffers(sizes: Sizes) -> Finding:
+@_rule("size of messages", "A buffer at the saturation point uses the links fully; a larger one overlaps less.", _ZAYA)
+def buffers(sizes: Sizes) -> Answer:
     """Messages of parameters saturate the network."""
-    value = f"{sizes.message / 1e6:,.0f} MB" if sizes.message else "none"
-    reason = "A buffer at the saturation point uses the links fully; a larger one overlaps less."
-    knee = sizes.measured.knee
-    if not sizes.message or knee is None:
-        return Finding("size of messages", "OPEN" if sizes.message else "PASS", value, None,
-                       "--measured FOLDER, with a result of machine collectives" if sizes.message else "", reason,
-                       _ZAYA)  # fmt: skip
+    value, knee = f"{sizes.message / 1e6:,.0f} MB", sizes.measured.knee
+    if not sizes.message:
+        return "PASS", "none", None, ""
+    if knee is None:
+        return "OPEN", value, None, "--measured FOLDER, with a result of machine collectives"
     # At the knee, 90 % of the bandwidth is reached; time = α + S / β with α = knee / 9 / β.
     loss = 1 - sizes.message / (sizes.message + knee / 9)
-    return Finding("size of messages", "PASS" if sizes.message >= knee else "WARN",
-                   f"{value}, saturated at {knee / 1e6:,.2g} MB", loss,
-                   "" if sizes.message >= knee else "fewer devices along fsdp, or a larger model", reason,
-                   _ZAYA)  # fmt: skip
+    return ("PASS" if sizes.message >= knee else "WARN", f"{value}, saturated at {knee / 1e6:,.2g} MB", loss,
+            "fewer devices along fsdp, or a larger model")  # fmt: skip
 
 
-def expert_speed(sizes: Sizes) -> Finding:
+@_rule("speed of the experts", "With few tokens each, grouped products do not fill the matrix units.")
+def expert_speed(sizes: Sizes) -> Answer:
     """The experts' grouped products reach 80 % of the speed of large dense ones."""
     share, rows = sizes.measured.experts, sizes.tokens * rows_per_token(sizes.model) // sizes.model.num_experts
-    rule, value = "speed of the experts", f"{rows:,} tokens each"
-    reason = "With few tokens each, grouped products do not fill the matrix units."
+    value = f"{rows:,} tokens each"
     if share is None:
-        return Finding(rule, "OPEN", value, None, "--measured FOLDER, with a result of machine gemm", reason, _ANTHONY)
-    return Finding(rule, "PASS" if share >= 0.8 else "WARN" if share >= 0.5 else "FAIL",
-                   f"{value}, {share:.0%} of the fastest square", max(0.0, 1 - share),
-                   "" if share >= 0.8 else "more tokens in a micro-batch, or fewer, wider experts", reason,
-                   _ANTHONY)  # fmt: skip
+        return "OPEN", value, None, _MEASURE_GEMM
+    return (_least(share, 0.8, 0.5), f"{value}, {share:.0%} of the fastest square", max(0.0, 1 - share),
+            "more tokens in a micro-batch, or fewer, wider experts")  # fmt: skip
 
 
-def whole_instructions(sizes: Sizes) -> Finding:
+@_rule("depth of instructions", "A matrix instruction of a MI300X multiplies 16 to 32 contracted elements at a time.",
+       "AMD, CDNA 3 instruction set, V_MFMA")  # fmt: skip
+def whole_instructions(sizes: Sizes) -> Answer:
     """Contracted sizes are multiples of 32, the depth of a matrix instruction."""
     depths = {product.depth for product in products(sizes.model, sizes.tokens)} | {sizes.model.router_size}
     wrong = sorted(depth for depth in depths if depth % _INSTRUCTION)
-    return Finding("depth of instructions", "FAIL" if wrong else "PASS", ", ".join(map(str, wrong or sorted(depths))),
-                   None, f"widths in multiples of {_INSTRUCTION}" if wrong else "",
-                   "A matrix instruction of a MI300X multiplies 16 to 32 contracted elements at a time.",
-                   _MFMA)  # fmt: skip
+    value = ", ".join(map(str, wrong or sorted(depths)))
+    return "FAIL" if wrong else "PASS", value, None, f"widths in multiples of {_INSTRUCTION}"
 
 
-def strides(sizes: Sizes) -> Finding:
+@_rule("length of rows", "Rows of a multiple of 4 KiB can compete for the same part of the memory or of a cache.")
+def strides(sizes: Sizes) -> Answer:
     """Rows whose length is a multiple of 4 KiB are not slower than others, where the hidden size makes such rows."""
     length, speed = sizes.model.hidden_size * 2, sizes.measured.stride  # bytes in bf16
-    rule, value = "length of rows", f"{length:,} bytes"
-    reason = "Rows of a multiple of 4 KiB can compete for the same part of the memory or of a cache."
+    value = f"{length:,} bytes"
     if length % 4096:
-        return Finding(rule, "PASS", value, None, "", reason, _ANTHONY)
+        return "PASS", value, None, ""
     if speed is None:
-        return Finding(rule, "OPEN", value, None, "--measured FOLDER, with a result of machine gemm", reason, _ANTHONY)
-    good = speed >= 0.95
-    return Finding(rule, "PASS" if good else "WARN", f"{value}, {speed:.0%} of the speed of other widths",
-                   max(0.0, 1 - speed), "" if good else f"model.hidden_size={sizes.model.hidden_size + 64}", reason,
-                   _ANTHONY)  # fmt: skip
-
-
-RULES: Sequence[Callable[[Sizes], Finding]] = (
-    vocabulary, head_dim, latent_widths, expert_width, rows, micro_batch, saturating, depth, waves, whole_nodes,
-    unsharded, buffers, expert_speed, whole_instructions, strides,
-)  # fmt: skip
+        return "OPEN", value, None, _MEASURE_GEMM
+    return ("PASS" if speed >= 0.95 else "WARN", f"{value}, {speed:.0%} of the speed of other widths",
+            max(0.0, 1 - speed), f"model.hidden_size={sizes.model.hidden_size + 64}")  # fmt: skip

@@ -15,7 +15,7 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.machine.storage.page_cache import drop_cached
+from zaya_jax.machine.storage.reads import drop_cached
 from zaya_jax.machine.timing import elapsed
 
 LARGE = 16  # number of large arrays, which share the state's size
@@ -31,24 +31,12 @@ class Method(NamedTuple):
     verify: Callable[[], None] | None = None  # process 0 only
 
 
-class SaveTiming(NamedTuple):
-    """Seconds of each repeat.
-
-    Attributes:
-      stall: until training continues.
-      commit: until the checkpoint is durable.
-      cold: to restore and verify it, from the storage.
-      warm: to restore and verify it, from the page cache.
-    """
-
-    stall: list[float]
-    commit: list[float]
-    cold: list[float]
-    warm: list[float]
-
-
-def time_saves(folder: Path, size: int, repeats: int) -> SaveTiming:
+def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
     """Save and restore arrays of `size` bytes in all, on the first device; a first, untimed repeat starts Orbax.
+
+    Returns:
+      Seconds of each repeat: `stall`, until training continues; `commit`, until the checkpoint is durable; `cold` and
+      `warm`, to restore and verify it from the storage and from the page cache.
 
     Raises:
       RuntimeError: a save fails, or a restored array differs.
@@ -56,7 +44,8 @@ def time_saves(folder: Path, size: int, repeats: int) -> SaveTiming:
     state = make_state(size, _SMALL, jax.devices()[:1])
     method = make_method(folder, state, abstract(state))._replace(verify=None)  # restoring verifies, too
     rows = [time_save(method, step) | time_restores(method, folder, state) for step in range(repeats + 1)][1:]
-    return SaveTiming(*([row[name] for row in rows] for name in ("stall", "commit", "restore_cold", "restore_warm")))
+    names = ("stall", "commit", "restore_cold", "restore_warm")
+    return {name.removeprefix("restore_"): [row[name] for row in rows] for name in names}
 
 
 def make_state(size: int, small: int, devices: Sequence[Any]) -> dict[str, jax.Array]:

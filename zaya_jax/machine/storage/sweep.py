@@ -1,7 +1,6 @@
 """Measure reads on the folder of the data and saves on that of the checkpoints; print and return."""
 
 import shutil
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from zaya_jax.errors import InputError, printable
 from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables, rounded
-from zaya_jax.machine.storage.reads import ReadTiming, time_reads, write_file
+from zaya_jax.machine.storage.reads import time_reads, write_file
 from zaya_jax.machine.storage.saves import time_saves
 from zaya_jax.run.files import expanded
 from zaya_jax.run.host_memory import control_groups
@@ -56,15 +55,14 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
     with _scratch(data) as reading, _scratch(run) as saving:
         path, traffic = Path(reading) / "pages", Traffic()
         write_file(path, size)
-        timings = [
+        result["reads"] = [
             time_reads(path, pattern, cache, count, OPERATIONS, repeats)
             for cache in ("cold", "warm")
             for pattern, counts in (("random", threads), ("sequential", (1,)))
             for count in counts
         ]
         path.unlink()
-        result["reads"] = [_describe(timing) for timing in timings]
-        saves = time_saves(Path(saving), size, repeats)._asdict()
+        saves = time_saves(Path(saving), size, repeats)
         result["saves"] = {name: rounded(seconds) for name, seconds in saves.items()}
     result["traffic"] = traffic.bytes()
     cold = max((row for row in result["reads"] if (row["pattern"], row["cache"]) == ("random", "cold")),
@@ -85,12 +83,6 @@ def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix=".zaya_jax_storage_", dir=folder)
     except OSError as error:
         raise InputError(f"The folder {folder} cannot be written: {error.strerror}.") from error
-
-
-def _describe(timing: ReadTiming) -> dict[str, Any]:
-    seconds = statistics.median(timing.seconds)
-    speeds = {"operations_per_second": timing.operations / seconds, "bytes_per_second": timing.bytes / seconds}
-    return timing._asdict() | {"seconds": rounded(timing.seconds)} | speeds
 
 
 def _shortest_steps(config: Config, speed: float) -> list[dict[str, Any]]:
