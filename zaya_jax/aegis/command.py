@@ -27,31 +27,19 @@ _NAMES_TRAINER = r"zaya_jax\.main|zaya(_jax)? train"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingCommand:
-    """A command and its processes on this node.
+    """A command and its processes on this node."""
 
-    Attributes:
-      argv: the command, without a shell.
-      run_dir: folder of the run.
-      devices: index of the device of each process on this node; a single process uses all of them.
-      nodes: number of nodes of the job; each runs as many processes.
-      node: index of this node.
-      coordinator: HOST:PORT of process 0; None if it is on this node, at a free port.
-      config: configuration of the run; None if the command is not `python -m zaya_jax.main`.
-      peer_timeout: value of --peer-timeout; None if it is not set.
-      is_reduced: whether devices were left out.
-      skipped_rows: ranges of rows that the supervisor has decided to skip.
-    """
-
-    argv: tuple[str, ...]
-    run_dir: Path
+    argv: tuple[str, ...]  # the command, without a shell
+    run_dir: Path  # folder of the run
+    # Index of the device of each process on this node; a single process uses all of them.
     devices: tuple[int, ...] = (0,)
-    nodes: int = 1
-    node: int = 0
-    coordinator: str | None = None
-    config: Config | None = None
-    peer_timeout: float | None = None
-    is_reduced: bool = False
-    skipped_rows: tuple[tuple[int, int], ...] = ()
+    nodes: int = 1  # number of nodes of the job; each runs as many processes
+    node: int = 0  # index of this node
+    coordinator: str | None = None  # HOST:PORT of process 0; None if it is on this node, at a free port
+    config: Config | None = None  # configuration of the run; None if the command is not `python -m zaya_jax.main`
+    peer_timeout: float | None = None  # value of --peer-timeout; None if it is not set
+    is_reduced: bool = False  # whether devices were left out
+    skipped_rows: tuple[tuple[int, int], ...] = ()  # ranges of rows that the supervisor has decided to skip
 
     def processes(self, address: str) -> list[tuple[list[str], dict[str, str]]]:
         """Return the command and the variables of each process; without `coordinator` several meet at `address`."""
@@ -143,17 +131,11 @@ def fits(config: Config, devices: int) -> bool:
 
 
 class Nodes(NamedTuple):
-    """The nodes of a job.
+    """The nodes of a job."""
 
-    Attributes:
-      total: number of nodes.
-      node: index of this one; None to ask the launcher.
-      coordinator: HOST:PORT of process 0; needed for several nodes.
-    """
-
-    total: int = 1
-    node: int | None = None
-    coordinator: str | None = None
+    total: int = 1  # number of nodes
+    node: int | None = None  # index of this one; None to ask the launcher
+    coordinator: str | None = None  # HOST:PORT of process 0; needed for several nodes
 
 
 ONE_NODE = Nodes()

@@ -75,21 +75,13 @@ def draw_faults(count: int, processes: int, steps: int, every: int, rng: random.
 
 @dataclasses.dataclass(frozen=True)
 class Drill:
-    """A drill to run.
+    """A drill to run."""
 
-    Attributes:
-      folder: new folder for the two runs and the score-card.
-      trainer: arguments of `zaya_jax.main`, without run_dir.
-      processes: number of processes.
-      faults: to be made, in order.
-      hang_seconds: timeout of the phases of a step.
-    """
-
-    folder: Path
-    trainer: Sequence[str]
-    processes: int
-    faults: Sequence[Fault]
-    hang_seconds: float
+    folder: Path  # new folder for the two runs and the score-card
+    trainer: Sequence[str]  # arguments of `zaya_jax.main`, without run_dir
+    processes: int  # number of processes
+    faults: Sequence[Fault]  # to be made, in order
+    hang_seconds: float  # timeout of the phases of a step
 
     def run(self, say: Callable[[str], object]) -> dict[str, Any]:
         """Run both, and return the score-card, for JSON.

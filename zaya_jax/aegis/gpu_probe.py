@@ -25,31 +25,18 @@ _COUNTERS = ("uncorrectable", "correctable", "deferred", "pcie_replays")
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A reading of one GPU. Counts are since the driver was loaded; None where the GPU does not report them.
+    """A reading of one GPU. Counts are since the driver was loaded; None where the GPU does not report them."""
 
-    Attributes:
-      index: position among the GPUs of the library.
-      name: bus address (AMD) or UUID (NVIDIA), which stays the same; empty for a lost GPU that cannot tell it.
-      uncorrectable: uncorrectable memory errors.
-      correctable: corrected memory errors.
-      deferred: memory errors that are found but not used yet (AMD).
-      pcie_replays: repeated transfers on the PCI Express link.
-      temperature: in °C.
-      memory_used: in bytes.
-      recovery_action: what NVIDIA's driver demands, such as 1 for a reset; 0 is nothing.
-      lost: whether the driver lost the GPU.
-    """
-
-    index: int
-    name: str
-    uncorrectable: int | None = None
-    correctable: int | None = None
-    deferred: int | None = None
-    pcie_replays: int | None = None
-    temperature: int | None = None
-    memory_used: int | None = None
-    recovery_action: int | None = None
-    lost: bool = False
+    index: int  # position among the GPUs of the library
+    name: str  # bus address (AMD) or UUID (NVIDIA), which stays the same; empty for a lost GPU that cannot tell it
+    uncorrectable: int | None = None  # uncorrectable memory errors
+    correctable: int | None = None  # corrected memory errors
+    deferred: int | None = None  # memory errors that are found but not used yet (AMD)
+    pcie_replays: int | None = None  # repeated transfers on the PCI Express link
+    temperature: int | None = None  # in °C
+    memory_used: int | None = None  # in bytes
+    recovery_action: int | None = None  # what NVIDIA's driver demands, such as 1 for a reset; 0 is nothing
+    lost: bool = False  # whether the driver lost the GPU
 
 
 class GpuProbe:

@@ -17,19 +17,12 @@ _LONGEST_FILE = 1 << 16  # bytes read of a file of a control group
 
 @dataclasses.dataclass(frozen=True)
 class HostLimits:
-    """When the host is reported.
+    """When the host is reported."""
 
-    Attributes:
-      disk_warning: free bytes of the run folder's file system below which a warning is due.
-      disk_error: the same for an error.
-      memory_warning: available share of the host's memory below which a warning is due.
-      memory_error: the same for an error.
-    """
-
-    disk_warning: float = 20 * _GB
-    disk_error: float = 2 * _GB
-    memory_warning: float = 0.05
-    memory_error: float = 0.02
+    disk_warning: float = 20 * _GB  # free bytes of the run folder's file system below which a warning is due
+    disk_error: float = 2 * _GB  # the same for an error
+    memory_warning: float = 0.05  # available share of the host's memory below which a warning is due
+    memory_error: float = 0.02  # the same for an error
 
 
 class HostWatch:

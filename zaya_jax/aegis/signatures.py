@@ -18,19 +18,12 @@ Source = Literal["trainer", "kernel"]
 
 
 class Signature(NamedTuple):
-    """A sign of a fault in a log.
+    """A sign of a fault in a log."""
 
-    Attributes:
-      code: stable name of what was observed. Several signatures share a code if the same rule applies to them.
-      fault: its class.
-      severity: how bad it is.
-      pattern: matches the start of a message.
-    """
-
-    code: str
-    fault: FaultClass
-    severity: Severity
-    pattern: str
+    code: str  # stable name of what was observed. Several signatures share a code if the same rule applies to them.
+    fault: FaultClass  # its class
+    severity: Severity  # how bad it is
+    pattern: str  # matches the start of a message
 
 
 # What /dev/kmsg, dmesg and its options, journalctl and its formats, rsyslog and busybox write before a message of the

@@ -28,17 +28,11 @@ _TAKER = {"host": os.uname().nodename, "pid": os.getpid(), "started": _STARTED}
 
 
 class FencingToken(NamedTuple):
-    """The newest token of a checkpoint folder.
+    """The newest token of a checkpoint folder."""
 
-    Attributes:
-      number: greater than all before.
-      accepted: step → token of the checkpoints that existed when it was taken.
-      taker: `host`, `pid` and start time (`started`, UTC) of the process that took it; empty in files of earlier
-        versions.
-    """
-
-    number: int
-    accepted: Mapping[int, int]
+    number: int  # greater than all before
+    accepted: Mapping[int, int]  # step → token of the checkpoints that existed when it was taken
+    # `host`, `pid` and start time (`started`, UTC) of the process that took it; empty in files of earlier versions.
     taker: Mapping[str, str | int] = MappingProxyType({})
 
     def accepts(self, step: int, number: int) -> bool:
