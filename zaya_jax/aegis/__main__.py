@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_jax.aegis.checks import check_timeouts
-from zaya_jax.aegis.command import Nodes, read_command
+from zaya_jax.aegis.command import read_command
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import serve
@@ -60,8 +60,8 @@ def _run(options: argparse.Namespace) -> int:
     for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
         require(value >= 1, flag, value, "at least 1")
     policy = load_policy(options.policy)
-    nodes = Nodes(options.nodes, options.node, options.coordinator)
-    command = read_command(options.command, options.processes, options.run_dir, nodes)
+    command = read_command(options.command, options.processes, options.run_dir, nodes=options.nodes, node=options.node,
+                           coordinator=options.coordinator)  # fmt: skip
     if command.config is not None:
         preset = select_preset(command.config.preset)
         peer_timeout = preset.peer_timeout if command.peer_timeout is None else command.peer_timeout

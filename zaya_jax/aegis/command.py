@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from zaya_jax.config import Config, from_dict, load_config
 from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
@@ -130,20 +130,9 @@ def fits(config: Config, devices: int) -> bool:
     return True
 
 
-class Nodes(NamedTuple):
-    """The nodes of a job."""
-
-    total: int = 1  # number of nodes
-    node: int | None = None  # index of this one; None to ask the launcher
-    coordinator: str | None = None  # HOST:PORT of process 0; needed for several nodes
-
-
-ONE_NODE = Nodes()
-
-
 def read_command(
-    argv: Sequence[str], processes: int, run_dir: str | None, nodes: Nodes = ONE_NODE, *,
-    environment: Mapping[str, str] = os.environ,
+    argv: Sequence[str], processes: int, run_dir: str | None, *, nodes: int = 1, node: int | None = None,
+    coordinator: str | None = None, environment: Mapping[str, str] = os.environ,
 ) -> TrainingCommand:  # fmt: skip
     """Read a command, and check its configuration if it is a training command.
 
@@ -151,20 +140,22 @@ def read_command(
       argv: the command.
       processes: number of processes on this node.
       run_dir: value of --run-dir; None to use that of the training command.
-      nodes: of the job.
+      nodes: number of nodes of the job.
+      node: index of this one; None to ask the launcher.
+      coordinator: HOST:PORT of process 0; needed for several nodes.
       environment: of the launcher.
 
     Raises:
       InputError: the configuration is invalid, there is no run folder, or a flag for several nodes is missing.
     """
-    index = node_index(environment) if nodes.node is None else nodes.node
-    if nodes.total > 1 and (nodes.coordinator is None or index is None or not 0 <= index < nodes.total):
-        raise InputError(f"--nodes {nodes.total} needs --coordinator HOST:PORT, and --node from 0 to {nodes.total - 1} "
-                         "where neither Slurm nor Kubernetes sets it.")  # fmt: skip
+    node = node_index(environment) if node is None else node
+    if nodes > 1 and (coordinator is None or node is None or not 0 <= node < nodes):
+        raise InputError(f"--nodes {nodes} needs --coordinator HOST:PORT, and --node from 0 to {nodes - 1} where "
+                         "neither Slurm nor Kubernetes sets it.")  # fmt: skip
     command = _read(argv, processes, run_dir)
-    if nodes.total == 1:
+    if nodes == 1:
         return command
-    return dataclasses.replace(command, nodes=nodes.total, node=index or 0, coordinator=nodes.coordinator)
+    return dataclasses.replace(command, nodes=nodes, node=node or 0, coordinator=coordinator)
 
 
 def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:

@@ -20,7 +20,12 @@ from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 _MOST_OUTPUT = 1 << 18  # bytes
 _MOST_GPUS = 128
 _LIFETIME = 600.0  # seconds after which a probe ends itself, if its parent is gone
-_COUNTERS = ("uncorrectable", "correctable", "deferred", "pcie_replays")
+_COUNTERS = {  # field of `Gpu` → what is observed when it rises
+    "uncorrectable": ("gpu-uncorrectable-ecc", Severity.ERROR, "Uncorrectable memory errors"),
+    "correctable": ("gpu-correctable-ecc", Severity.WARNING, "Corrected memory errors"),
+    "deferred": ("gpu-deferred-ecc", Severity.WARNING, "Deferred memory errors"),
+    "pcie_replays": ("gpu-pcie-replay", Severity.WARNING, "Repeated PCI Express transfers"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,26 +182,9 @@ class GpuProbe:
             return seen  # errors before the run
         new = {name: _rise(getattr(old, name), getattr(gpu, name)) for name in _COUNTERS}
         counts = f"{label} in {elapsed:.0f} s"
-        too_many = new["correctable"] * 3600 / elapsed >= self._correctable_per_hour
-        for name, is_due, code, severity, what in (
-            (
-                "uncorrectable",
-                new["uncorrectable"] > 0,
-                "gpu-uncorrectable-ecc",
-                Severity.ERROR,
-                "Uncorrectable memory errors",
-            ),
-            ("correctable", too_many, "gpu-correctable-ecc", Severity.WARNING, "Corrected memory errors"),
-            ("deferred", new["deferred"] > 0, "gpu-deferred-ecc", Severity.WARNING, "Deferred memory errors"),
-            (
-                "pcie_replays",
-                new["pcie_replays"] > 0,
-                "gpu-pcie-replay",
-                Severity.WARNING,
-                "Repeated PCI Express transfers",
-            ),
-        ):
-            if is_due:
+        for name, (code, severity, what) in _COUNTERS.items():
+            least = self._correctable_per_hour * elapsed / 3600 if name == "correctable" else 1
+            if new[name] >= least:
                 seen.append(_observe(code, severity, f"{what} of {counts}: {new[name]}.", gpu.index))
         return seen
 

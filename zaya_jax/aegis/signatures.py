@@ -60,10 +60,6 @@ class LineReader:
         self._tail = rest[-1][:LONGEST_LINE]
         return [line[:LONGEST_LINE].decode("utf-8", "replace") for line in complete if line.strip()]
 
-    def flush(self) -> list[str]:
-        """Return the last line, which had no end, when the stream is closed."""
-        return self.feed(b"\n")
-
 
 def observe_line(source: Source, line: str, rank: int | None = None) -> Observation | None:
     """Return what the first `LONGEST_LINE` characters of a line of a log tell; None if they tell of no fault."""

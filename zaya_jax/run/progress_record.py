@@ -197,20 +197,13 @@ def read_progress(file: int) -> Progress | None:
             return None
         head = content[_HEAD_AT : _HEAD_AT + _HEAD.size]
         if _CHECKSUM.unpack_from(content, _HEAD_AT + _HEAD.size)[0] == zlib.crc32(head):
-            return _parse(content, *_HEAD.unpack(head))
+            writes, pid, phase, *numbers, run = _HEAD.unpack(head)
+            if phase >= len(Phase):
+                return None
+            times = _TIMES.unpack_from(content, _TIMES_AT)
+            record = _exit_record(content) if phase == Phase.END else None
+            return Progress(writes, pid, Phase(phase), *numbers, times[: len(Phase)], times[len(Phase) :], record, run)
     return None
-
-
-def _parse(
-    content: bytes, writes: int, pid: int, phase: int, step: int, first_step: int, loss: float, grad_norm: float,
-    run: int,
-) -> Progress | None:  # fmt: skip
-    if phase >= len(Phase):
-        return None
-    times = _TIMES.unpack_from(content, _TIMES_AT)
-    record = _exit_record(content) if phase == Phase.END else None
-    return Progress(writes, pid, Phase(phase), step, first_step, loss, grad_norm, times[: len(Phase)],
-                    times[len(Phase) :], record, run)  # fmt: skip
 
 
 def _exit_record(content: bytes) -> ExitRecord | None:
