@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shlex
@@ -17,7 +18,7 @@ from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import serve
 from zaya_jax.aegis.policy import load_policy
-from zaya_jax.aegis.report import format_report, format_status, report_json
+from zaya_jax.aegis.report import describe_run, format_report, format_status
 from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
@@ -88,7 +89,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    print(report_json(options.path) if options.json else format_report(options.path))
+    print(json.dumps(describe_run(options.path), indent=1) if options.json else format_report(options.path))
     return ExitCode.OK
 
 
