@@ -140,14 +140,6 @@ def test_only_the_start_of_a_long_line_counts():
     assert observe_line("trainer", "x" * LONGEST_LINE + start + text) is None
 
 
-def test_evidence_is_one_printable_line():
-    seen = observe_line("trainer", 'OSError: [Errno 28] \x1b[31m No space left on device\x00\n{"code": "fake"}', rank=3)
-    assert seen is not None
-    assert (seen.code, seen.rank) == ("disk-full", 3)
-    assert "No space left on device" in seen.text
-    assert seen.text.isprintable()
-
-
 @given(st.sampled_from(SAMPLES), st.text(max_size=200), st.text(max_size=200), st.integers(0, 7))
 def test_text_around_a_sample_is_read_without_harm(sample, before, after, rank):
     seen = observe_line(sample[0], before + sample[2] + after, rank)

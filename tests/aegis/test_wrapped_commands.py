@@ -37,11 +37,12 @@ def test_a_trainer_that_dies_behind_a_pipe_is_restarted(tmp_path):
     assert ends[-1]["last_step"] == 30
 
 
-def test_what_fails_after_the_trainer_has_finished_is_said_and_restarts_nothing(tmp_path):
-    supervised = supervise(tmp_path, ["sh", "-c", '"$@"; exit 9', "sh"], 12)
+@pytest.mark.parametrize(("after", "status"), [("exit 9", 9), (f"{sys.executable} -m zaya_jax.main --no-such", 2)])
+def test_what_fails_after_the_trainer_has_finished_is_said_and_restarts_nothing(tmp_path, after, status):
+    supervised = supervise(tmp_path, ["sh", "-c", f'"$@"; {after}', "sh"], 12)
     assert supervised.wait() == SupervisorExit.DONE
     assert supervised.verdict["why"] == ("The command finished in attempt 1. Process 0 finished, and then its command "
-                                         "ended with status 9.")  # fmt: skip
+                                         f"ended with status {status}.")  # fmt: skip
     assert supervised.faults == []
 
 
@@ -119,12 +120,6 @@ def test_a_script_has_finished_when_every_run_that_it_trains_has(tmp_path, monke
     once = "" if name == "a retry loop" else "!"  # `!`: each time
     supervised = supervise(tmp_path / "run", ["sh", "-c", script, "sh"], 40, f"SIGKILL@7{once}", policy=policy)
     assert supervised.wait() == code
-
-
-def test_a_run_that_finished_is_not_undone_by_the_command_after_it(tmp_path):
-    script = ["sh", "-c", f'"$@"; {sys.executable} -m zaya_jax.main --no-such-option', "sh"]
-    supervised = supervise(tmp_path, script, 12)
-    assert supervised.wait() == SupervisorExit.DONE
 
 
 FORGED = """

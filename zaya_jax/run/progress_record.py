@@ -197,12 +197,13 @@ def read_progress(file: int) -> Progress | None:
             return None
         head = content[_HEAD_AT : _HEAD_AT + _HEAD.size]
         if _CHECKSUM.unpack_from(content, _HEAD_AT + _HEAD.size)[0] == zlib.crc32(head):
-            writes, pid, phase, *numbers, run = _HEAD.unpack(head)
+            writes, pid, phase, step, first, loss, norm, run = _HEAD.unpack(head)
             if phase >= len(Phase):
                 return None
             times = _TIMES.unpack_from(content, _TIMES_AT)
             record = _exit_record(content) if phase == Phase.END else None
-            return Progress(writes, pid, Phase(phase), *numbers, times[: len(Phase)], times[len(Phase) :], record, run)
+            return Progress(writes, pid, Phase(phase), step, first, loss, norm, times[: len(Phase)],
+                            times[len(Phase) :], record, run)  # fmt: skip
     return None
 
 
