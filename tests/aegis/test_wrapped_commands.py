@@ -152,3 +152,20 @@ def test_a_record_that_names_a_process_of_others_is_not_believed(tmp_path, pid):
         for each in (rank, other):
             each.kill()
             each.close()
+
+
+ENDS = "from zaya_jax.run.progress_record import Phase, record_from_environment as r; r().enter(Phase.DATA)"
+
+
+def test_a_signal_reaches_a_command_whose_trainer_has_ended_and_was_not_waited_for():
+    command = ["sh", "-c", '"$@" & exec sleep 60', "sh", sys.executable, "-c", f"{ENDS}; import time; time.sleep(1)"]
+    rank = Rank(0, command, {"PYTHONPATH": ":".join(sys.path)}, [Output(1), Output(2)])
+    try:
+        while not rank.outlives_trainer:
+            assert rank.process.poll() is None
+            _ = rank.progress
+        rank.send(signal.SIGTERM)
+        assert rank.note_end(60).status == -signal.SIGTERM
+    finally:
+        rank.kill()
+        rank.close()

@@ -152,10 +152,21 @@ def read_command(
     if nodes > 1 and (coordinator is None or node is None or not 0 <= node < nodes):
         raise InputError(f"--nodes {nodes} needs --coordinator HOST:PORT, and --node from 0 to {nodes - 1} where "
                          "neither Slurm nor Kubernetes sets it.")  # fmt: skip
-    command = _read(argv, processes, run_dir)
     if nodes == 1:
-        return command
-    return dataclasses.replace(command, nodes=nodes, node=node or 0, coordinator=coordinator)
+        node = coordinator = None
+    devices, arguments = tuple(range(processes)), _training_arguments(argv)
+    if arguments is None:
+        if run_dir is None:
+            raise InputError("--run-dir is missing. It can be left out only if the command is zaya train or contains "
+                             "-m zaya_jax.main.")  # fmt: skip
+        return TrainingCommand(tuple(argv), expanded(run_dir), devices, nodes, node or 0, coordinator)
+    options = parse_training(arguments)
+    if (options.coordinator, options.processes, options.process) != (None, None, None):
+        raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
+                         "from the command, and set --processes and --nodes before --.")  # fmt: skip
+    config = load_config(options.config, options.overrides)
+    folder = expanded(config.run_dir if run_dir is None else run_dir)
+    return TrainingCommand(tuple(argv), folder, devices, nodes, node or 0, coordinator, config, options.peer_timeout)
 
 
 def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:
@@ -166,20 +177,3 @@ def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:
             if tuple(names[place : place + len(words)]) == words:
                 return argv[place + len(words) :]
     return None
-
-
-def _read(argv: Sequence[str], processes: int, run_dir: str | None) -> TrainingCommand:
-    devices = tuple(range(processes))
-    arguments = _training_arguments(argv)
-    if arguments is None:
-        if run_dir is None:
-            raise InputError("--run-dir is missing. It can be left out only if the command is zaya train or contains "
-                             "-m zaya_jax.main.")  # fmt: skip
-        return TrainingCommand(tuple(argv), Path(os.path.expanduser(run_dir)), devices)
-    options = parse_training(arguments)
-    if (options.coordinator, options.processes, options.process) != (None, None, None):
-        raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
-                         "from the command, and set --processes and --nodes before --.")  # fmt: skip
-    config = load_config(options.config, options.overrides)
-    folder = Path(os.path.expanduser(config.run_dir if run_dir is None else run_dir))
-    return TrainingCommand(tuple(argv), folder, devices, config=config, peer_timeout=options.peer_timeout)

@@ -125,7 +125,9 @@ def read_token(folder: Path) -> FencingToken | None:
             raise InputError(f"{path} does not match its checksum.")
         token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()},
                              {key: tree[key] for key in _TAKER} if "pid" in tree else {})  # fmt: skip
-        return token if all(type(number) is int for number in (token.number, *token.accepted.values())) else None
+        if any(type(number) is not int for number in (token.number, *token.accepted.values())):
+            raise InputError(f"{path} has tokens that are no numbers.")
+        return token
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if os.path.lexists(path):
             warn_once(f"Warning: {error if isinstance(error, InputError) else f'{path} is damaged.'} Without it, "
