@@ -1,9 +1,12 @@
 """One fault is one fault, however many events tell of it."""
 
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.run.supervision import SAME_FAULT, list_faults
+from zaya_jax.run.goodput import measure_goodput
+from zaya_jax.run.supervision import SAME_FAULT, list_faults, read_events
 
 CLASSES = ("crash", "gpu", "host_memory", "network")
 
@@ -36,3 +39,21 @@ def test_what_ended_an_attempt_is_one_fault_and_other_faults_are_their_own(signs
 
 def test_a_fault_that_ended_nothing_counts():
     assert len(list_faults([event(1, "detect", 1.0, fault="gpu"), event(2, "end", 2.0, code="finished")])) == 1
+
+
+NUMBERS = st.one_of(st.integers(-1, 5), st.floats(), st.just(""), st.none())
+SECONDS = st.dictionaries(st.sampled_from(["data", "save", "detect", "other"]), NUMBERS, max_size=2)
+FIELDS = st.fixed_dictionaries({"kind": st.sampled_from(["start", "end", "detect", "decide", "recover", "inject"])},
+    optional={"unix": NUMBERS, "monotonic": NUMBERS, "first_step": NUMBERS, "last_step": NUMBERS, "step": NUMBERS,
+              "id": NUMBERS, "attempt": NUMBERS, "cause": NUMBERS, "fault": st.sampled_from(["", "crash"]),
+              "exit_statuses": st.lists(NUMBERS, max_size=2), "times": SECONDS, "seconds": SECONDS})  # fmt: skip
+
+
+@given(st.lists(FIELDS, max_size=6))
+def test_events_of_any_content_are_read_or_left_out(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    lines = [{"v": 1} | event(index, "start", float(index)) | fields for index, fields in enumerate(rows)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    events = read_events(path)
+    assert measure_goodput(events).steps >= 0
+    list_faults(events)
