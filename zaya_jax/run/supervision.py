@@ -62,7 +62,7 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
         return False
     numbers = (fields["unix"], fields.get("monotonic", 0), *fields.get("seconds", {}).values(),
                *fields.get("times", {}).values())  # fmt: skip
-    has_steps = fields.get("last_step", -1) >= fields.get("first_step", -1)
+    has_steps = "first_step" not in fields or 0 <= fields["first_step"] <= fields.get("last_step", -1)
     return fields.keys() >= _NEEDED and has_steps and all(map(math.isfinite, numbers))
 
 
