@@ -1,8 +1,11 @@
 """A trainer behind other programs is supervised by its record, whatever they do with its status and its session."""
 
+import errno
+import os
 import signal
 import sys
 
+import psutil
 import pytest
 
 from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, left_running
@@ -169,3 +172,16 @@ def test_a_signal_reaches_a_command_whose_trainer_has_ended_and_was_not_waited_f
     finally:
         rank.kill()
         rank.close()
+
+
+def test_a_command_that_started_as_the_last_descriptor_was_used_is_not_left_running(monkeypatch):
+    started = []
+
+    def refuse(pid):
+        started.append(psutil.Process(pid))
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        Rank(0, ["sleep", "60"], {}, [Output(1), Output(2)])
+    assert not started[0].is_running()

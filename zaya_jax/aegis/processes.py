@@ -65,11 +65,17 @@ class Rank:
         except BaseException:
             os.close(self._record)
             raise
-        pipes = cast("list[IO[bytes]]", [self.process.stdout, self.process.stderr])
-        self.streams = [Stream(os.dup(pipe.fileno()), output) for pipe, output in zip(pipes, outputs, strict=True)]
-        for pipe in pipes:
-            pipe.close()
-        self.exit = os.pidfd_open(self.process.pid)
+        try:
+            pipes = cast("list[IO[bytes]]", [self.process.stdout, self.process.stderr])
+            self.streams = [Stream(os.dup(pipe.fileno()), output) for pipe, output in zip(pipes, outputs, strict=True)]
+            for pipe in pipes:
+                pipe.close()
+            self.exit = os.pidfd_open(self.process.pid)
+        except OSError:  # no descriptor is left: the next attempt must not meet this one
+            self.process.kill()
+            self.process.wait()
+            os.close(self._record)
+            raise
         self.end: RankEnd | None = None
         self.killed = False
 
