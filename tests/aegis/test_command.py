@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train_helpers import CONFIG, small_run, write_run
-from zaya_jax.aegis.command import Nodes, TrainingCommand, _merged, fits, read_command
+from zaya_jax.aegis.command import TrainingCommand, _merged, fits, read_command
 from zaya_jax.config import ParallelConfig, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import CONFIG as CONFIG_FILE
@@ -53,14 +53,14 @@ def test_another_command_needs_a_run_folder(tmp_path, words):
 
 def test_processes_are_numbered_over_all_nodes(tmp_path):
     argv = [*ARGV, str(write_run(tmp_path))]
-    job = read_command(argv, 2, None, Nodes(3, None, "node0:8476"), environment={"SLURM_NODEID": "1"})
+    job = read_command(argv, 2, None, nodes=3, coordinator="node0:8476", environment={"SLURM_NODEID": "1"})
     assert [flags[-6:] for flags, _ in job.processes("unused")] == [
         ["--coordinator", "node0:8476", "--processes", "6", "--process", str(index)] for index in (2, 3)
     ]
     assert job.with_fewer_devices(None) is None
-    for nodes in (Nodes(3, None, "a:1"), Nodes(3, 3, "a:1"), Nodes(3, 1, None)):
+    for node, coordinator in ((None, "a:1"), (3, "a:1"), (1, None)):
         with pytest.raises(InputError, match="--nodes 3 needs"):
-            read_command(argv, 2, None, nodes, environment={})
+            read_command(argv, 2, None, nodes=3, node=node, coordinator=coordinator, environment={})
 
 
 def test_one_process_runs_the_command_as_it_is(tmp_path):

@@ -76,21 +76,18 @@ def test_what_the_machine_shows_decides_between_ends_without_a_record(status, ob
         assert (failure.fault, failure.code) == (fault, code)
 
 
-def test_a_trainer_that_the_kernel_killed_behind_a_pipe_lacked_memory():
-    seen = [Observation("seen", FaultClass.HOST_MEMORY, Severity.ERROR)]
-    failure = find_failure([ended(0, 0, 1.0, step=3, phase=Phase.DATA, is_wrapped=True)], seen)
-    assert failure.fault is FaultClass.HOST_MEMORY
-
-
-def test_a_broken_gpu_outranks_the_reason_of_the_trainer():
-    seen = [Observation("seen", FaultClass.GPU, Severity.ERROR, device=3)]
-    failure = find_failure([ended(0, 1, 5.0, said="x", reason=Reason.DEVICE_MEMORY)], seen)
-    assert (failure.fault, failure.device) == (FaultClass.GPU, 3)
-
-
-def test_a_warning_explains_nothing():
-    seen = [Observation("seen", FaultClass.GPU, Severity.WARNING)]
-    assert find_failure([RankEnd(0, -signal.SIGSEGV, 1.0)], seen).fault is FaultClass.CRASH
+@pytest.mark.parametrize(("end", "observed", "severity", "fault"), [
+    # Killed by the kernel behind a pipe.
+    (ended(0, 0, 1.0, step=3, phase=Phase.DATA, is_wrapped=True), FaultClass.HOST_MEMORY, Severity.ERROR,
+     FaultClass.HOST_MEMORY),
+    # A broken GPU outranks the reason of the trainer.
+    (ended(0, 1, 5.0, said="x", reason=Reason.DEVICE_MEMORY), FaultClass.GPU, Severity.ERROR, FaultClass.GPU),
+    # A warning explains nothing.
+    (RankEnd(0, -signal.SIGSEGV, 1.0), FaultClass.GPU, Severity.WARNING, FaultClass.CRASH),
+])  # fmt: skip
+def test_what_the_machine_shows_and_what_the_trainer_left_are_weighed(end, observed, severity, fault):
+    failure = find_failure([end], [Observation("seen", observed, severity, device=3)])
+    assert (failure.fault, failure.device) == (fault, 3 if fault is FaultClass.GPU else failure.device)
 
 
 def progress(writes, phase=Phase.DEVICE_WAIT):

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.aegis import host
-from zaya_jax.aegis.host import HostLimits, HostWatch
+from zaya_jax.aegis.host import HostWatch
 from zaya_jax.aegis.observation import FaultClass, Severity
 
-LIMITS = HostLimits(disk_warning=100, disk_error=10, memory_warning=0.1, memory_error=0.05)
+DISK, MEMORY = (100, 10), (0.1, 0.05)  # limits of warnings and errors
 
 
 class Host:
@@ -25,7 +25,7 @@ class Host:
         self.own.write_text("")
 
     def watch(self, run_dir: Path | None = None) -> HostWatch:
-        return HostWatch(run_dir or self.folder, LIMITS, self.root, self.own)
+        return HostWatch(run_dir or self.folder, self.root, self.own)
 
     def disk_usage(self, folder: Path) -> SimpleNamespace:
         assert folder.exists()
@@ -37,6 +37,8 @@ class Host:
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     fake = Host(tmp_path)
+    monkeypatch.setattr(host, "_DISK", DISK)
+    monkeypatch.setattr(host, "_MEMORY", MEMORY)
     monkeypatch.setattr(host.shutil, "disk_usage", fake.disk_usage)
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(available=fake.available, total=100))
     return fake
@@ -135,8 +137,9 @@ def test_no_content_of_the_files_raises(tmp_path_factory, own, events):
     folder = tmp_path_factory.mktemp("host")
     (folder / "own").write_bytes(own.replace(b"\0", b""))
     (folder / "memory.events").write_bytes(events)
-    watch = HostWatch(folder, HostLimits(0, 0, 0, 0), folder, folder / "own")
-    assert watch.poll() == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_MEMORY", (0, 0))
+        assert HostWatch(folder, folder, folder / "own").poll() == []
 
 
 def test_this_machine_can_be_read(tmp_path):

@@ -140,14 +140,6 @@ def test_only_the_start_of_a_long_line_counts():
     assert observe_line("trainer", "x" * LONGEST_LINE + start + text) is None
 
 
-def test_evidence_is_one_printable_line():
-    seen = observe_line("trainer", 'OSError: [Errno 28] \x1b[31m No space left on device\x00\n{"code": "fake"}', rank=3)
-    assert seen is not None
-    assert (seen.code, seen.rank) == ("disk-full", 3)
-    assert "No space left on device" in seen.text
-    assert seen.text.isprintable()
-
-
 @given(st.sampled_from(SAMPLES), st.text(max_size=200), st.text(max_size=200), st.integers(0, 7))
 def test_text_around_a_sample_is_read_without_harm(sample, before, after, rank):
     seen = observe_line(sample[0], before + sample[2] + after, rank)
@@ -157,12 +149,12 @@ def test_text_around_a_sample_is_read_without_harm(sample, before, after, rank):
 @given(st.binary(max_size=5000), st.lists(st.integers(1, 700), max_size=20))
 def test_any_bytes_in_any_pieces_give_the_same_bounded_lines(data, sizes):
     whole = LineReader()
-    expected = whole.feed(data) + whole.flush()
+    expected = whole.feed(data + b"\n")
     reader, lines, start = LineReader(), [], 0
     for size in sizes:
         lines += reader.feed(data[start : start + size])
         start += size
-    lines += reader.feed(data[start:]) + reader.flush()
+    lines += reader.feed(data[start:]) + reader.feed(b"\n")
     assert lines == expected
     for line in lines:
         assert 0 < len(line) <= LONGEST_LINE
@@ -180,8 +172,7 @@ def test_a_line_without_end_keeps_its_start_only():
     assert len(reader._tail) == LONGEST_LINE
     [line] = reader.feed(b"\nnext")
     assert line == chunk[:LONGEST_LINE].decode("utf-8", "replace")
-    assert reader.flush() == ["next"]
-    assert reader.flush() == []
+    assert reader.feed(b"\n") == ["next"]
 
 
 def test_progress_bars_and_blank_lines():

@@ -32,13 +32,6 @@ def test_a_quiet_run_and_single_spikes_raise_no_alarm(seed):
     assert not look_at([falling(step, rng) + 10 * (rng.random() < 0.02) for step in range(2000)])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_divergence_is_seen_after_as_many_steps_as_the_policy_says(seed):
-    rng = random.Random(seed)
-    seen = look_at([falling(step, rng) + 5 * (step >= 400) for step in range(600)])
-    assert [(step, each.code) for step, each in seen] == [(410, "loss-spike")]
-
-
 LEVELS = {"level": st.floats(0.5, 10), "noise": st.floats(0.001, 0.02), "start": st.integers(40, 300),
           "seed": st.integers(0, 2**32)}  # fmt: skip
 
@@ -73,6 +66,7 @@ def test_a_loss_that_jumps_or_rises_on_or_is_noisy_diverges(level, noise, start,
     ((step, seen),) = look_at(losses)
     assert seen.code == "loss-spike"
     assert start + POLICY.spike_steps <= step
+    assert kind != "jumps" or step == start + POLICY.spike_steps
     assert seen.good_steps == start
 
 

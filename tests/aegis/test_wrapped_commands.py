@@ -1,8 +1,11 @@
 """A trainer behind other programs is supervised by its record, whatever they do with its status and its session."""
 
+import errno
+import os
 import signal
 import sys
 
+import psutil
 import pytest
 
 from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, left_running
@@ -37,11 +40,12 @@ def test_a_trainer_that_dies_behind_a_pipe_is_restarted(tmp_path):
     assert ends[-1]["last_step"] == 30
 
 
-def test_what_fails_after_the_trainer_has_finished_is_said_and_restarts_nothing(tmp_path):
-    supervised = supervise(tmp_path, ["sh", "-c", '"$@"; exit 9', "sh"], 12)
+@pytest.mark.parametrize(("after", "status"), [("exit 9", 9), (f"{sys.executable} -m zaya_jax.main --no-such", 2)])
+def test_what_fails_after_the_trainer_has_finished_is_said_and_restarts_nothing(tmp_path, after, status):
+    supervised = supervise(tmp_path, ["sh", "-c", f'"$@"; {after}', "sh"], 12)
     assert supervised.wait() == SupervisorExit.DONE
     assert supervised.verdict["why"] == ("The command finished in attempt 1. Process 0 finished, and then its command "
-                                         "ended with status 9.")  # fmt: skip
+                                         f"ended with status {status}.")  # fmt: skip
     assert supervised.faults == []
 
 
@@ -121,12 +125,6 @@ def test_a_script_has_finished_when_every_run_that_it_trains_has(tmp_path, monke
     assert supervised.wait() == code
 
 
-def test_a_run_that_finished_is_not_undone_by_the_command_after_it(tmp_path):
-    script = ["sh", "-c", f'"$@"; {sys.executable} -m zaya_jax.main --no-such-option', "sh"]
-    supervised = supervise(tmp_path, script, 12)
-    assert supervised.wait() == SupervisorExit.DONE
-
-
 FORGED = """
 import os, sys, time
 from zaya_jax.run.progress_record import Phase, record_from_environment
@@ -157,3 +155,33 @@ def test_a_record_that_names_a_process_of_others_is_not_believed(tmp_path, pid):
         for each in (rank, other):
             each.kill()
             each.close()
+
+
+ENDS = "from zaya_jax.run.progress_record import Phase, record_from_environment as r; r().enter(Phase.DATA)"
+
+
+def test_a_signal_reaches_a_command_whose_trainer_has_ended_and_was_not_waited_for():
+    command = ["sh", "-c", '"$@" & exec sleep 60', "sh", sys.executable, "-c", f"{ENDS}; import time; time.sleep(1)"]
+    rank = Rank(0, command, {"PYTHONPATH": ":".join(sys.path)}, [Output(1), Output(2)])
+    try:
+        while not rank.outlives_trainer:
+            assert rank.process.poll() is None
+            _ = rank.progress
+        rank.send(signal.SIGTERM)
+        assert rank.note_end(60).status == -signal.SIGTERM
+    finally:
+        rank.kill()
+        rank.close()
+
+
+def test_a_command_that_started_as_the_last_descriptor_was_used_is_not_left_running(monkeypatch):
+    started = []
+
+    def refuse(pid):
+        started.append(psutil.Process(pid))
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        Rank(0, ["sleep", "60"], {}, [Output(1), Output(2)])
+    assert not started[0].is_running()

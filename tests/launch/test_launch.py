@@ -14,7 +14,7 @@ import yaml
 from jax._src.clusters import ClusterEnv
 
 from tests.train_helpers import ROOT, write_run
-from zaya_jax.aegis.command import Nodes, read_command
+from zaya_jax.aegis.command import read_command
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.main import main
@@ -98,8 +98,8 @@ def test_slurm_runs_supervisors_and_requeues_by_their_exit_code(tmp_path, status
 def test_the_supervisor_of_a_node_starts_its_share_of_the_processes(tmp_path):
     """On the second of two nodes with four GPUs each."""
     argv = ["py", "-m", "zaya_jax.main", "--config", str(write_run(tmp_path))]
-    nodes = Nodes(2, None, "gpu07:8476")
-    command = read_command(argv, 4, None, nodes, environment={"SLURM_NODEID": "1", "SLURM_LOCALID": "0"})
+    command = read_command(argv, 4, None, nodes=2, coordinator="gpu07:8476",
+                           environment={"SLURM_NODEID": "1", "SLURM_LOCALID": "0"})  # fmt: skip
     assert node_index({"SLURM_NODEID": "1"}) == command.node == 1
     started = command.processes("unused")
     assert [arguments[-1] for arguments, _ in started] == ["4", "5", "6", "7"]
@@ -169,7 +169,7 @@ def test_the_jobset_starts_each_process_with_its_flags(jobset, tmp_path):
     assert done.stdout == (f"-m zaya_jax.aegis run --processes 8 --nodes 2 --coordinator {coordinator} -- python -m "
                            "zaya_jax.main --config configs/zaya1_8b.yaml run_dir=/runs/zaya1_8b\n")  # fmt: skip
     argv = done.stdout.split(" -- ")[1].split()
-    command = read_command(argv, 8, None, Nodes(2, None, coordinator), environment={"JOB_COMPLETION_INDEX": "1"})
+    command = read_command(argv, 8, None, nodes=2, coordinator=coordinator, environment={"JOB_COMPLETION_INDEX": "1"})
     assert str(command.run_dir) == "/runs/zaya1_8b"
     flags = ["--coordinator", coordinator, "--processes", "16", "--process", "8"]
     assert command.processes("unused")[0][0][-6:] == flags

@@ -1,5 +1,6 @@
 """Whatever strangers send to process 0 or answer in its place, they cost the job nothing and learn nothing of it."""
 
+import contextlib
 import json
 import os
 import socket
@@ -69,20 +70,36 @@ def visit(port, content):
 @given(st.lists(LINES, min_size=1, max_size=8))
 def test_strangers_neither_end_nor_enter_a_job_nor_learn_of_it(contents):
     job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, job, 20)
-        while not visit(job.port, b""):
-            time.sleep(0.01)
+    with process_0(job, 20) as first:
         held = [socket.create_connection(("127.0.0.1", job.port)) for _ in contents]
         for connection, content in zip(held, contents, strict=True):
             assert visit(job.port, content)[42:] in (b"", b"rejected\n")
             connection.sendall(content[: len(content) // 2])  # and waits
         assert not first.done()
-        second = pool.submit(meet, job._replace(process=1), 60)
-        (other,), (itself,) = first.result(), second.result()
+        (itself,) = join(first, job)
+    (other,) = first.result()
     assert (other.process, other.host, itself.process) == (1, socket.gethostname(), 0)
-    for connection in (other, itself, *held):
+    for connection in held:
         connection.close()
+
+
+@contextlib.contextmanager
+def process_0(job, seconds=60):
+    """What `meet` gives process 0 of a job, in another thread; it listens already."""
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, job, seconds)
+        while not visit(job.port, b""):
+            time.sleep(0.01)
+        yield first
+
+
+def join(first, job, **changes):
+    """Let process 1 join, and close all connections."""
+    peers = meet(job._replace(process=1, **changes), 60)
+    for peer in (*first.result(), *peers):
+        peer.connection.shutdown(socket.SHUT_RDWR)
+        peer.close()
+    return peers
 
 
 def forwarded(port, sent):
@@ -108,19 +125,11 @@ def forwarded(port, sent):
 
 def test_what_was_recorded_opens_no_later_start(monkeypatch):
     job, sent = Job("127.0.0.1", free_port(), "--coordinator", 2, 0), []
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, job, 60)
-        while not visit(job.port, b""):
-            time.sleep(0.01)
-        second = pool.submit(meet, job._replace(process=1, port=forwarded(job.port, sent)), 60)
-        for peer in (*first.result(), *second.result()):
-            peer.connection.shutdown(socket.SHUT_RDWR)
-            peer.close()
-        assert len(sent) == 2
-        assert sent[0][1][-1].endswith(b"ready\n")  # so that it was admitted
-        again = pool.submit(meet, job, 2)
-        while not visit(job.port, b""):
-            time.sleep(0.01)
+    with process_0(job) as first:
+        join(first, job, port=forwarded(job.port, sent))
+    assert len(sent) == 2
+    assert sent[0][1][-1].endswith(b"ready\n")  # so that it was admitted
+    with process_0(job, 2) as again:
         for ours, _ in sent:
             assert visit(job.port, b"".join(ours)).endswith(b"\nrejected\n")
         with pytest.raises(
@@ -172,29 +181,19 @@ def test_a_flood_of_connections_keeps_nobody_out(descriptors):
 
 
 def test_a_process_with_another_secret_says_so_and_ends_nothing():
-    port = free_port()
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, Job("127.0.0.1", port, "--coordinator", 2, 0), 60)
-        while not visit(port, b""):
-            time.sleep(0.01)
-        said, _ = start(1, port, seconds=1, **{VARIABLE: "another"}).communicate(timeout=100)
-        assert (
-            f"Process 1 could not reach process 0 at --coordinator 127.0.0.1:{port} within 1 s (it has another" in said
-        )
+    job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
+    with process_0(job) as first:
+        said, _ = start(1, job.port, seconds=1, **{VARIABLE: "another"}).communicate(timeout=100)
+        assert f"Process 1 could not reach process 0 at {job.coordinator} within 1 s (it has another" in said
         assert SECRET not in said
-        (itself,) = meet(Job("127.0.0.1", port, "--coordinator", 2, 1), 60)
-        for peer in (*first.result(), itself):
-            peer.close()
+        join(first, job)
 
 
 def test_process_0_listens_at_the_named_address_alone():
-    port = free_port()
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, Job("127.0.0.1", port, "--coordinator", 2, 0), 1)
-        while not visit(port, b""):
-            time.sleep(0.01)
+    job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
+    with process_0(job, 1) as first:
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port))
+            socket.create_connection(("127.0.0.2", job.port))
         with pytest.raises(InputError, match=r"Process 0 listened at 127\.0\.0\.1;"):
             first.result()
 
@@ -205,27 +204,19 @@ def test_an_address_of_another_host_is_named(monkeypatch):
         meet(job, 1)
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", f"127.0.0.1:{job.port}")  # the address is translated
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, job, 60)
-        (itself,) = meet(job._replace(host="127.0.0.1", process=1), 60)
-        for peer in (*first.result(), itself):
-            peer.close()
+        join(pool.submit(meet, job, 60), job, host="127.0.0.1")
 
 
 def test_strangers_are_dropped_when_their_time_is_over(monkeypatch):
     monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
     job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, job, 60)
-        while not visit(job.port, b""):
-            time.sleep(0.01)
+    with process_0(job) as first:
         with socket.create_connection(("127.0.0.1", job.port), timeout=20) as silent:
             assert silent.recv(100).startswith(b"zaya_jax ")
             assert silent.recv(100) == b""
         assert not first.done()
         monkeypatch.setattr(rendezvous, "_PATIENCE", 10)
-        (itself,) = meet(job._replace(process=1), 60)
-        for peer in (*first.result(), itself):
-            peer.close()
+        join(first, job)
 
 
 @given(st.sampled_from(["stop", "finished?", "finished", "stop-after", EXIT, ""]),

@@ -23,6 +23,12 @@ SUPERSEDED = "its fencing token is now 2, this process has 1"
 TOKENS = st.dictionaries(st.integers(1, 50), st.integers(1, 9), max_size=4)
 
 
+def write_token(path, number):
+    """Write a file as an earlier version did."""
+    tree = {"generation": number, "accepted": {"100": 1}}
+    path.write_text(json.dumps({**tree, "digest": digest(json.dumps(tree).encode())}))
+
+
 def test_a_folder_without_one_has_none_and_the_file_keeps_its_keys(tmp_path):
     assert read_token(tmp_path) is None
     token = Fence(tmp_path).take({})
@@ -65,7 +71,8 @@ def test_whatever_is_damaged_of_it_makes_no_other_one(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("harm", [lambda path: path.symlink_to(path), Path.mkdir, lambda path: path.write_text("{}"),
-                                  lambda path: path.write_bytes(b"\xff")])  # fmt: skip
+                                  lambda path: path.write_bytes(b"\xff"),
+                                  lambda path: write_token(path, "1")])  # fmt: skip
 def test_a_file_that_is_there_and_cannot_be_read_is_named_once(tmp_path, capsys, harm):
     harm(tmp_path / "GENERATION")
     assert read_token(tmp_path) is None
@@ -157,8 +164,7 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
 def test_a_token_of_an_earlier_version_says_nothing_of_who_took_it(tmp_path):
     held = Fence(tmp_path)
     held.take({})
-    tree = {"generation": 2, "accepted": {"100": 1}}
-    (tmp_path / FENCE).write_text(json.dumps({**tree, "digest": digest(json.dumps(tree).encode())}))
+    write_token(tmp_path / FENCE, 2)
     assert read_token(tmp_path) == (2, {100: 1}, {})
     with pytest.raises(Superseded, match=r"this process has 1\. This process writes nothing more\.$"):
         held.check()

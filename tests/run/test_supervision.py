@@ -1,9 +1,12 @@
 """One fault is one fault, however many events tell of it."""
 
-from hypothesis import given
+import json
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.run.supervision import SAME_FAULT, list_faults
+from zaya_jax.run.goodput import measure_goodput
+from zaya_jax.run.supervision import SAME_FAULT, list_faults, read_events
 
 CLASSES = ("crash", "gpu", "host_memory", "network")
 
@@ -36,3 +39,23 @@ def test_what_ended_an_attempt_is_one_fault_and_other_faults_are_their_own(signs
 
 def test_a_fault_that_ended_nothing_counts():
     assert len(list_faults([event(1, "detect", 1.0, fault="gpu"), event(2, "end", 2.0, code="finished")])) == 1
+
+
+STEPS, SECONDS = st.integers(-1, 5), st.one_of(st.floats(0, 9), st.floats(), st.just(""))
+FIELDS = st.fixed_dictionaries(
+    {"kind": st.sampled_from(["start", "end", "end", "detect", "decide", "recover", "inject"])},
+    optional={"monotonic": SECONDS, "first_step": STEPS, "last_step": STEPS, "cause": STEPS, "attempt": st.just(2),
+              "fault": st.sampled_from(["", "crash"]), "times": st.dictionaries(st.just("data"), SECONDS),
+              "exit_statuses": st.lists(STEPS, max_size=1)},
+)  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(st.lists(FIELDS, max_size=6))
+def test_events_of_any_content_are_read_or_left_out(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    written = [event(index, "start", float(index)) | fields for index, fields in enumerate([{"monotonic": 0.0}, *rows])]
+    path.write_text("".join(f"{json.dumps({'v': 1} | each)}\n" for each in written))
+    events = read_events(path)
+    assert measure_goodput(events).steps >= 0
+    list_faults(events)

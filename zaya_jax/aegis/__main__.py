@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shlex
@@ -12,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_jax.aegis.checks import check_timeouts
-from zaya_jax.aegis.command import Nodes, read_command
+from zaya_jax.aegis.command import read_command
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import serve
 from zaya_jax.aegis.policy import load_policy
-from zaya_jax.aegis.report import format_report, format_status, report_json
+from zaya_jax.aegis.report import describe_run, format_report, format_status
 from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
@@ -60,8 +61,8 @@ def _run(options: argparse.Namespace) -> int:
     for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
         require(value >= 1, flag, value, "at least 1")
     policy = load_policy(options.policy)
-    nodes = Nodes(options.nodes, options.node, options.coordinator)
-    command = read_command(options.command, options.processes, options.run_dir, nodes)
+    command = read_command(options.command, options.processes, options.run_dir, nodes=options.nodes, node=options.node,
+                           coordinator=options.coordinator)  # fmt: skip
     if command.config is not None:
         preset = select_preset(command.config.preset)
         peer_timeout = preset.peer_timeout if command.peer_timeout is None else command.peer_timeout
@@ -88,7 +89,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    print(report_json(options.path) if options.json else format_report(options.path))
+    print(json.dumps(describe_run(options.path), indent=1) if options.json else format_report(options.path))
     return ExitCode.OK
 
 

@@ -78,7 +78,7 @@ class Attempt:
             kill_orphans({*self._watch.pids, *self._shared.notifier.pids})
         for observation in self._watch.poll_machine(time.monotonic()):  # the kernel says it before the process ends
             self._note(observation)
-        ends = [rank.end for rank in group.ranks if rank.end is not None]
+        ends = group.ends
         since = min((end.time for end in ends if end.outcome != 0), default=0.0) - SAME_FAULT
         observations, lines = ([each for seen, each in kept if seen >= since]
                                for kept in (self._observations, self._lines))  # fmt: skip
@@ -99,7 +99,7 @@ class Attempt:
         self._look(now)
         for observation in self._watch.poll(self._group.ranks, now):
             self._observe(observation)
-        failed = [rank.end for rank in self._group.ranks if rank.end is not None and rank.end.outcome != 0]
+        failed = [end for end in self._group.ends if end.outcome != 0]
         signals, lost = self._shared.signals, any(rank.has_lost_trainer for rank in self._group.running)
         self._lost_since = self._lost_since if lost else now  # a script may start another one
         if signals and not self._asked:
@@ -124,9 +124,8 @@ class Attempt:
     @property
     def note(self) -> str:
         """Sentences about processes that returned an error after they had finished; empty if there are none."""
-        ends = [rank.end for rank in self._group.ranks if rank.end is not None]
         return " ".join(f"Process {end.rank} finished, and then its command ended with status {end.status}."
-                        for end in ends if end.outcome == 0 != end.status)  # fmt: skip
+                        for end in self._group.ends if end.outcome == 0 != end.status)  # fmt: skip
 
     @property
     def _has_failed(self) -> bool:
@@ -135,7 +134,7 @@ class Attempt:
 
     def _pump(self, seconds: float) -> bool:
         """Pass on output, and note processes that ended; return whether anything was written."""
-        _, lines = self._group.wait(seconds)
+        lines = self._group.wait(seconds)
         records = (rank.exit_record for rank in self._group.ranks)
         if any(record is not None and record.status == ExitCode.SUPERSEDED for record in records):
             self._shared.files.refuse()  # the run folder belongs to others

@@ -6,7 +6,7 @@ from zaya_jax.aegis.policy import Policy
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.presets import HEARTBEAT_MARGIN, Preset
 
-_IB_TIMEOUT, _IB_RETRIES = 20, 7  # defaults of NCCL and RCCL
+_IB_RETRIES = 7  # default of NCCL and RCCL
 _IB_UNIT = 4.096e-6  # seconds
 
 

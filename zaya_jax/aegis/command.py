@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from zaya_jax.config import Config, from_dict, load_config
 from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
@@ -27,31 +27,19 @@ _NAMES_TRAINER = r"zaya_jax\.main|zaya(_jax)? train"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingCommand:
-    """A command and its processes on this node.
+    """A command and its processes on this node."""
 
-    Attributes:
-      argv: the command, without a shell.
-      run_dir: folder of the run.
-      devices: index of the device of each process on this node; a single process uses all of them.
-      nodes: number of nodes of the job; each runs as many processes.
-      node: index of this node.
-      coordinator: HOST:PORT of process 0; None if it is on this node, at a free port.
-      config: configuration of the run; None if the command is not `python -m zaya_jax.main`.
-      peer_timeout: value of --peer-timeout; None if it is not set.
-      is_reduced: whether devices were left out.
-      skipped_rows: ranges of rows that the supervisor has decided to skip.
-    """
-
-    argv: tuple[str, ...]
-    run_dir: Path
+    argv: tuple[str, ...]  # the command, without a shell
+    run_dir: Path  # folder of the run
+    # Index of the device of each process on this node; a single process uses all of them.
     devices: tuple[int, ...] = (0,)
-    nodes: int = 1
-    node: int = 0
-    coordinator: str | None = None
-    config: Config | None = None
-    peer_timeout: float | None = None
-    is_reduced: bool = False
-    skipped_rows: tuple[tuple[int, int], ...] = ()
+    nodes: int = 1  # number of nodes of the job; each runs as many processes
+    node: int = 0  # index of this node
+    coordinator: str | None = None  # HOST:PORT of process 0; None if it is on this node, at a free port
+    config: Config | None = None  # configuration of the run; None if the command is not `python -m zaya_jax.main`
+    peer_timeout: float | None = None  # value of --peer-timeout; None if it is not set
+    is_reduced: bool = False  # whether devices were left out
+    skipped_rows: tuple[tuple[int, int], ...] = ()  # ranges of rows that the supervisor has decided to skip
 
     def processes(self, address: str) -> list[tuple[list[str], dict[str, str]]]:
         """Return the command and the variables of each process; without `coordinator` several meet at `address`."""
@@ -142,26 +130,9 @@ def fits(config: Config, devices: int) -> bool:
     return True
 
 
-class Nodes(NamedTuple):
-    """The nodes of a job.
-
-    Attributes:
-      total: number of nodes.
-      node: index of this one; None to ask the launcher.
-      coordinator: HOST:PORT of process 0; needed for several nodes.
-    """
-
-    total: int = 1
-    node: int | None = None
-    coordinator: str | None = None
-
-
-ONE_NODE = Nodes()
-
-
 def read_command(
-    argv: Sequence[str], processes: int, run_dir: str | None, nodes: Nodes = ONE_NODE, *,
-    environment: Mapping[str, str] = os.environ,
+    argv: Sequence[str], processes: int, run_dir: str | None, *, nodes: int = 1, node: int | None = None,
+    coordinator: str | None = None, environment: Mapping[str, str] = os.environ,
 ) -> TrainingCommand:  # fmt: skip
     """Read a command, and check its configuration if it is a training command.
 
@@ -169,20 +140,33 @@ def read_command(
       argv: the command.
       processes: number of processes on this node.
       run_dir: value of --run-dir; None to use that of the training command.
-      nodes: of the job.
+      nodes: number of nodes of the job.
+      node: index of this one; None to ask the launcher.
+      coordinator: HOST:PORT of process 0; needed for several nodes.
       environment: of the launcher.
 
     Raises:
       InputError: the configuration is invalid, there is no run folder, or a flag for several nodes is missing.
     """
-    index = node_index(environment) if nodes.node is None else nodes.node
-    if nodes.total > 1 and (nodes.coordinator is None or index is None or not 0 <= index < nodes.total):
-        raise InputError(f"--nodes {nodes.total} needs --coordinator HOST:PORT, and --node from 0 to {nodes.total - 1} "
-                         "where neither Slurm nor Kubernetes sets it.")  # fmt: skip
-    command = _read(argv, processes, run_dir)
-    if nodes.total == 1:
-        return command
-    return dataclasses.replace(command, nodes=nodes.total, node=index or 0, coordinator=nodes.coordinator)
+    node = node_index(environment) if node is None else node
+    if nodes > 1 and (coordinator is None or node is None or not 0 <= node < nodes):
+        raise InputError(f"--nodes {nodes} needs --coordinator HOST:PORT, and --node from 0 to {nodes - 1} where "
+                         "neither Slurm nor Kubernetes sets it.")  # fmt: skip
+    if nodes == 1:
+        node = coordinator = None
+    devices, arguments = tuple(range(processes)), _training_arguments(argv)
+    if arguments is None:
+        if run_dir is None:
+            raise InputError("--run-dir is missing. It can be left out only if the command is zaya train or contains "
+                             "-m zaya_jax.main.")  # fmt: skip
+        return TrainingCommand(tuple(argv), expanded(run_dir), devices, nodes, node or 0, coordinator)
+    options = parse_training(arguments)
+    if (options.coordinator, options.processes, options.process) != (None, None, None):
+        raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
+                         "from the command, and set --processes and --nodes before --.")  # fmt: skip
+    config = load_config(options.config, options.overrides)
+    folder = expanded(config.run_dir if run_dir is None else run_dir)
+    return TrainingCommand(tuple(argv), folder, devices, nodes, node or 0, coordinator, config, options.peer_timeout)
 
 
 def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:
@@ -193,20 +177,3 @@ def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:
             if tuple(names[place : place + len(words)]) == words:
                 return argv[place + len(words) :]
     return None
-
-
-def _read(argv: Sequence[str], processes: int, run_dir: str | None) -> TrainingCommand:
-    devices = tuple(range(processes))
-    arguments = _training_arguments(argv)
-    if arguments is None:
-        if run_dir is None:
-            raise InputError("--run-dir is missing. It can be left out only if the command is zaya train or contains "
-                             "-m zaya_jax.main.")  # fmt: skip
-        return TrainingCommand(tuple(argv), Path(os.path.expanduser(run_dir)), devices)
-    options = parse_training(arguments)
-    if (options.coordinator, options.processes, options.process) != (None, None, None):
-        raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
-                         "from the command, and set --processes and --nodes before --.")  # fmt: skip
-    config = load_config(options.config, options.overrides)
-    folder = Path(os.path.expanduser(config.run_dir if run_dir is None else run_dir))
-    return TrainingCommand(tuple(argv), folder, devices, config=config, peer_timeout=options.peer_timeout)

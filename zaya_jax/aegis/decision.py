@@ -20,21 +20,13 @@ _STOP_CODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What to do about a failure.
+    """What to do about a failure."""
 
-    Attributes:
-      rule: name of the rule that decided.
-      action: of the policy.
-      exit_code: of the supervisor, if it ends; None to restart.
-      delay: seconds to wait before the restart.
-      why: a sentence.
-    """
-
-    rule: str
-    action: Action
-    exit_code: SupervisorExit | None
-    delay: float = 0.0
-    why: str = ""
+    rule: str  # name of the rule that decided
+    action: Action  # of the policy
+    exit_code: SupervisorExit | None  # of the supervisor, if it ends; None to restart
+    delay: float = 0.0  # seconds to wait before the restart
+    why: str = ""  # a sentence
 
 
 def final_code(failure: Failure | None, signals: Sequence[int]) -> SupervisorExit | None:

@@ -46,11 +46,6 @@ _STEP = (Phase.DATA, Phase.DISPATCH, Phase.DEVICE_WAIT)  # with a short timeout 
 _TRAINING = (*_STEP, Phase.EVALUATE, Phase.SAVE)
 
 
-def expected_class(fault: str) -> FaultClass:
-    """Return the class that the supervisor should find for a fault of a drill."""
-    return FaultClass.HANG if fault in HANGS else FaultClass.CRASH
-
-
 def draw_faults(count: int, processes: int, steps: int, every: int, rng: random.Random) -> list[Fault]:
     """Draw random faults in the order in which they happen.
 
@@ -75,21 +70,13 @@ def draw_faults(count: int, processes: int, steps: int, every: int, rng: random.
 
 @dataclasses.dataclass(frozen=True)
 class Drill:
-    """A drill to run.
+    """A drill to run."""
 
-    Attributes:
-      folder: new folder for the two runs and the score-card.
-      trainer: arguments of `zaya_jax.main`, without run_dir.
-      processes: number of processes.
-      faults: to be made, in order.
-      hang_seconds: timeout of the phases of a step.
-    """
-
-    folder: Path
-    trainer: Sequence[str]
-    processes: int
-    faults: Sequence[Fault]
-    hang_seconds: float
+    folder: Path  # new folder for the two runs and the score-card
+    trainer: Sequence[str]  # arguments of `zaya_jax.main`, without run_dir
+    processes: int  # number of processes
+    faults: Sequence[Fault]  # to be made, in order
+    hang_seconds: float  # timeout of the phases of a step
 
     def run(self, say: Callable[[str], object]) -> dict[str, Any]:
         """Run both, and return the score-card, for JSON.
@@ -194,7 +181,7 @@ def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]], ha
     recover = None if detect is None else next(
         (event for event in events if event["kind"] == "recover" and event["monotonic"] > detect["monotonic"]), None
     )  # fmt: skip
-    made, expected = injected["made_at"], str(expected_class(fault.name))
+    made, expected = injected["made_at"], str(FaultClass.HANG if fault.name in HANGS else FaultClass.CRASH)
     expires = made
     if detect is not None and expected == FaultClass.HANG:
         seconds = detect.get("seconds", {})

@@ -54,17 +54,12 @@ def collect(
 
 
 def _write(folder: Path, name: str, content: Mapping[str, bytes]) -> list[str]:
-    """Write files to the folder `name` of evidence; return their paths relative to `folder`."""
+    """Write files to the folder `name` of evidence, and remove all but the newest ones; return their relative paths."""
     target = folder / EVIDENCE / name
     make_folder(target)
     for file, text in content.items():
         write_atomically(target / file, text)
-    _prune(folder / EVIDENCE)
+    numbers = (path.name.removeprefix("attempt-") for path in target.parent.iterdir())
+    for number in sorted(int(number) for number in numbers if number.isdecimal())[:-_KEPT]:
+        remove(target.parent / f"attempt-{number}", ignore_errors=True)
     return [f"{EVIDENCE}/{name}/{file}" for file in content]
-
-
-def _prune(folder: Path) -> None:
-    """Remove all but the newest folders of evidence."""
-    attempts = [path for path in folder.iterdir() if path.name.removeprefix("attempt-").isdecimal()]
-    for path in sorted(attempts, key=lambda path: int(path.name.removeprefix("attempt-")))[:-_KEPT]:
-        remove(path, ignore_errors=True)

@@ -30,31 +30,18 @@ _SEVERE = (Severity.ERROR, Severity.FATAL)
 
 @dataclasses.dataclass(frozen=True)
 class RankEnd:
-    """How a process ended.
+    """How a process ended."""
 
-    Attributes:
-      rank: index of the process.
-      status: exit status of the command, negative for a signal.
-      time: of the end, of the supervisor's `time.monotonic`.
-      step: number of steps done; -1 if it did not get that far.
-      phase: what it did last.
-      record: its exit record; None if it left none.
-      has_progress: whether a trainer of zaya_jax kept a progress record.
-      is_wrapped: whether that trainer was another process than the command, such as one behind a shell.
-      was_killed: whether the supervisor killed it.
-      expects_record: whether a trainer must have kept a progress record, as in a training command.
-    """
-
-    rank: int
-    status: int
-    time: float
-    step: int = -1
-    phase: Phase = Phase.START
-    record: ExitRecord | None = None
-    has_progress: bool = False
-    is_wrapped: bool = False
-    was_killed: bool = False
-    expects_record: bool = False
+    rank: int  # index of the process
+    status: int  # exit status of the command, negative for a signal
+    time: float  # of the end, of the supervisor's `time.monotonic`
+    step: int = -1  # number of steps done; -1 if it did not get that far
+    phase: Phase = Phase.START  # what it did last
+    record: ExitRecord | None = None  # its exit record; None if it left none
+    has_progress: bool = False  # whether a trainer of zaya_jax kept a progress record
+    is_wrapped: bool = False  # whether that trainer was another process than the command, such as one behind a shell
+    was_killed: bool = False  # whether the supervisor killed it
+    expects_record: bool = False  # whether a trainer must have kept a progress record, as in a training command
 
     @property
     def outcome(self) -> int | None:
@@ -77,27 +64,16 @@ class RankEnd:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended.
+    """Why an attempt ended."""
 
-    Attributes:
-      fault: its class.
-      code: name of what happened, such as 'signal-SIGKILL', 'exit-1' or 'hang-device_wait'.
-      rank: the process that failed first; None if that is unknown or another node's.
-      step: number of steps it had done; -1 if it did not get that far.
-      words: the sentence of its exit record, or evidence; printable.
-      progress: greatest number of steps that any process had done.
-      device: the GPU that caused it; None if it is none, or that is unknown.
-      explanation: a line of output that may tell more; it decides nothing.
-    """
-
-    fault: FaultClass
-    code: str
-    rank: int | None
-    step: int
-    words: str = ""
-    progress: int = -1
-    device: int | None = None
-    explanation: str = ""
+    fault: FaultClass  # its class
+    code: str  # name of what happened, such as 'signal-SIGKILL', 'exit-1' or 'hang-device_wait'
+    rank: int | None  # the process that failed first; None if that is unknown or another node's
+    step: int  # number of steps it had done; -1 if it did not get that far
+    words: str = ""  # the sentence of its exit record, or evidence; printable
+    progress: int = -1  # greatest number of steps that any process had done
+    device: int | None = None  # the GPU that caused it; None if it is none, or that is unknown
+    explanation: str = ""  # a line of output that may tell more; it decides nothing
 
     @property
     def same(self) -> tuple[str, str, int, str]:

@@ -20,36 +20,28 @@ from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 _MOST_OUTPUT = 1 << 18  # bytes
 _MOST_GPUS = 128
 _LIFETIME = 600.0  # seconds after which a probe ends itself, if its parent is gone
-_COUNTERS = ("uncorrectable", "correctable", "deferred", "pcie_replays")
+_COUNTERS = {  # field of `Gpu` → what is observed when it rises
+    "uncorrectable": ("gpu-uncorrectable-ecc", Severity.ERROR, "Uncorrectable memory errors"),
+    "correctable": ("gpu-correctable-ecc", Severity.WARNING, "Corrected memory errors"),
+    "deferred": ("gpu-deferred-ecc", Severity.WARNING, "Deferred memory errors"),
+    "pcie_replays": ("gpu-pcie-replay", Severity.WARNING, "Repeated PCI Express transfers"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A reading of one GPU. Counts are since the driver was loaded; None where the GPU does not report them.
+    """A reading of one GPU. Counts are since the driver was loaded; None where the GPU does not report them."""
 
-    Attributes:
-      index: position among the GPUs of the library.
-      name: bus address (AMD) or UUID (NVIDIA), which stays the same; empty for a lost GPU that cannot tell it.
-      uncorrectable: uncorrectable memory errors.
-      correctable: corrected memory errors.
-      deferred: memory errors that are found but not used yet (AMD).
-      pcie_replays: repeated transfers on the PCI Express link.
-      temperature: in °C.
-      memory_used: in bytes.
-      recovery_action: what NVIDIA's driver demands, such as 1 for a reset; 0 is nothing.
-      lost: whether the driver lost the GPU.
-    """
-
-    index: int
-    name: str
-    uncorrectable: int | None = None
-    correctable: int | None = None
-    deferred: int | None = None
-    pcie_replays: int | None = None
-    temperature: int | None = None
-    memory_used: int | None = None
-    recovery_action: int | None = None
-    lost: bool = False
+    index: int  # position among the GPUs of the library
+    name: str  # bus address (AMD) or UUID (NVIDIA), which stays the same; empty for a lost GPU that cannot tell it
+    uncorrectable: int | None = None  # uncorrectable memory errors
+    correctable: int | None = None  # corrected memory errors
+    deferred: int | None = None  # memory errors that are found but not used yet (AMD)
+    pcie_replays: int | None = None  # repeated transfers on the PCI Express link
+    temperature: int | None = None  # in °C
+    memory_used: int | None = None  # in bytes
+    recovery_action: int | None = None  # what NVIDIA's driver demands, such as 1 for a reset; 0 is nothing
+    lost: bool = False  # whether the driver lost the GPU
 
 
 class GpuProbe:
@@ -190,26 +182,9 @@ class GpuProbe:
             return seen  # errors before the run
         new = {name: _rise(getattr(old, name), getattr(gpu, name)) for name in _COUNTERS}
         counts = f"{label} in {elapsed:.0f} s"
-        too_many = new["correctable"] * 3600 / elapsed >= self._correctable_per_hour
-        for name, is_due, code, severity, what in (
-            (
-                "uncorrectable",
-                new["uncorrectable"] > 0,
-                "gpu-uncorrectable-ecc",
-                Severity.ERROR,
-                "Uncorrectable memory errors",
-            ),
-            ("correctable", too_many, "gpu-correctable-ecc", Severity.WARNING, "Corrected memory errors"),
-            ("deferred", new["deferred"] > 0, "gpu-deferred-ecc", Severity.WARNING, "Deferred memory errors"),
-            (
-                "pcie_replays",
-                new["pcie_replays"] > 0,
-                "gpu-pcie-replay",
-                Severity.WARNING,
-                "Repeated PCI Express transfers",
-            ),
-        ):
-            if is_due:
+        for name, (code, severity, what) in _COUNTERS.items():
+            least = self._correctable_per_hour * elapsed / 3600 if name == "correctable" else 1
+            if new[name] >= least:
                 seen.append(_observe(code, severity, f"{what} of {counts}: {new[name]}.", gpu.index))
         return seen
 

@@ -15,25 +15,15 @@ _MOST = 0.2  # seconds that pass at most between two looks of a supervisor that 
 
 
 class Hang(NamedTuple):
-    """A job that makes no progress.
+    """A job that makes no progress."""
 
-    Attributes:
-      rank: the process that seems to cause it; None if nothing tells them apart.
-      step: number of steps that it has done; -1 if it did not get that far.
-      phase: of the first process that is over its time.
-      timeout: of that phase, in seconds.
-      seconds: of silence that were counted; of the whole job if that process waits for others.
-      since: when that silence began, of `time.monotonic`.
-      words: what happened, as a sentence.
-    """
-
-    rank: int | None
-    step: int
-    phase: Phase
-    timeout: float
-    seconds: float
-    since: float
-    words: str
+    rank: int | None  # the process that seems to cause it; None if nothing tells them apart
+    step: int  # number of steps that it has done; -1 if it did not get that far
+    phase: Phase  # of the first process that is over its time
+    timeout: float  # of that phase, in seconds
+    seconds: float  # of silence that were counted; of the whole job if that process waits for others
+    since: float  # when that silence began, of `time.monotonic`
+    words: str  # what happened, as a sentence
 
 
 class HangWatch:

@@ -1,7 +1,6 @@
 """Watch the host: free space of the run folder, available memory, and processes that the kernel killed for memory."""
 
 import contextlib
-import dataclasses
 import shutil
 from pathlib import Path
 
@@ -11,47 +10,26 @@ from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.run.files import read_start
 
 _GB = 1e9
+_DISK = 20 * _GB, 2 * _GB  # free bytes of the run folder's file system below which a warning and an error are due
+_MEMORY = 0.05, 0.02  # available share of the host's memory, likewise
 _MARGIN = 1.1  # a level ends above its threshold times this, so that a value near it is reported once
 _LONGEST_FILE = 1 << 16  # bytes read of a file of a control group
-
-
-@dataclasses.dataclass(frozen=True)
-class HostLimits:
-    """When the host is reported.
-
-    Attributes:
-      disk_warning: free bytes of the run folder's file system below which a warning is due.
-      disk_error: the same for an error.
-      memory_warning: available share of the host's memory below which a warning is due.
-      memory_error: the same for an error.
-    """
-
-    disk_warning: float = 20 * _GB
-    disk_error: float = 2 * _GB
-    memory_warning: float = 0.05
-    memory_error: float = 0.02
 
 
 class HostWatch:
     """Reports a host that runs out of disk or memory, each level once until it ends."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        limits: HostLimits | None = None,
-        cgroup_root: Path = Path("/sys/fs/cgroup"),
-        own_cgroup: Path = Path("/proc/self/cgroup"),
-    ) -> None:
+        self, run_dir: Path, cgroup_root: Path = Path("/sys/fs/cgroup"), own_cgroup: Path = Path("/proc/self/cgroup"),
+    ) -> None:  # fmt: skip
         """Watch this host.
 
         Args:
           run_dir: folder of the run; it may not exist yet.
-          limits: when to report; None for the defaults.
           cgroup_root: where control groups are mounted.
           own_cgroup: file with the control groups of this process, in which trainers run too.
         """
-        self._run_dir, self._limits = run_dir, limits or HostLimits()
-        self._cgroup_root, self._own_cgroup = cgroup_root, own_cgroup
+        self._run_dir, self._cgroup_root, self._own_cgroup = run_dir, cgroup_root, own_cgroup
         self._levels = {"disk": 0, "memory": 0}  # 0: enough, 1: warned, 2: error
         self._kills = self._oom_kills()
 
@@ -70,14 +48,13 @@ class HostWatch:
             return [Observation("disk-unreadable", FaultClass.DISK, Severity.ERROR,
                                 f"The file system of {folder} cannot be read: {error.strerror or error}.")]  # fmt: skip
         text = f"The file system of {folder} has {free / _GB:.3g} GB free."
-        return self._compare("disk", FaultClass.DISK, free, self._limits.disk_warning, self._limits.disk_error, text)
+        return self._compare("disk", FaultClass.DISK, free, *_DISK, text)
 
     def _memory(self) -> list[Observation]:
         memory = psutil.virtual_memory()
         share = memory.available / max(1, memory.total)
         text = f"The host has {memory.available / _GB:.3g} of {memory.total / _GB:.3g} GB of memory available."
-        limits = self._limits
-        return self._compare("memory", FaultClass.HOST_MEMORY, share, limits.memory_warning, limits.memory_error, text)
+        return self._compare("memory", FaultClass.HOST_MEMORY, share, *_MEMORY, text)
 
     def _compare(
         self, name: str, fault: FaultClass, value: float, warning: float, error: float, text: str

@@ -21,7 +21,6 @@ class KernelLog:
 
     Attributes:
       problem: sentence that says why nothing can be read; empty if the log can be read.
-      lost: number of times that messages were overwritten before they were read.
     """
 
     def __init__(self, path: Path = DEVICE) -> None:
@@ -30,16 +29,12 @@ class KernelLog:
         Args:
           path: /dev/kmsg, or a regular file to which the site writes the kernel's log.
         """
-        self.path, self.problem, self.lost = path, "", 0
+        self.path, self.problem = path, ""
         self._fd: int | None = None
         self._is_device, self._reader = False, LineReader()
         self._may_appear = not path.is_relative_to("/dev") and not path.exists()
         if not self._may_appear:
             self._open(os.SEEK_END)
-
-    def fileno(self) -> int | None:
-        """Return the descriptor to poll for new messages; None if the log must be read at intervals."""
-        return self._fd if self._is_device else None
 
     def read(self) -> list[str]:
         """Return the new messages, of at most `LONGEST_LINE` characters each; call again for more than 1000."""
@@ -98,7 +93,6 @@ class KernelLog:
             except BlockingIOError:
                 break
             except BrokenPipeError:  # overwritten before they were read; the next read returns the oldest that is left
-                self.lost += 1
                 continue
             if not record:
                 break

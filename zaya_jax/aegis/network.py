@@ -26,17 +26,11 @@ _PORT_LABEL = re.compile(r'\bport_name="([^"]{1,100})"')
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The state of a link.
+    """The state of a link."""
 
-    Attributes:
-      up: whether it can carry data; None if unknown.
-      downs: times that it went down since the driver was loaded; None if unknown.
-      errors: transmission errors since then.
-    """
-
-    up: bool | None
-    downs: int | None = None
-    errors: int = 0
+    up: bool | None  # whether it can carry data; None if unknown
+    downs: int | None = None  # times that it went down since the driver was loaded; None if unknown
+    errors: int = 0  # transmission errors since then
 
 
 @dataclasses.dataclass

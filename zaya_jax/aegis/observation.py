@@ -36,25 +36,15 @@ class Severity(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """A fault, or a sign of one.
+    """A fault, or a sign of one."""
 
-    Attributes:
-      code: stable name of what was observed, such as 'gpu-uncorrectable-ecc'.
-      fault: its class.
-      severity: how bad it is.
-      text: evidence as printable text of at most 500 characters, such as the line of a log.
-      rank: process that it concerns; None for the machine.
-      device: GPU that it concerns; None for any other part of the machine.
-      good_steps: number of steps done before the fault; None if it is not one of the training.
-    """
-
-    code: str
-    fault: FaultClass
-    severity: Severity
-    text: str = ""
-    rank: int | None = None
-    good_steps: int | None = None
-    device: int | None = None
+    code: str  # stable name of what was observed, such as 'gpu-uncorrectable-ecc'
+    fault: FaultClass  # its class
+    severity: Severity  # how bad it is
+    text: str = ""  # evidence as printable text of at most 500 characters, such as the line of a log
+    rank: int | None = None  # process that it concerns; None for the machine
+    good_steps: int | None = None  # number of steps done before the fault; None if it is not one of the training
+    device: int | None = None  # GPU that it concerns; None for any other part of the machine
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", printable(self.text, 500))

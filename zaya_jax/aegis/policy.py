@@ -112,17 +112,11 @@ class RulePolicy:
 
 @dataclass(frozen=True)
 class NotifyPolicy:
-    """Which command of the site to run for severe events; it gets the event as a line of JSON on its standard input.
+    """Which command of the site to run for severe events; it gets the event as a line of JSON on its standard input."""
 
-    Attributes:
-      command: its absolute path and arguments, run without a shell; empty for none.
-      severity: least severity of the events.
-      timeout_seconds: after which the command is killed.
-    """
-
-    command: tuple[str, ...] = ()
-    severity: Literal["warning", "error", "fatal"] = "error"
-    timeout_seconds: Positive[float] = 30.0
+    command: tuple[str, ...] = ()  # its absolute path and arguments, run without a shell; empty for none
+    severity: Literal["warning", "error", "fatal"] = "error"  # least severity of the events
+    timeout_seconds: Positive[float] = 30.0  # after which the command is killed
 
     def check(self) -> None:
         """Raise `InputError` if a value is invalid."""
@@ -136,32 +130,21 @@ class NotifyPolicy:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy.
+    """A policy."""
 
-    Attributes:
-      timeouts: see `TimeoutPolicy`.
-      restart: see `RestartPolicy`.
-      rules: see `RulePolicy`.
-      training: see `TrainingPolicy`.
-      watch: see `WatchPolicy`.
-      notify: see `NotifyPolicy`.
-      log_only: classes of faults whose action is only reported as what would have been done, while the run continues.
-        A process that has ended is restarted in any case.
-      grace_seconds: that a run which is asked to stop may take to save, before it is killed.
-      settle_seconds: that the other processes may take to end by themselves after one has failed.
-      evidence_seconds: that collecting evidence before a kill may take.
-    """
-
-    timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-    rules: RulePolicy = field(default_factory=RulePolicy)
-    training: TrainingPolicy = field(default_factory=TrainingPolicy)
-    watch: WatchPolicy = field(default_factory=WatchPolicy)
-    notify: NotifyPolicy = field(default_factory=NotifyPolicy)
+    timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)  # see `TimeoutPolicy`
+    restart: RestartPolicy = field(default_factory=RestartPolicy)  # see `RestartPolicy`
+    rules: RulePolicy = field(default_factory=RulePolicy)  # see `RulePolicy`
+    training: TrainingPolicy = field(default_factory=TrainingPolicy)  # see `TrainingPolicy`
+    watch: WatchPolicy = field(default_factory=WatchPolicy)  # see `WatchPolicy`
+    notify: NotifyPolicy = field(default_factory=NotifyPolicy)  # see `NotifyPolicy`
+    # Classes of faults whose action is only reported as what would have been done, while the run continues. A process
+    # that has ended is restarted in any case.
     log_only: tuple[str, ...] = ("gpu", "network", "non_finite", "spike", "straggler")
-    grace_seconds: NonNegative[float] = 300.0
+    grace_seconds: NonNegative[float] = 300.0  # that a run which is asked to stop may take to save, before it is killed
+    # Seconds that the other processes may take to end by themselves after one has failed.
     settle_seconds: NonNegative[float] = 2.0
-    evidence_seconds: NonNegative[float] = 5.0
+    evidence_seconds: NonNegative[float] = 5.0  # that collecting evidence before a kill may take
 
     def acting(self, *actions: Action) -> list[FaultClass]:
         """Return the classes of faults for which one of `actions` is taken, not only logged."""

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import IO, cast
 
 import psutil
 
@@ -64,15 +65,17 @@ class Rank:
         except BaseException:
             os.close(self._record)
             raise
-        assert self.process.stdout is not None  # noqa: S101 (for the type checker)
-        assert self.process.stderr is not None  # noqa: S101
-        self.streams = [
-            Stream(os.dup(pipe.fileno()), output)
-            for pipe, output in zip((self.process.stdout, self.process.stderr), outputs, strict=True)
-        ]
-        self.process.stdout.close()
-        self.process.stderr.close()
-        self.exit = os.pidfd_open(self.process.pid)
+        try:
+            pipes = cast("list[IO[bytes]]", [self.process.stdout, self.process.stderr])
+            self.streams = [Stream(os.dup(pipe.fileno()), output) for pipe, output in zip(pipes, outputs, strict=True)]
+            for pipe in pipes:
+                pipe.close()
+            self.exit = os.pidfd_open(self.process.pid)
+        except OSError:  # no descriptor is left: the next attempt must not meet this one
+            self.process.kill()
+            self.process.wait()
+            os.close(self._record)
+            raise
         self.end: RankEnd | None = None
         self.killed = False
 
@@ -140,10 +143,6 @@ class Rank:
         )  # fmt: skip
         return self.end
 
-    def give_up(self) -> None:
-        """Count the process as killed, although the kernel has not ended it."""
-        self.end = RankEnd(self.index, -signal.SIGKILL, time.monotonic(), was_killed=True)
-
     @property
     def exit_record(self) -> ExitRecord | None:
         """The exit record of the trainer, which may not have ended; None if it has left none."""
@@ -169,24 +168,20 @@ class Rank:
 
     def send(self, number: int) -> None:
         """Send a signal to the trainer itself, not to a shell around it or to its data workers."""
-        if self.progress is None or not self._send_to_trainer(number):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
-
-    def _send_to_trainer(self, number: int) -> bool:
-        """Send a signal to the process that keeps the record; return whether there is one."""
         with contextlib.suppress(ProcessLookupError):
-            if self._trainer[0] >= 0:
+            if self.progress is not None and self.running_trainer is not None:
                 signal.pidfd_send_signal(self._trainer[1], number)
-                return True
-        return False
+            else:
+                os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """Kill the whole session, data workers included, and a trainer that has left it."""
         self.killed = self.killed or (self.end is None and not self.has_lost_trainer)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self._send_to_trainer(signal.SIGKILL)
+        if (trainer := self.running_trainer) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(trainer, signal.SIGKILL)
 
     def close(self) -> None:
         """Close all file descriptors of an ended process."""
@@ -229,14 +224,19 @@ class ProcessGroup:
         """The processes that have not ended."""
         return [rank for rank in self.ranks if rank.end is None]
 
-    def wait(self, seconds: float) -> tuple[list[RankEnd], list[tuple[Rank, bytes]]]:
-        """Wait for output or the end of a process; return those that ended and the lines that were written."""
-        ends, lines = [], []
+    @property
+    def ends(self) -> list[RankEnd]:
+        """How those ended that have."""
+        return [rank.end for rank in self.ranks if rank.end is not None]
+
+    def wait(self, seconds: float) -> list[tuple[Rank, bytes]]:
+        """Wait for output or the end of a process, note the end, and return the lines that were written."""
+        lines = []
         for key, _ in self.selector.select(seconds):
             if isinstance(key.data, Rank):
                 self.selector.unregister(key.fileobj)
                 if (trainer := key.data.running_trainer) is None:
-                    ends.append(key.data.note_end())
+                    key.data.note_end()
                 else:  # a shell that a signal has ended, and its trainer, which saves
                     self.selector.register(trainer, selectors.EVENT_READ, key.data)
             elif isinstance(key.data, tuple):
@@ -244,7 +244,7 @@ class ProcessGroup:
                 lines += [(rank, line) for line in stream.read()]
                 if not stream.is_open:
                     self.selector.unregister(key.fd)
-        return ends, lines
+        return lines
 
     def kill(self) -> None:
         """Kill every process that still runs, and wait for their ends."""
@@ -256,7 +256,7 @@ class ProcessGroup:
                 rank.note_end(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:  # it waits in the kernel, for a driver or a file server
                 self.stuck.append(rank.index)
-                rank.give_up()
+                rank.end = RankEnd(rank.index, -signal.SIGKILL, time.monotonic(), was_killed=True)
 
     def close(self) -> None:
         """Kill what is left of the sessions, read the rest of the output, and close everything."""

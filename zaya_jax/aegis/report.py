@@ -1,6 +1,5 @@
 """What happened to a run: `status` shows it now, `report` all of it. Both read the files of its supervisors."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +82,3 @@ def format_status(run_dir: Path) -> str:
                      f"{100 * goodput['fraction']:.1f} % of {goodput['seconds']:,.0f} s")  # fmt: skip
         lines += _format_ranks(node["state"]) if node["running"] else []
     return "\n".join(map(printable, lines))
-
-
-def report_json(run_dir: Path) -> str:
-    """Format the report of a run as JSON."""
-    return json.dumps(describe_run(run_dir), indent=1)

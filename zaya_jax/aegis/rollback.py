@@ -19,17 +19,11 @@ _LONGEST = 3600.0  # seconds that verifying the checkpoint may take
 
 
 class Rollback(NamedTuple):
-    """A roll-back.
+    """A roll-back."""
 
-    Attributes:
-      step: of the checkpoint to resume from.
-      first: first row of the data to skip.
-      end: the row after the last one.
-    """
-
-    step: int
-    first: int
-    end: int
+    step: int  # of the checkpoint to resume from
+    first: int  # first row of the data to skip
+    end: int  # the row after the last one
 
 
 def plan_rollback(command: TrainingCommand, failure: Failure) -> Rollback | None:

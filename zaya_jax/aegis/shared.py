@@ -16,17 +16,11 @@ _ONE_REQUEST = 1.0  # seconds in which several SIGTERM or SIGHUP are one request
 
 
 class Detected(NamedTuple):
-    """A failure from which the job has not recovered.
+    """A failure from which the job has not recovered."""
 
-    Attributes:
-      event: id of the event.
-      time: of the detection, of `time.monotonic`.
-      attempt: in which it happened.
-    """
-
-    event: int
-    time: float
-    attempt: int
+    event: int  # id of the event
+    time: float  # of the detection, of `time.monotonic`
+    attempt: int  # in which it happened
 
 
 class Shared:

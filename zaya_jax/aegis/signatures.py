@@ -18,19 +18,12 @@ Source = Literal["trainer", "kernel"]
 
 
 class Signature(NamedTuple):
-    """A sign of a fault in a log.
+    """A sign of a fault in a log."""
 
-    Attributes:
-      code: stable name of what was observed. Several signatures share a code if the same rule applies to them.
-      fault: its class.
-      severity: how bad it is.
-      pattern: matches the start of a message.
-    """
-
-    code: str
-    fault: FaultClass
-    severity: Severity
-    pattern: str
+    code: str  # stable name of what was observed. Several signatures share a code if the same rule applies to them.
+    fault: FaultClass  # its class
+    severity: Severity  # how bad it is
+    pattern: str  # matches the start of a message
 
 
 # What /dev/kmsg, dmesg and its options, journalctl and its formats, rsyslog and busybox write before a message of the
@@ -66,10 +59,6 @@ class LineReader:
         complete = [self._tail, *rest[:-1]]
         self._tail = rest[-1][:LONGEST_LINE]
         return [line[:LONGEST_LINE].decode("utf-8", "replace") for line in complete if line.strip()]
-
-    def flush(self) -> list[str]:
-        """Return the last line, which had no end, when the stream is closed."""
-        return self.feed(b"\n")
 
 
 def observe_line(source: Source, line: str, rank: int | None = None) -> Observation | None:

@@ -1,5 +1,6 @@
 """How long a process may stay in a phase: learned from the longest stays, within the policy's limits."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -18,13 +19,11 @@ class Timeouts:
         """Read what was learned in `folder` from the same `command`, a digest."""
         self._policy, self._path, self._command = policy, folder / _FILE, command
         self._longest: dict[str, float] = {}
-        try:
+        with contextlib.suppress(InputError, KeyError, TypeError, ValueError):  # missing or damaged: learn again
             learned = read_object(self._path)
             if learned["command"] == command:
                 self._longest = {phase.name: float(learned["longest"][phase.name])
                                  for phase in Phase if phase.name in learned["longest"]}  # fmt: skip
-        except (InputError, KeyError, TypeError, ValueError):  # missing or damaged: learn again
-            self._longest = {}
 
     def limit(self, phase: Phase, progress: Progress | None) -> float:
         """Return the seconds that a process may stay in `phase`.
@@ -52,7 +51,5 @@ class Timeouts:
 
     def save(self) -> None:
         """Write what was learned; a full disk is ignored."""
-        try:
+        with contextlib.suppress(OSError):
             write_atomically(self._path, json.dumps({"command": self._command, "longest": self._longest}) + "\n")
-        except OSError:
-            return

@@ -34,15 +34,10 @@ LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 
 
 class Reduction(NamedTuple):
-    """The collectives that turn each device's gradient of a parameter into the sharded global sum.
+    """The collectives that turn each device's gradient of a parameter into the sharded global sum."""
 
-    Attributes:
-      scatter: mesh axes of the reduce-scatter along the parameter's sharded axis; may be empty.
-      sum: mesh axes of the all-reduce that follows; may be empty.
-    """
-
-    scatter: tuple[str, ...]
-    sum: tuple[str, ...]
+    scatter: tuple[str, ...]  # mesh axes of the reduce-scatter along the parameter's sharded axis; may be empty
+    sum: tuple[str, ...]  # mesh axes of the all-reduce that follows; may be empty
 
 
 def reduction(leaf: LeafPlacement, mesh: AnyMesh) -> Reduction:

@@ -14,17 +14,13 @@ from zaya_jax.parallel.rules import LeafPlacement
 
 
 class Scattered(NamedTuple):
-    """A parameter whose gradient is reduce-scattered in the backward pass of its layer, as the gradient of `shard`.
+    """A parameter whose gradient is reduce-scattered in the backward pass of its layer, as the gradient of `shard`."""
 
-    Attributes:
-      value: compute copy of the parameter, whole or this device's shard, which is gathered here; it gets no gradient.
-      total: gradient of earlier micro-batches on this device, which is added before the sum; None if there is none.
-      shard: zeros with the shape and dtype of the reduced gradient.
-    """
-
+    # Compute copy of the parameter, whole or this device's shard, which is gathered here; it gets no gradient.
     value: jax.Array
+    # Gradient of earlier micro-batches on this device, which is added before the sum; None if there is none.
     total: jax.Array | None
-    shard: jax.Array
+    shard: jax.Array  # zeros with the shape and dtype of the reduced gradient
 
 
 def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any]) -> Callable[[Any], Any]:

@@ -33,22 +33,14 @@ from zaya_jax.parallel.rules import LeafPlacement, place_leaves, state_shardings
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Shardings and operations for a mesh. It is hashable, so it can be a static argument of `jit`.
+    """Shardings and operations for a mesh. It is hashable, so it can be a static argument of `jit`."""
 
-    Attributes:
-      config: the layout: size of each axis, and which collectives to use.
-      mesh: the devices, or an abstract mesh.
-      leaves: placement of each parameter, by name.
-      dtypes: compute dtype of each parameter, by name.
-      kernels: implementations of the operations on one device.
-      in_place: names of the layers' parameters that operations read in the stack of all layers.
-    """
-
-    config: ParallelConfig
-    mesh: AnyMesh
-    leaves: Mapping[str, LeafPlacement]
-    dtypes: Mapping[str, Any]
-    kernels: KernelSelection
+    config: ParallelConfig  # the layout: size of each axis, and which collectives to use
+    mesh: AnyMesh  # the devices, or an abstract mesh
+    leaves: Mapping[str, LeafPlacement]  # placement of each parameter, by name
+    dtypes: Mapping[str, Any]  # compute dtype of each parameter, by name
+    kernels: KernelSelection  # implementations of the operations on one device
+    # Names of the layers' parameters that operations read in the stack of all layers.
     in_place: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:

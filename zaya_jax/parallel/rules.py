@@ -21,30 +21,21 @@ from zaya_jax.parallel.mesh import STORED_OVER, AnyMesh, nontrivial_axes
 
 
 class LeafPlacement(NamedTuple):
-    """The sharding of one parameter.
+    """The sharding of one parameter."""
 
-    Attributes:
-      stored: partition of the master weights, their gradient and the optimizer state.
-      axis: the sharded axis of its matrices or vectors, counted from the end (negative); None if there is none.
-      over: mesh axes that `axis` is sharded over.
-      own: mesh axes along which the compute copy stays sharded: `expert` for experts.
-      experts_over: mesh axes that the axis of experts is sharded over, inside `own`.
-      in_layer: whether the loop over layers hides its collectives: a sharded stack of the layers' matrices. Vectors are
-        not, since those of all layers take a few MB.
-      by_layer: whether it is gathered over fsdp one layer at a time, in that loop.
-      expert: whether it holds experts, which are nearly all of a layer's bytes.
-      exact: whether the compute copy stays in the master weights' dtype, because its gradient is a sum over devices or
-        tokens that the compute dtype would round.
-    """
-
-    stored: PartitionSpec
+    stored: PartitionSpec  # partition of the master weights, their gradient and the optimizer state
+    # The sharded axis of its matrices or vectors, counted from the end (negative); None if there is none.
     axis: int | None
-    over: tuple[str, ...]
-    own: tuple[str, ...]
-    experts_over: tuple[str, ...]
+    over: tuple[str, ...]  # mesh axes that `axis` is sharded over
+    own: tuple[str, ...]  # mesh axes along which the compute copy stays sharded: `expert` for experts
+    experts_over: tuple[str, ...]  # mesh axes that the axis of experts is sharded over, inside `own`
+    # Whether the loop over layers hides its collectives: a sharded stack of the layers' matrices. Vectors are not,
+    # since those of all layers take a few MB.
     in_layer: bool
-    by_layer: bool
-    expert: bool
+    by_layer: bool  # whether it is gathered over fsdp one layer at a time, in that loop
+    expert: bool  # whether it holds experts, which are nearly all of a layer's bytes
+    # Whether the compute copy stays in the master weights' dtype, because its gradient is a sum over devices or
+    # tokens that the compute dtype would round.
     exact: bool
 
     @property

@@ -16,20 +16,14 @@ from zaya_jax.run.table import format_table, size_text
 
 
 class StoredRow(NamedTuple):
-    """Parameters that are stored and gathered alike.
+    """Parameters that are stored and gathered alike."""
 
-    Attributes:
-      stored_over: mesh axes that they and their optimizer state are split over.
-      replicated_over: the other mesh axes with more than one device; each of their devices stores the same.
-      gathered: over which axes they are gathered when; experts stay split over `expert`.
-      bytes: of them and their optimizer state on one device.
-      parameters: the part of each in `bytes`, the largest first; layers' parameters by their name in the layer.
-    """
-
-    stored_over: tuple[str, ...]
+    stored_over: tuple[str, ...]  # mesh axes that they and their optimizer state are split over
+    # The other mesh axes with more than one device; each of their devices stores the same.
     replicated_over: tuple[str, ...]
-    gathered: str
-    bytes: int
+    gathered: str  # over which axes they are gathered when; experts stay split over `expert`
+    bytes: int  # of them and their optimizer state on one device
+    # The part of each in `bytes`, the largest first; layers' parameters by their name in the layer.
     parameters: dict[str, int]
 
 

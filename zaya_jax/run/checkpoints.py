@@ -98,10 +98,8 @@ def unfinished_name(step: int, token: int) -> str:
 
 def clean(folder: Path) -> None:
     """Remove leftovers of unfinished saves; no save may be in progress."""
-    for path in map(folder.joinpath, list_names(folder)):
-        if not _LEFT_OVER.fullmatch(path.name):
-            continue
-        writing.remove(path, ignore_errors=True)
+    for name in filter(_LEFT_OVER.fullmatch, list_names(folder)):
+        writing.remove(folder / name, ignore_errors=True)
 
 
 def remove(folder: Path, step: int) -> None:

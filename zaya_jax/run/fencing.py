@@ -28,17 +28,11 @@ _TAKER = {"host": os.uname().nodename, "pid": os.getpid(), "started": _STARTED}
 
 
 class FencingToken(NamedTuple):
-    """The newest token of a checkpoint folder.
+    """The newest token of a checkpoint folder."""
 
-    Attributes:
-      number: greater than all before.
-      accepted: step → token of the checkpoints that existed when it was taken.
-      taker: `host`, `pid` and start time (`started`, UTC) of the process that took it; empty in files of earlier
-        versions.
-    """
-
-    number: int
-    accepted: Mapping[int, int]
+    number: int  # greater than all before
+    accepted: Mapping[int, int]  # step → token of the checkpoints that existed when it was taken
+    # `host`, `pid` and start time (`started`, UTC) of the process that took it; empty in files of earlier versions.
     taker: Mapping[str, str | int] = MappingProxyType({})
 
     def accepts(self, step: int, number: int) -> bool:
@@ -131,7 +125,9 @@ def read_token(folder: Path) -> FencingToken | None:
             raise InputError(f"{path} does not match its checksum.")
         token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()},
                              {key: tree[key] for key in _TAKER} if "pid" in tree else {})  # fmt: skip
-        return token if all(type(number) is int for number in (token.number, *token.accepted.values())) else None
+        if any(type(number) is not int for number in (token.number, *token.accepted.values())):
+            raise InputError(f"{path} has tokens that are no numbers.")
+        return token
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if os.path.lexists(path):
             warn_once(f"Warning: {error if isinstance(error, InputError) else f'{path} is damaged.'} Without it, "

@@ -33,21 +33,13 @@ _INTERRUPTED = 130  # exit status after Ctrl-C
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """How the time of a job was spent.
+    """How the time of a job was spent."""
 
-    Attributes:
-      buckets: seconds by bucket; they add up to `seconds`.
-      seconds: between the first start and the last end, without excluded attempts.
-      attempts: number of attempts, excluded ones not counted.
-      steps: number of steps that count.
-      wasted_steps: number of steps that were done again.
-    """
-
-    buckets: Mapping[str, float]
-    seconds: float
-    attempts: int
-    steps: int
-    wasted_steps: int
+    buckets: Mapping[str, float]  # seconds by bucket; they add up to `seconds`
+    seconds: float  # between the first start and the last end, without excluded attempts
+    attempts: int  # number of attempts, excluded ones not counted
+    steps: int  # number of steps that count
+    wasted_steps: int  # number of steps that were done again
 
     @property
     def fraction(self) -> float:

@@ -40,27 +40,20 @@ class Unreadable(InputError):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content and metadata of a checkpoint.
+    """The content and metadata of a checkpoint."""
 
-    Attributes:
-      step: number of steps that the run had done.
-      fencing_token: token of the processes that saved it, see `fencing`; called `generation` on disk.
-      metadata: `phase`, `first_step`, `batch`, `tokens_seen`, `data` (position), `heldout_loss`, `config`,
-        `config_digest`, `environment`, `versions`; called `about` on disk.
-      leaves: array name → dtype, shape and digest; for a small array also its byte offset among the small ones (`at`).
-      files: path within the checkpoint → size in bytes, without the manifest.
-      digests: path → digest, for files without array data: those in `digests/`, which contain the digests of all array
-        parts, and Orbax's index files. Empty if checkpoint.verify was none.
-      read_back: whether all arrays were read back and compared before the manifest was written.
-    """
-
-    step: int
-    fencing_token: int
+    step: int  # number of steps that the run had done
+    fencing_token: int  # token of the processes that saved it, see `fencing`; called `generation` on disk
+    # `phase`, `first_step`, `batch`, `tokens_seen`, `data` (position), `heldout_loss`, `config`, `config_digest`,
+    # `environment`, `versions`; called `about` on disk.
     metadata: dict[str, Any]
+    # Array name → dtype, shape and digest; for a small array also its byte offset among the small ones (`at`).
     leaves: dict[str, dict[str, Any]]
-    files: dict[str, int]
+    files: dict[str, int]  # path within the checkpoint → size in bytes, without the manifest
+    # Path → digest, for files without array data: those in `digests/`, which contain the digests of all array parts,
+    # and Orbax's index files. Empty if checkpoint.verify was none.
     digests: dict[str, str]
-    read_back: bool
+    read_back: bool  # whether all arrays were read back and compared before the manifest was written
     format: int = FORMAT
 
 

@@ -44,52 +44,31 @@ class Phase(enum.IntEnum):
 
 
 class ExitRecord(NamedTuple):
-    """Why a process ends.
+    """Why a process ends."""
 
-    Attributes:
-      status: the exit status that it chose.
-      sentence: what it printed last.
-      is_origin: whether it ends by itself, not since another process was lost.
-      time_ns: of `time.monotonic_ns`.
-      reason: what the status does not tell.
-    """
-
-    status: int
-    sentence: str
-    is_origin: bool
-    time_ns: int
-    reason: Reason = Reason.OTHER
+    status: int  # the exit status that it chose
+    sentence: str  # what it printed last
+    is_origin: bool  # whether it ends by itself, not since another process was lost
+    time_ns: int  # of `time.monotonic_ns`
+    reason: Reason = Reason.OTHER  # what the status does not tell
 
 
 class Progress(NamedTuple):
-    """The content of a record.
+    """The content of a record."""
 
-    Attributes:
-      writes: number of writes so far; it grows as long as the process makes progress, and alike in all processes of a
-        job, which enter the same phases.
-      pid: process that writes it.
-      phase: what it does now.
-      step: number of steps done, of the whole run.
-      first_step: number of steps that were done when this process started to train; -1 before that.
-      loss: of the last step, in nats/token; NaN before the first.
-      grad_norm: of the last step; NaN before the first.
-      seconds: time spent in each phase so far, except the current stay in the current phase.
-      longest: seconds of the longest stay in each phase, likewise.
-      exit_record: why the process ends; None if it has not recorded that.
-      run: number that stands for the run folder; 0 before training.
-    """
-
+    # Number of writes so far; it grows as long as the process makes progress, and alike in all processes of a job,
+    # which enter the same phases.
     writes: int
-    pid: int
-    phase: Phase
-    step: int
-    first_step: int
-    loss: float
-    grad_norm: float
-    seconds: tuple[float, ...]
-    longest: tuple[float, ...]
-    exit_record: ExitRecord | None
-    run: int = 0
+    pid: int  # process that writes it
+    phase: Phase  # what it does now
+    step: int  # number of steps done, of the whole run
+    first_step: int  # number of steps that were done when this process started to train; -1 before that
+    loss: float  # of the last step, in nats/token; NaN before the first
+    grad_norm: float  # of the last step; NaN before the first
+    seconds: tuple[float, ...]  # time spent in each phase so far, except the current stay in the current phase
+    longest: tuple[float, ...]  # seconds of the longest stay in each phase, likewise
+    exit_record: ExitRecord | None  # why the process ends; None if it has not recorded that
+    run: int = 0  # number that stands for the run folder; 0 before training
 
 
 _MAGIC = b"ZAYA\x00\x00\x00\x03"
@@ -218,20 +197,14 @@ def read_progress(file: int) -> Progress | None:
             return None
         head = content[_HEAD_AT : _HEAD_AT + _HEAD.size]
         if _CHECKSUM.unpack_from(content, _HEAD_AT + _HEAD.size)[0] == zlib.crc32(head):
-            return _parse(content, *_HEAD.unpack(head))
+            writes, pid, phase, step, first, loss, norm, run = _HEAD.unpack(head)
+            if phase >= len(Phase):
+                return None
+            times = _TIMES.unpack_from(content, _TIMES_AT)
+            record = _exit_record(content) if phase == Phase.END else None
+            return Progress(writes, pid, Phase(phase), step, first, loss, norm, times[: len(Phase)],
+                            times[len(Phase) :], record, run)  # fmt: skip
     return None
-
-
-def _parse(
-    content: bytes, writes: int, pid: int, phase: int, step: int, first_step: int, loss: float, grad_norm: float,
-    run: int,
-) -> Progress | None:  # fmt: skip
-    if phase >= len(Phase):
-        return None
-    times = _TIMES.unpack_from(content, _TIMES_AT)
-    record = _exit_record(content) if phase == Phase.END else None
-    return Progress(writes, pid, Phase(phase), step, first_step, loss, grad_norm, times[: len(Phase)],
-                    times[len(Phase) :], record, run)  # fmt: skip
 
 
 def _exit_record(content: bytes) -> ExitRecord | None:

@@ -21,7 +21,7 @@ _NEEDED = {"id", "attempt", "unix", "time", "kind", "code", "severity", "text"}
 _TYPES = {
     "id": int, "attempt": int, "time": str, "kind": str, "code": str, "severity": str, "text": str, "cause": int,
     "fault": str, "rank": int, "step": int, "seconds": dict, "times": dict, "first_step": int, "last_step": int,
-    "exit_statuses": list, "action": str, "explanation": str, "files": list,
+    "exit_statuses": list, "monotonic": int | float, "action": str, "explanation": str, "files": list,
 }  # fmt: skip
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 SAME_FAULT = 120.0  # seconds before the end of an attempt in which a fault may have ended it
@@ -60,8 +60,10 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
     fields = {key: value for key, value in event.items() if value is not None}
     if not all(isinstance(value, _TYPES.get(key, object)) for key, value in fields.items()):
         return False
-    numbers = (fields["unix"], *fields.get("seconds", {}).values(), *fields.get("times", {}).values())
-    return fields.keys() >= _NEEDED and all(map(math.isfinite, numbers))
+    numbers = (fields["unix"], fields.get("monotonic", 0), *fields.get("seconds", {}).values(),
+               *fields.get("times", {}).values())  # fmt: skip
+    has_steps = "first_step" not in fields or 0 <= fields["first_step"] <= fields.get("last_step", -1)
+    return fields.keys() >= _NEEDED and has_steps and all(map(math.isfinite, numbers))
 
 
 def is_running(state: Mapping[str, Any]) -> bool:
@@ -111,8 +113,8 @@ def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if event["kind"] != "detect" or event["severity"] == "info":
             continue
         own, last = follow_ups[event["id"]], ended.get(event["attempt"], {})
-        is_cause = last.get("cause") == event["id"]
-        if not is_cause and last.get("fault", "") == event.get("fault") and last["unix"] - event["unix"] < SAME_FAULT:
+        is_cause, before = last.get("cause") == event["id"], last.get("unix", math.inf) - event["unix"]
+        if not is_cause and last.get("fault", "") == event.get("fault") and before < SAME_FAULT:
             continue  # another sign of the fault that ended the attempt
         end = last if is_cause else event
         recover = next((each for each in own if each["kind"] == "recover"), {})

@@ -12,19 +12,12 @@ _NUMBER = re.compile(r"–|[-+]?[\d.,]+(e[-+]\d+)?( %)?")
 
 
 class Table(NamedTuple):
-    """A table of texts.
+    """A table of texts."""
 
-    Attributes:
-      title: what it shows.
-      columns: heads, with units.
-      rows: cells.
-      remarks: sentences below it.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    remarks: tuple[str, ...] = ()
+    title: str  # what it shows
+    columns: list[str]  # heads, with units
+    rows: list[list[str]]  # cells
+    remarks: tuple[str, ...] = ()  # sentences below it
 
     @property
     def numeric(self) -> list[bool]:

@@ -24,15 +24,10 @@ from zaya_jax.weights.sources import Weights
 
 
 class FrozenBase(NamedTuple):
-    """The frozen model under adapters. It is never part of the run's checkpoints.
+    """The frozen model under adapters. It is never part of the run's checkpoints."""
 
-    Attributes:
-      params: parameters by name, in the compute dtype.
-      balance: balancing biases by name, fp32.
-    """
-
-    params: Arrays
-    balance: Arrays
+    params: Arrays  # parameters by name, in the compute dtype
+    balance: Arrays  # balancing biases by name, fp32
 
 
 NO_BASE = FrozenBase({}, {})

@@ -32,27 +32,17 @@ _TYPES = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "pos
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PhaseProgram:
-    """Everything that is fixed during a phase. It allocates nothing, and compiles only on request.
+    """Everything that is fixed during a phase. It allocates nothing, and compiles only on request."""
 
-    Attributes:
-      config: configuration of the run.
-      placement: mesh, shardings and operations.
-      model: abstract model, with the RoPE settings of the phase.
-      remat: rematerialization policy of the backward pass.
-      roles: role of each parameter, adapters included, by name.
-      trained: shape of each parameter that the optimizer updates, by name: those of the model, or of its adapters.
-      optimizer: updates the trained parameters.
-      balancer: updates the balancing biases.
-    """
-
-    config: Config
-    placement: Placement
-    model: Zaya
-    remat: Remat
-    roles: dict[str, Role]
+    config: Config  # configuration of the run
+    placement: Placement  # mesh, shardings and operations
+    model: Zaya  # abstract model, with the RoPE settings of the phase
+    remat: Remat  # rematerialization policy of the backward pass
+    roles: dict[str, Role]  # role of each parameter, adapters included, by name
+    # Shape of each parameter that the optimizer updates, by name: those of the model, or of its adapters.
     trained: dict[str, tuple[int, ...]]
-    optimizer: optax.GradientTransformation
-    balancer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation  # updates the trained parameters
+    balancer: optax.GradientTransformation  # updates the balancing biases
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:

@@ -17,17 +17,12 @@ _NONE = -1.0  # marks an empty place; a loss is never negative
 
 
 class LossHistory(NamedTuple):
-    """Loss (nats/token, row 0) and log gradient norm (row 1) of the last steps of the phase.
+    """Loss (nats/token, row 0) and log gradient norm (row 1) of the last steps of the phase."""
 
-    Attributes:
-      values: fp32 [2, window], a ring buffer of accepted steps; 0 where empty.
-      accepted: int32, number of accepted steps in the phase.
-      skipped: fp32 [2, window], the current run of skipped steps, newest last; -1 where empty or not finite. None in
-        checkpoints of versions that did not save it.
-    """
-
-    values: jax.Array
-    accepted: jax.Array
+    values: jax.Array  # fp32 [2, window], a ring buffer of accepted steps; 0 where empty
+    accepted: jax.Array  # int32, number of accepted steps in the phase
+    # fp32 [2, window], the current run of skipped steps, newest last; -1 where empty or not finite. None in
+    # checkpoints of versions that did not save it.
     skipped: Any
 
 

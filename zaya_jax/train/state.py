@@ -21,27 +21,16 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The training state, a pytree.
+    """The training state, a pytree."""
 
-    Attributes:
-      params: fp32 master weights by name, of all parameters or of the adapters only.
-      balance: fp32 balancing biases by name, updated from the expert load instead of the loss.
-      opt_state: optimizer state of `params`.
-      balance_state: optimizer state of `balance`.
-      step: int32, number of steps done, skipped ones included.
-      skipped: int32, number of steps skipped in a row up to now.
-      recent: loss and gradient norm of recent steps, to detect spikes.
-      rng: random key for everything other than data and initialization.
-    """
-
-    params: Arrays
-    balance: Arrays
-    opt_state: Any
-    balance_state: Any
-    step: jax.Array
-    skipped: jax.Array
-    recent: LossHistory
-    rng: jax.Array
+    params: Arrays  # fp32 master weights by name, of all parameters or of the adapters only
+    balance: Arrays  # fp32 balancing biases by name, updated from the expert load instead of the loss
+    opt_state: Any  # optimizer state of `params`
+    balance_state: Any  # optimizer state of `balance`
+    step: jax.Array  # int32, number of steps done, skipped ones included
+    skipped: jax.Array  # int32, number of steps skipped in a row up to now
+    recent: LossHistory  # loss and gradient norm of recent steps, to detect spikes
+    rng: jax.Array  # random key for everything other than data and initialization
 
 
 def init_state(program: "PhaseProgram") -> TrainState:

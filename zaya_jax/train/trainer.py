@@ -39,40 +39,23 @@ class _Stage(NamedTuple):
 
 @dataclasses.dataclass
 class Trainer:
-    """Trains a run: `run` does everything; `step`, `evaluate` and `save` can also be called in any order.
+    """Trains a run: `run` does everything; `step`, `evaluate` and `save` can also be called in any order."""
 
-    Attributes:
-      compiled: programs and compiled steps of the run.
-      state: training state after the last step.
-      base: the frozen parameters under adapters; {} without adapters.
-      first_step: number of steps done before this run folder's first.
-      batches: yields one batch a step, from the position of `state`.
-      evaluators: score the model every `evaluation.every` steps and at the end of each phase.
-      logger: logs each step.
-      store: the checkpoint store.
-      disk: reports files of the run folder that cannot be written.
-      preemption: tells whether a signal asked the run to end.
-      progress: tells a supervisor what this process does.
-      draw: plots the run to a path.
-      profiler: traces the steps of `profile`.
-      steps_done: number of steps done.
-      scores: of all evaluators for `state`; {} if it has not been evaluated.
-    """
-
-    compiled: CompiledSteps
-    state: TrainState
-    base: Arrays
-    first_step: int
-    batches: TrainBatches
-    evaluators: Sequence[Evaluator]
-    logger: StepLogger
-    store: CheckpointStore
-    disk: DiskGuard
-    preemption: Preemption
-    progress: ProgressRecord
-    draw: Callable[[Path], None]
-    profiler: StepProfiler
-    steps_done: int = dataclasses.field(init=False)
+    compiled: CompiledSteps  # programs and compiled steps of the run
+    state: TrainState  # training state after the last step
+    base: Arrays  # the frozen parameters under adapters; {} without adapters
+    first_step: int  # number of steps done before this run folder's first
+    batches: TrainBatches  # yields one batch a step, from the position of `state`
+    evaluators: Sequence[Evaluator]  # score the model every `evaluation.every` steps and at the end of each phase
+    logger: StepLogger  # logs each step
+    store: CheckpointStore  # the checkpoint store
+    disk: DiskGuard  # reports files of the run folder that cannot be written
+    preemption: Preemption  # tells whether a signal asked the run to end
+    progress: ProgressRecord  # tells a supervisor what this process does
+    draw: Callable[[Path], None]  # plots the run to a path
+    profiler: StepProfiler  # traces the steps of `profile`
+    steps_done: int = dataclasses.field(init=False)  # number of steps done
+    # Of all evaluators for `state`; {} if it has not been evaluated.
     scores: dict[str, Any] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
