@@ -26,23 +26,14 @@ Segments = tuple[jax.Array, jax.Array] | None  # int32 [b, s] of queries and [b,
 
 
 class Rows(NamedTuple):
-    """A tile of rows in a kernel: arrays [r].
+    """A tile of rows in a kernel: arrays [r]."""
 
-    Attributes:
-      batch: scalar.
-      query: index of the query.
-      head: query head.
-      inside: whether the row exists.
-      position: index of the query among the keys.
-      segment: document of the query; None without documents.
-    """
-
-    batch: Any
-    query: Any
-    head: Any
-    inside: Any
-    position: Any
-    segment: Any
+    batch: Any  # scalar
+    query: Any  # index of the query
+    head: Any  # query head
+    inside: Any  # whether the row exists
+    position: Any  # index of the query among the keys
+    segment: Any  # document of the query; None without documents
 
 
 def tile_of(kernel: str, architecture: str, q_bshc: jax.Array) -> Tile:

@@ -16,23 +16,14 @@ from pallas_kernels.product import product
 
 
 class Head(NamedTuple):
-    """A head of queries or of keys.
+    """A head of queries or of keys."""
 
-    Attributes:
-      number: index among all heads, queries before keys.
-      among: index among the heads of its kind.
-      gradient: reference to the gradient of its kind.
-      first: first of the heads that it is averaged with: a query's key head, or a key's query heads.
-      others: number of these heads.
-      scale: factor after the norm.
-    """
-
-    number: jax.Array
-    among: jax.Array
-    gradient: Any
-    first: jax.Array
-    others: int
-    scale: jax.Array | float
+    number: jax.Array  # index among all heads, queries before keys
+    among: jax.Array  # index among the heads of its kind
+    gradient: Any  # reference to the gradient of its kind
+    first: jax.Array  # first of the heads that it is averaged with: a query's key head, or a key's query heads
+    others: int  # number of these heads
+    scale: jax.Array | float  # factor after the norm
 
 
 class Inputs(NamedTuple):

@@ -16,21 +16,13 @@ from pallas_kernels.product import product
 
 
 class _Tile(NamedTuple):
-    """A tile of tokens in one row of the batch.
+    """A tile of tokens in one row of the batch."""
 
-    Attributes:
-      number: index among the tiles of the whole batch.
-      batch: row of the batch.
-      time: [tokens], indices of the tokens in the piece; negative in the halo.
-      segment: [tokens], documents.
-      finished: bool [tokens], rows whose gradients need no rows after the tile.
-    """
-
-    number: jax.Array
-    batch: jax.Array
-    time: jax.Array
-    segment: jax.Array
-    finished: jax.Array
+    number: jax.Array  # index among the tiles of the whole batch
+    batch: jax.Array  # row of the batch
+    time: jax.Array  # [tokens], indices of the tokens in the piece; negative in the halo
+    segment: jax.Array  # [tokens], documents
+    finished: jax.Array  # bool [tokens], rows whose gradients need no rows after the tile
 
     def inside(self, length: int, c: int, after: int = 0) -> jax.Array:
         """Return the mask [tokens, c] of finished rows that, `after` rows later, are inside an array of that length."""

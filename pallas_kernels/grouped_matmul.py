@@ -30,19 +30,12 @@ CHIPLETS = 8  # of an MI300X or MI355X, each with its own cache; program i runs 
 
 
 class RowTile(NamedTuple):
-    """The rows of a program, and their group.
+    """The rows of a program, and their group."""
 
-    Attributes:
-      rows: int32 [m], indices among the sorted rows.
-      inside: bool [m], whether the row belongs to the group.
-      matrix: indices of the layer and of the group's matrix.
-      meets: int32, 1 if there is a matrix to multiply by, 0 for rows of no group.
-    """
-
-    rows: jax.Array
-    inside: jax.Array
-    matrix: tuple[jax.Array, jax.Array]
-    meets: jax.Array
+    rows: jax.Array  # int32 [m], indices among the sorted rows
+    inside: jax.Array  # bool [m], whether the row belongs to the group
+    matrix: tuple[jax.Array, jax.Array]  # indices of the layer and of the group's matrix
+    meets: jax.Array  # int32, 1 if there is a matrix to multiply by, 0 for rows of no group
 
 
 def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int = 0) -> jax.Array:

@@ -20,23 +20,14 @@ WIDEST = 8192  # maximum lanes that a program of 1,024 threads can hold in regis
 
 
 class Cut(NamedTuple):
-    """How an array is split over programs.
+    """How an array is split over programs."""
 
-    Attributes:
-      parts: number of parts of the columns; each program has one.
-      programs: number of programs along the rows.
-      steps: steps of a program.
-      rows: rows of a step; program p starts at row p · steps · rows.
-      lanes: columns of a part, padded to a power of two.
-      warps: warps of a program.
-    """
-
-    parts: int
-    programs: int
-    steps: int
-    rows: int
-    lanes: int
-    warps: int
+    parts: int  # number of parts of the columns; each program has one
+    programs: int  # number of programs along the rows
+    steps: int  # steps of a program
+    rows: int  # rows of a step; program p starts at row p · steps · rows
+    lanes: int  # columns of a part, padded to a power of two
+    warps: int  # warps of a program
 
 
 def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: str) -> Cut:
@@ -201,41 +192,24 @@ def _mean(x: jax.Array, width: int) -> jax.Array:
 
 
 class _Norm(NamedTuple):
-    """What the backward pass knows of the norm of some rows and a part of the columns, fp32.
+    """What the backward pass knows of the norm of some rows and a part of the columns, fp32."""
 
-    Attributes:
-      exact: the new stream, rounded to the norm's dtype.
-      d_normed: gradient of the norm.
-      weighted: `d_normed` times the norm's weight.
-      square: this part's share of the mean of `exact`².
-      along: this part's share of the mean of `weighted` · `exact`.
-    """
-
-    exact: jax.Array
-    d_normed: jax.Array
-    weighted: jax.Array
-    square: jax.Array
-    along: jax.Array
+    exact: jax.Array  # the new stream, rounded to the norm's dtype
+    d_normed: jax.Array  # gradient of the norm
+    weighted: jax.Array  # `d_normed` times the norm's weight
+    square: jax.Array  # this part's share of the mean of `exact`²
+    along: jax.Array  # this part's share of the mean of `weighted` · `exact`
 
 
 class _Part(NamedTuple):
-    """What the backward pass reads for some rows and a part of the columns, fp32.
+    """What the backward pass reads for some rows and a part of the columns, fp32."""
 
-    Attributes:
-      place: indices and mask.
-      output: the sublayer's output plus bias, before its scale; None without one.
-      stream: the old stream plus bias, before its scale.
-      vectors: this part of the scales and biases.
-      d_new: gradient of the new stream.
-      norm: None without one.
-    """
-
-    place: _Place
-    output: Any
-    stream: jax.Array
-    vectors: list[jax.Array]
-    d_new: jax.Array
-    norm: _Norm | None
+    place: _Place  # indices and mask
+    output: Any  # the sublayer's output plus bias, before its scale; None without one
+    stream: jax.Array  # the old stream plus bias, before its scale
+    vectors: list[jax.Array]  # this part of the scales and biases
+    d_new: jax.Array  # gradient of the new stream
+    norm: _Norm | None  # None without one
 
 
 def _forward_kernel(output_ref: Any, stream_ref: Any, *refs: Any, cut: Cut, eps: float) -> None:

@@ -44,25 +44,16 @@ class RouterArrays(NamedTuple):
 
 
 class RouterGradients(NamedTuple):
-    """Results of `router_backward`.
+    """Results of `router_backward`."""
 
-    Attributes:
-      projected_tr: gradient of the projection, in the compute dtype.
-      state_tr: gradient of the previous state, fp32.
-      vectors_vr: gradients of `down_bias_r`, `state_scale_r`, `norm_r`, `hidden1_bias_r` and `hidden2_bias_r`, fp32.
-      inputs_2tr: inputs of the hidden layers, in the compute dtype.
-      hidden_2tr: gradients of the hidden layers' outputs.
-      last_tr: input of the output layer.
-      logits_tc: gradients of the logits, with `CLASSES` columns.
-    """
-
-    projected_tr: jax.Array
-    state_tr: jax.Array
+    projected_tr: jax.Array  # gradient of the projection, in the compute dtype
+    state_tr: jax.Array  # gradient of the previous state, fp32
+    # gradients of `down_bias_r`, `state_scale_r`, `norm_r`, `hidden1_bias_r` and `hidden2_bias_r`, fp32
     vectors_vr: jax.Array
-    inputs_2tr: jax.Array
-    hidden_2tr: jax.Array
-    last_tr: jax.Array
-    logits_tc: jax.Array
+    inputs_2tr: jax.Array  # inputs of the hidden layers, in the compute dtype
+    hidden_2tr: jax.Array  # gradients of the hidden layers' outputs
+    last_tr: jax.Array  # input of the output layer
+    logits_tc: jax.Array  # gradients of the logits, with `CLASSES` columns
 
 
 def router_forward(x: RouterArrays, *, eps: float, architecture: str) -> tuple[jax.Array, jax.Array]:
@@ -121,19 +112,12 @@ def router_backward(
 
 
 class _Tile(NamedTuple):
-    """Indices of the tokens and channels of a program; all broadcast to [tokens, r].
+    """Indices of the tokens and channels of a program; all broadcast to [tokens, r]."""
 
-    Attributes:
-      number: of the program.
-      row: [tokens, 1].
-      channel: [1, r].
-      inside: whether the token exists.
-    """
-
-    number: jax.Array
-    row: jax.Array
-    channel: jax.Array
-    inside: jax.Array
+    number: jax.Array  # of the program
+    row: jax.Array  # [tokens, 1]
+    channel: jax.Array  # [1, r]
+    inside: jax.Array  # whether the token exists
 
     def load(self, ref: Any) -> jax.Array:
         """Load [tokens, r] in fp32; zero outside."""

@@ -10,17 +10,11 @@ DEFAULT = {"cuda": "sm_90", "rocm": "gfx942"}  # platform → architecture whose
 
 
 class Tile(NamedTuple):
-    """How a kernel is split into programs.
+    """How a kernel is split into programs."""
 
-    Attributes:
-      sizes: sizes of the tile's axes, in the order of the kernel.
-      warps: warps of a program.
-      stages: stages of the software pipeline for loops with matmuls.
-    """
-
-    sizes: tuple[int, ...]
-    warps: int
-    stages: int = 1
+    sizes: tuple[int, ...]  # sizes of the tile's axes, in the order of the kernel
+    warps: int  # warps of a program
+    stages: int = 1  # stages of the software pipeline for loops with matmuls
 
 
 # Kernel → architecture → bytes per element → tile. gfx950 uses the tiles of gfx942 until better ones are measured.

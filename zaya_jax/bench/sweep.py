@@ -22,33 +22,20 @@ PACKAGES = ("optax",)
 
 
 class Trial(NamedTuple):
-    """A training to run.
+    """A training to run."""
 
-    Attributes:
-      name: name in the result.
-      config: configuration; its `run_dir` is not used.
-      evaluation_interval: steps between evaluations of the held-out loss.
-      router_offset: initial offset of the router's logits of the first two experts.
-    """
-
-    name: str
-    config: Config
-    evaluation_interval: int = 10
-    router_offset: float = 0.0
+    name: str  # name in the result
+    config: Config  # configuration; its `run_dir` is not used
+    evaluation_interval: int = 10  # steps between evaluations of the held-out loss
+    router_offset: float = 0.0  # initial offset of the router's logits of the first two experts
 
 
 class Curve(NamedTuple):
-    """The result of a training.
+    """The result of a training."""
 
-    Attributes:
-      heldout: pairs of a step and the held-out loss after it, nats/token.
-      entropy: normalized entropy of the expert load at each step, averaged over layers.
-      seconds: duration.
-    """
-
-    heldout: list[tuple[int, float]]
-    entropy: list[float]
-    seconds: float
+    heldout: list[tuple[int, float]]  # pairs of a step and the held-out loss after it, nats/token
+    entropy: list[float]  # normalized entropy of the expert load at each step, averaged over layers
+    seconds: float  # duration
 
     @property
     def final(self) -> float:

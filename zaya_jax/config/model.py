@@ -13,17 +13,11 @@ RouterForm = Literal["zaya", "linear"]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The properties that can differ between the layers of a model.
+    """The properties that can differ between the layers of a model."""
 
-    Attributes:
-      attention: attention variant.
-      window: number of keys that a query attends to, itself included; None means all previous keys.
-      rope_base: base of the rotary embedding.
-    """
-
-    attention: AttentionForm
-    window: int | None
-    rope_base: float
+    attention: AttentionForm  # attention variant
+    window: int | None  # number of keys that a query attends to, itself included; None means all previous keys
+    rope_base: float  # base of the rotary embedding
 
 
 MAX_PARAMETERS = 10**14  # sizes of parameters, gradients and optimizer state then fit into 64 bits

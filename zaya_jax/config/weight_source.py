@@ -9,16 +9,12 @@ HF = "hf:"  # prefix of a transformers folder
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A source of weights, classified by its prefix.
+    """A source of weights, classified by its prefix."""
 
-    Attributes:
-      kind: 'transformers' for hf:FOLDER, else 'checkpoint' for RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP
-        (`run.checkpoints.checkpoint_folder` resolves them on disk).
-      path: the text after the prefix, as the user typed it.
-    """
-
+    # 'transformers' for hf:FOLDER, else 'checkpoint' for RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP
+    # (`run.checkpoints.checkpoint_folder` resolves them on disk)
     kind: Literal["checkpoint", "transformers"]
-    path: str
+    path: str  # the text after the prefix, as the user typed it
 
 
 def parse_source(text: str) -> WeightSource:

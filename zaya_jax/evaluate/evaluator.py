@@ -17,22 +17,14 @@ from zaya_jax.parallel.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class ModelSnapshot:
-    """The model after a step, on the devices.
+    """The model after a step, on the devices."""
 
-    Attributes:
-      params: master weights by name, of all parameters or of the adapters only.
-      balance: balancing biases by name.
-      base: the frozen parameters under adapters; {} without adapters.
-      placement: mesh and shardings of all of these.
-      loss_sums: the compiled evaluation step, see `loss`.
-      phase: index of the phase that trained the model last, in which held-out text has its rows; None for the last.
-    """
-
-    params: Arrays
-    balance: Arrays
-    base: Arrays
-    placement: Placement
-    loss_sums: Callable[..., dict[str, jax.Array]]
+    params: Arrays  # master weights by name, of all parameters or of the adapters only
+    balance: Arrays  # balancing biases by name
+    base: Arrays  # the frozen parameters under adapters; {} without adapters
+    placement: Placement  # mesh and shardings of all of these
+    loss_sums: Callable[..., dict[str, jax.Array]]  # the compiled evaluation step, see `loss`
+    # index of the phase that trained the model last, in which held-out text has its rows; None for the last
     phase: int | None = None
 
     def loss(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -50,17 +42,11 @@ class ModelSnapshot:
 
 
 class Evaluator(Protocol):
-    """Scores a model during training.
+    """Scores a model during training."""
 
-    Attributes:
-      name: key of its main score in `metrics.jsonl`.
-      label: label of that score on the console.
-      ranks_checkpoints: whether `checkpoint.keep_best` uses that score (lower is better). True for at most one
-        evaluator of a run.
-    """
-
-    name: str
-    label: str
+    name: str  # key of its main score in `metrics.jsonl`
+    label: str  # label of that score on the console
+    # whether `checkpoint.keep_best` uses that score (lower is better). True for at most one evaluator of a run.
     ranks_checkpoints: bool
 
     def evaluate(self, model: ModelSnapshot) -> Mapping[str, Any]:

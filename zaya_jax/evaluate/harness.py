@@ -32,21 +32,13 @@ _PEER_PACKAGES = ("torch", "transformers", "accelerate")
 
 
 class LoadedTasks(NamedTuple):
-    """The tasks of a suite.
+    """The tasks of a suite."""
 
-    Attributes:
-      suite: the suite.
-      tasks: lm-eval's tasks by name; those of groups and tags, too.
-      groups: lm-eval's groups by name.
-      entries: name of a task → the entry of the suite that named it.
-      runs_code: whether code that models write is executed.
-    """
-
-    suite: SuiteConfig
-    tasks: dict[str, Any]
-    groups: dict[str, Any]
-    entries: dict[str, TaskConfig]
-    runs_code: bool
+    suite: SuiteConfig  # the suite
+    tasks: dict[str, Any]  # lm-eval's tasks by name; those of groups and tags, too
+    groups: dict[str, Any]  # lm-eval's groups by name
+    entries: dict[str, TaskConfig]  # name of a task → the entry of the suite that named it
+    runs_code: bool  # whether code that models write is executed
 
 
 def require_lm_eval() -> None:

@@ -27,19 +27,12 @@ from zaya_jax.weights.sources import Weights
 
 
 class TextLoss(NamedTuple):
-    """The loss over a text.
+    """The loss over a text."""
 
-    Attributes:
-      nats: cross-entropy of all tokens.
-      tokens: number of tokens predicted.
-      text_bytes: UTF-8 bytes that these tokens stand for.
-      lost_bytes: other bytes of the text, for which the tokenizer has no token.
-    """
-
-    nats: float
-    tokens: int
-    text_bytes: int
-    lost_bytes: int = 0
+    nats: float  # cross-entropy of all tokens
+    tokens: int  # number of tokens predicted
+    text_bytes: int  # UTF-8 bytes that these tokens stand for
+    lost_bytes: int = 0  # other bytes of the text, for which the tokenizer has no token
 
 
 class RunHeldout:

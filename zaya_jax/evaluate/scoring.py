@@ -41,15 +41,10 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The score of a continuation.
+    """The score of a continuation."""
 
-    Attributes:
-      logprob: log-probability of all its tokens in nats.
-      is_greedy: whether each token is the most likely one.
-    """
-
-    logprob: float
-    is_greedy: bool
+    logprob: float  # log-probability of all its tokens in nats
+    is_greedy: bool  # whether each token is the most likely one
 
 
 class _Document(NamedTuple):

@@ -21,21 +21,13 @@ ROWS = 16  # prompts of a device in one batch
 
 
 class Prompt(NamedTuple):
-    """A prompt, and how to continue it.
+    """A prompt, and how to continue it."""
 
-    Attributes:
-      tokens: of the prompt; too many lose their beginning.
-      seed: of its random stream, see `prompt_seed`.
-      max_new_tokens: largest number of new tokens; fewer than the model's positions.
-      sampling: how to draw them.
-      stop: texts that end the continuation before them.
-    """
-
-    tokens: Sequence[int]
-    seed: int
-    max_new_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
+    tokens: Sequence[int]  # of the prompt; too many lose their beginning
+    seed: int  # of its random stream, see `prompt_seed`
+    max_new_tokens: int  # largest number of new tokens; fewer than the model's positions
+    sampling: Sampling  # how to draw them
+    stop: tuple[str, ...] = ()  # texts that end the continuation before them
 
 
 def prompt_seed(seed: int, text: str, sample: int) -> int:

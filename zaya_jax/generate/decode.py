@@ -29,35 +29,21 @@ LEAST = 64  # smallest class of lengths
 
 
 class Continuation(NamedTuple):
-    """What was generated for a prompt.
+    """What was generated for a prompt."""
 
-    Attributes:
-      tokens: the new tokens, without the stop token.
-      logprobs: log-probability of each under the model, in nats, before temperature and other settings.
-      stopped: whether a stop token, or `stopped` of `continuations`, ended it.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    stopped: bool
+    tokens: list[int]  # the new tokens, without the stop token
+    logprobs: list[float]  # log-probability of each under the model, in nats, before temperature and other settings
+    stopped: bool  # whether a stop token, or `stopped` of `continuations`, ended it
 
 
 class DecodeState(NamedTuple):
-    """What decoding carries from step to step; donated.
+    """What decoding carries from step to step; donated."""
 
-    Attributes:
-      cache: of all tokens so far.
-      logits_bv: fp32, of the next token.
-      occurred_bv: bool, tokens that occurred; None without a repetition penalty.
-      done_b: bool, rows that ended.
-      step: int32, tokens generated so far.
-    """
-
-    cache: Cache
-    logits_bv: jax.Array
-    occurred_bv: jax.Array | None
-    done_b: jax.Array
-    step: jax.Array
+    cache: Cache  # of all tokens so far
+    logits_bv: jax.Array  # fp32, of the next token
+    occurred_bv: jax.Array | None  # bool, tokens that occurred; None without a repetition penalty
+    done_b: jax.Array  # bool, rows that ended
+    step: jax.Array  # int32, tokens generated so far
 
 
 def generate_tokens(
@@ -135,24 +121,16 @@ def continuations(
 
 
 class GenerationPrograms(NamedTuple):
-    """The programs that `continuations` runs for prompts of one length, compiled, with arguments for them.
+    """The programs that `continuations` runs for prompts of one length, compiled, with arguments for them."""
 
-    Attributes:
-      prefill: (model, donated cache, int32 tokens [b, c], int32 segments [b, c]) → (cache, logits).
-      decode: (model, donated state, keys [b], sampling, stop tokens, steps) → (state, tokens, log-probabilities); None
-        without blocks.
-      empty_cache: () → a cache.
-      chunks: tokens and segments of each call of `prefill`.
-      model: first argument of both.
-      block: arguments of `decode` after the state, for a block of `BLOCK` steps that no token stops.
-    """
-
-    prefill: Any
+    prefill: Any  # (model, donated cache, int32 tokens [b, c], int32 segments [b, c]) → (cache, logits)
+    # (model, donated state, keys [b], sampling, stop tokens, steps) → (state, tokens, log-probabilities); None without
+    # blocks
     decode: Any
-    empty_cache: Callable[[], Cache]
-    chunks: list[tuple[np.ndarray, np.ndarray]]
-    model: Zaya
-    block: tuple[Any, ...]
+    empty_cache: Callable[[], Cache]  # () → a cache
+    chunks: list[tuple[np.ndarray, np.ndarray]]  # tokens and segments of each call of `prefill`
+    model: Zaya  # first argument of both
+    block: tuple[Any, ...]  # arguments of `decode` after the state, for a block of `BLOCK` steps that no token stops
 
     def prompt(self, cache: Cache) -> tuple[Cache, jax.Array]:
         """Process the prompts into an empty cache, which is donated; returns the cache and the last logits."""

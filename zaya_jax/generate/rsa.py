@@ -22,19 +22,12 @@ is right, correct what is not, and write one complete, improved solution.
 
 
 class MarkovianRSA(NamedTuple):
-    """Settings of the method; the defaults are those recommended for ZAYA1-8B.
+    """Settings of the method; the defaults are those recommended for ZAYA1-8B."""
 
-    Attributes:
-      candidates: N, candidates of each round.
-      aggregated: C, candidates of the last round that a new one is written from.
-      rounds: T, rounds after the first; 0 writes independent candidates.
-      tail: τ, tokens of a candidate that are carried over.
-    """
-
-    candidates: int = 16
-    aggregated: int = 4
-    rounds: int = 2
-    tail: int = 4096
+    candidates: int = 16  # N, candidates of each round
+    aggregated: int = 4  # C, candidates of the last round that a new one is written from
+    rounds: int = 2  # T, rounds after the first; 0 writes independent candidates
+    tail: int = 4096  # τ, tokens of a candidate that are carried over
 
     def check(self, where: str) -> None:
         """Raise `InputError` if a value is out of range; `where` precedes the names in messages."""

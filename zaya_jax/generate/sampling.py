@@ -15,21 +15,15 @@ class Sampling(NamedTuple):
     """How to draw a token; the defaults take the most likely one.
 
     The order is that of `transformers`: repetition penalty, temperature, top-k, top-p, min-p.
-
-    Attributes:
-      temperature: divides the logits; 0 takes the most likely token, and the fields below that select tokens have no
-        effect.
-      top_k: keep the `top_k` most likely tokens; 0 keeps all.
-      top_p: keep the most likely tokens whose probabilities reach `top_p` together; 1 keeps all.
-      min_p: keep tokens at least `min_p` times as likely as the most likely one; 0 keeps all.
-      repetition_penalty: divides positive logits of tokens that occurred in prompt or text, and multiplies negative
-        ones (arXiv 1909.05858); 1 changes nothing.
     """
 
+    # divides the logits; 0 takes the most likely token, and the fields below that select tokens have no effect
     temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_k: int = 0  # keep the `top_k` most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the most likely tokens whose probabilities reach `top_p` together; 1 keeps all
+    min_p: float = 0.0  # keep tokens at least `min_p` times as likely as the most likely one; 0 keeps all
+    # divides positive logits of tokens that occurred in prompt or text, and multiplies negative ones (arXiv
+    # 1909.05858); 1 changes nothing
     repetition_penalty: float = 1.0
 
     def check(self, where: str = "") -> None:
@@ -54,17 +48,11 @@ class Sampling(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """What is compiled; the values of `Sampling` are arguments, so that other values need no compilation.
+    """What is compiled; the values of `Sampling` are arguments, so that other values need no compilation."""
 
-    Attributes:
-      greedy: take the most likely token.
-      sorts: keep the most likely tokens by number or by probability, which sorts the vocabulary.
-      penalizes: keep track of which tokens occurred.
-    """
-
-    greedy: bool
-    sorts: bool
-    penalizes: bool
+    greedy: bool  # take the most likely token
+    sorts: bool  # keep the most likely tokens by number or by probability, which sorts the vocabulary
+    penalizes: bool  # keep track of which tokens occurred
 
 
 def draw(

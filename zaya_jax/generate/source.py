@@ -27,29 +27,17 @@ TEMPERATURE = 0.8  # of a model whose generation_config.json says nothing
 
 
 class TextModel(NamedTuple):
-    """A model and what belongs to its texts.
+    """A model and what belongs to its texts."""
 
-    Attributes:
-      model: in the dtype to compute in.
-      tokenizer: its tokenizer.
-      special: texts of its special tokens.
-      stop_tokens: tokens that end a text.
-      sampling: that of `generation_config.json`, or the default.
-      template: source of the chat template; the built-in one if the model has none.
-      placement: the devices to generate on, which all have the model.
-      others: more special tokens that templates receive, by name.
-      adds_bos: whether texts begin with the token that begins a document, see `find_special_tokens`.
-    """
-
-    model: Zaya
-    tokenizer: Tokenizer
-    special: SpecialTokens
-    stop_tokens: list[int]
-    sampling: Sampling
-    template: str
-    placement: Placement
-    adds_bos: bool = True
-    others: dict[str, str] | None = None
+    model: Zaya  # in the dtype to compute in
+    tokenizer: Tokenizer  # its tokenizer
+    special: SpecialTokens  # texts of its special tokens
+    stop_tokens: list[int]  # tokens that end a text
+    sampling: Sampling  # that of `generation_config.json`, or the default
+    template: str  # source of the chat template; the built-in one if the model has none
+    placement: Placement  # the devices to generate on, which all have the model
+    adds_bos: bool = True  # whether texts begin with the token that begins a document, see `find_special_tokens`
+    others: dict[str, str] | None = None  # more special tokens that templates receive, by name
 
 
 def open_text_model(

@@ -15,20 +15,14 @@ _UNKNOWN = "\ufffd"  # of bytes that are not UTF-8, such as the first bytes of a
 
 
 class TextContinuation(NamedTuple):
-    """The continuation of a prompt.
+    """The continuation of a prompt."""
 
-    Attributes:
-      text: what it adds to the text of the prompt's tokens, without stop strings and stop tokens. While it grows, what
-        may become a stop string or a character is held back.
-      tokens: the generated tokens, with those of a stop string.
-      logprobs: log-probability of each in nats, see `decode.Continuation`.
-      stopped: whether a stop token or stop string ended it.
-    """
-
+    # what it adds to the text of the prompt's tokens, without stop strings and stop tokens. While it grows, what may
+    # become a stop string or a character is held back.
     text: str
-    tokens: list[int]
-    logprobs: list[float]
-    stopped: bool
+    tokens: list[int]  # the generated tokens, with those of a stop string
+    logprobs: list[float]  # log-probability of each in nats, see `decode.Continuation`
+    stopped: bool  # whether a stop token or stop string ended it
 
 
 def generate_text(

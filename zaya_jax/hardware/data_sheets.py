@@ -6,38 +6,22 @@ from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS, Assumptions, LinkA
 
 
 class Hardware(NamedTuple):
-    """One accelerator and its links.
+    """One accelerator and its links."""
 
-    Attributes:
-      kinds: substrings of the device names that runtimes report.
-      memory: bytes, as the runtime reports them.
-      memory_fraction: part of the memory that XLA may allocate with this accelerator's preset.
-      peak: dense bf16 FLOP/s.
-      fp32_peak: dense FLOP/s of fp32 matmuls at jax's default precision: TF32 on NVIDIA, fp32 on AMD.
-      bandwidth: memory bandwidth, bytes/s.
-      node_size: devices per node.
-      intra_node: bytes/s that a device can send to all others of its node together.
-      link: bytes/s that it can send to one of them; as much as `intra_node` behind a switch.
-      inter_node: bytes/s that a device's network adapter can send.
-      units: compute units or streaming multiprocessors.
-      reached: fractions of the peaks that the dry run's estimate assumes, and fixed times.
-      links: fractions of the links' bandwidths likewise.
-      measured: whether the figures were measured, see `measurements.read_measurements`; False for a data sheet.
-    """
-
-    kinds: tuple[str, ...]
-    memory: float
-    memory_fraction: float
-    peak: float
-    fp32_peak: float
-    bandwidth: float
-    node_size: int
-    intra_node: float
-    link: float
-    inter_node: float
-    units: int
-    reached: Assumptions = ASSUMPTIONS
-    links: LinkAssumptions = LINKS
+    kinds: tuple[str, ...]  # substrings of the device names that runtimes report
+    memory: float  # bytes, as the runtime reports them
+    memory_fraction: float  # part of the memory that XLA may allocate with this accelerator's preset
+    peak: float  # dense bf16 FLOP/s
+    fp32_peak: float  # dense FLOP/s of fp32 matmuls at jax's default precision: TF32 on NVIDIA, fp32 on AMD
+    bandwidth: float  # memory bandwidth, bytes/s
+    node_size: int  # devices per node
+    intra_node: float  # bytes/s that a device can send to all others of its node together
+    link: float  # bytes/s that it can send to one of them; as much as `intra_node` behind a switch
+    inter_node: float  # bytes/s that a device's network adapter can send
+    units: int  # compute units or streaming multiprocessors
+    reached: Assumptions = ASSUMPTIONS  # fractions of the peaks that the dry run's estimate assumes, and fixed times
+    links: LinkAssumptions = LINKS  # fractions of the links' bandwidths likewise
+    # whether the figures were measured, see `measurements.read_measurements`; False for a data sheet
     measured: bool = False
 
     @property

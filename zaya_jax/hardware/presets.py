@@ -17,21 +17,13 @@ _ROCR = "https://rocm.docs.amd.com/projects/ROCR-Runtime/en/latest/api-reference
 
 
 class Setting(NamedTuple):
-    """An XLA flag (its name starts with `--`) or an environment variable.
+    """An XLA flag (its name starts with `--`) or an environment variable."""
 
-    Attributes:
-      name: of the flag or variable.
-      value: as text; may be empty.
-      why: the reason, in one line.
-      source: URL that recommends the value or describes the effect.
-      alias: second name of the variable; only one of the two may be set.
-    """
-
-    name: str
-    value: str
-    why: str
-    source: str
-    alias: str | None = None
+    name: str  # of the flag or variable
+    value: str  # as text; may be empty
+    why: str  # the reason, in one line
+    source: str  # URL that recommends the value or describes the effect
+    alias: str | None = None  # second name of the variable; only one of the two may be set
 
     @property
     def text(self) -> str:
@@ -45,22 +37,15 @@ class Setting(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """The settings of one kind of machine.
+    """The settings of one kind of machine."""
 
-    Attributes:
-      name: value of the configuration key `preset`; the same as the name of the accelerator's data sheet.
-      settings: flags and variables.
-      fsdp: further flags for the programs of steps that gather their layers over `parallel.fsdp`.
-      one_micro_batch: likewise for steps of one micro-batch, whose layers gather their experts.
-      join_seconds: maximum time to wait for the coordinator when a job starts.
-      peer_timeout: seconds without a heartbeat of another process after which the run stops.
-    """
-
-    name: str
-    settings: tuple[Setting, ...]
-    join_seconds: int
-    peer_timeout: int
+    name: str  # value of the configuration key `preset`; the same as the name of the accelerator's data sheet
+    settings: tuple[Setting, ...]  # flags and variables
+    join_seconds: int  # maximum time to wait for the coordinator when a job starts
+    peer_timeout: int  # seconds without a heartbeat of another process after which the run stops
+    # further flags for the programs of steps that gather their layers over `parallel.fsdp`
     fsdp: tuple[Setting, ...] = ()
+    # likewise for steps of one micro-batch, whose layers gather their experts
     one_micro_batch: tuple[Setting, ...] = ()
 
 

@@ -18,21 +18,13 @@ from zaya_jax.ops.names import MATMUL_OUTPUT
 
 
 class Context(NamedTuple):
-    """What every layer needs to know about the tokens.
+    """What every layer needs to know about the tokens."""
 
-    Attributes:
-      segments_bs: int32 document of each token; 0 is padding.
-      key_segments_bt: int32 document of each key.
-      rotary: cos and sin tables by RoPE base.
-      cached_segments_bt: with a cache, the documents of its tokens, without the new ones.
-      length: number of tokens in the cache.
-    """
-
-    segments_bs: jax.Array
-    key_segments_bt: jax.Array
-    rotary: dict[float, tuple[jax.Array, jax.Array]]
-    cached_segments_bt: jax.Array | None = None
-    length: jax.Array | int = 0
+    segments_bs: jax.Array  # int32 document of each token; 0 is padding
+    key_segments_bt: jax.Array  # int32 document of each key
+    rotary: dict[float, tuple[jax.Array, jax.Array]]  # cos and sin tables by RoPE base
+    cached_segments_bt: jax.Array | None = None  # with a cache, the documents of its tokens, without the new ones
+    length: jax.Array | int = 0  # number of tokens in the cache
 
 
 class Attention(nnx.Module):

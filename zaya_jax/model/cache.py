@@ -19,17 +19,11 @@ class KeyValues(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Decode state of the whole model after `length` tokens.
+    """Decode state of the whole model after `length` tokens."""
 
-    Attributes:
-      layers: for each layer, the state of `Attention.init_cache`.
-      segments_bt: int32 document of each cached token; 0 where empty.
-      length: int32, number of tokens in the cache, the same for every row.
-    """
-
-    layers: tuple[Any, ...]
-    segments_bt: jax.Array
-    length: jax.Array
+    layers: tuple[Any, ...]  # for each layer, the state of `Attention.init_cache`
+    segments_bt: jax.Array  # int32 document of each cached token; 0 where empty
+    length: jax.Array  # int32, number of tokens in the cache, the same for every row
 
     @property
     def capacity(self) -> int:

@@ -19,17 +19,11 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 
 class CCACache(NamedTuple):
-    """Decode state of one layer.
+    """Decode state of one layer."""
 
-    Attributes:
-      kv: keys and values.
-      u_bwnc: the last w inputs of the convolutions, fp32 whatever the compute dtype (docs/reference.md §1.3).
-      delayed_b1x: the delayed half of the last value, fp32.
-    """
-
-    kv: KeyValues
-    u_bwnc: jax.Array
-    delayed_b1x: jax.Array
+    kv: KeyValues  # keys and values
+    u_bwnc: jax.Array  # the last w inputs of the convolutions, fp32 whatever the compute dtype (docs/reference.md §1.3)
+    delayed_b1x: jax.Array  # the delayed half of the last value, fp32
 
     def halo(self, cached_segments_bt: jax.Array, length: jax.Array | int) -> Halo:
         """Return the rows before the next token, which has index `length`."""

@@ -16,23 +16,14 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 
 class HfTensor(NamedTuple):
-    """One tensor of a module in a `transformers` folder.
+    """One tensor of a module in a `transformers` folder."""
 
-    Attributes:
-      name: its name there, after the prefix of the layer.
-      path: attributes from the module to the parameter here.
-      shape: its shape there.
-      to_ours: converts its layout to the parameter's.
-      to_theirs: converts the parameter's layout to its.
-      part: slice of the parameter that it fills, along the first axis; None for all of it.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    to_ours: Change
-    to_theirs: Change
-    part: slice | None = None
+    name: str  # its name there, after the prefix of the layer
+    path: tuple[str, ...]  # attributes from the module to the parameter here
+    shape: tuple[int, ...]  # its shape there
+    to_ours: Change  # converts its layout to the parameter's
+    to_theirs: Change  # converts the parameter's layout to its
+    part: slice | None = None  # slice of the parameter that it fills, along the first axis; None for all of it
 
 
 def no_form(config: ModelConfig) -> Iterator[HfTensor]:

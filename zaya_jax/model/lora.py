@@ -23,19 +23,12 @@ _A, _B = "lora_a", "lora_b"
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A frozen matrix with its adapters, which takes the place of the matrix in a model.
+    """A frozen matrix with its adapters, which takes the place of the matrix in a model."""
 
-    Attributes:
-      base: [.., in, out], in the compute dtype.
-      a: [.., in, rank].
-      b: [.., rank, out].
-      scale: factor of their product, alpha / rank.
-    """
-
-    base: jax.Array
-    a: jax.Array
-    b: jax.Array
-    scale: float
+    base: jax.Array  # [.., in, out], in the compute dtype
+    a: jax.Array  # [.., in, rank]
+    b: jax.Array  # [.., rank, out]
+    scale: float  # factor of their product, alpha / rank
 
 
 def adapter_names(name: str) -> tuple[str, str]:

@@ -18,15 +18,10 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 
 class Overlap(NamedTuple):
-    """Overlap of the experts of each layer.
+    """Overlap of the experts of each layer."""
 
-    Attributes:
-      overlap_lee: fp32, symmetric, s_ij between 0 and 1; the diagonal is 1.
-      energy_le: fp32, fraction of the squared singular values that belongs to the leading directions.
-    """
-
-    overlap_lee: jax.Array
-    energy_le: jax.Array
+    overlap_lee: jax.Array  # fp32, symmetric, s_ij between 0 and 1; the diagonal is 1
+    energy_le: jax.Array  # fp32, fraction of the squared singular values that belongs to the leading directions
 
     @property
     def mean_l(self) -> jax.Array:
@@ -36,17 +31,11 @@ class Overlap(NamedTuple):
 
 
 class Redundancy(NamedTuple):
-    """Result of `expert_redundancy`.
+    """Result of `expert_redundancy`."""
 
-    Attributes:
-      input: overlap of the directions that experts read.
-      output: overlap of the directions that experts write.
-      floor: expected overlap of random subspaces, rank / d.
-    """
-
-    input: Overlap
-    output: Overlap
-    floor: float
+    input: Overlap  # overlap of the directions that experts read
+    output: Overlap  # overlap of the directions that experts write
+    floor: float  # expected overlap of random subspaces, rank / d
 
 
 def expert_redundancy(model: Zaya, rank: int = 128) -> Redundancy:

@@ -17,17 +17,11 @@ SKIP_BIAS = -1.0  # initial and fixed: the skip class cannot win against an expe
 
 
 class Routing(NamedTuple):
-    """A router's choice.
+    """A router's choice."""
 
-    Attributes:
-      expert_bs: int32 class of each token; e is skip.
-      weight_bs: fp32 probability of that class, without bias and not renormalized; 0 for skip.
-      state_bsr: fp32 state, which the next layer's router adds to its projection.
-    """
-
-    expert_bs: jax.Array
-    weight_bs: jax.Array
-    state_bsr: jax.Array
+    expert_bs: jax.Array  # int32 class of each token; e is skip
+    weight_bs: jax.Array  # fp32 probability of that class, without bias and not renormalized; 0 for skip
+    state_bsr: jax.Array  # fp32 state, which the next layer's router adds to its projection
 
 
 class Router(nnx.Module):

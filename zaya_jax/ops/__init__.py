@@ -31,41 +31,28 @@ def _no_halo(*_: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """The operations that the model and the optimizer call.
+    """The operations that the model and the optimizer call."""
 
-    Attributes:
-      attention: `ops.attention.attention`.
-      partial_attention: `ops.attention.partial_attention`.
-      partial_attention_gradient: `ops.attention.partial_attention_gradient`.
-      cached_attention: `ops.cached_attention.cached_attention`.
-      cca_mix: `ops.cca_mix.cca_mix`.
-      rms_norm: `ops.norm.rms_norm`.
-      residual_norm: `ops.residual_norm.residual_norm`.
-      router: `ops.router.router`.
-      experts: `ops.experts.dispatch_experts`.
-      momentum: `ops.momentum.step_momentum`.
-      orthogonalize: `ops.orthogonalize.orthogonalize`.
-      halo: returns the rows before this device's piece of the sequence, for convolutions and the delayed value; None
-        for a sequence that is not split.
-      key_segments: maps the documents of this device's queries to those of the keys it attends to.
-      gather_layer: maps a layer's parameters as stored to the ones it computes with.
-      scan_layers: `jax.lax.scan`, for the loop over layers; `model.capture` adds outputs to it.
-    """
-
-    attention: Callable[..., jax.Array] = attention
-    partial_attention: Callable[..., PartialAttention] = partial_attention
+    attention: Callable[..., jax.Array] = attention  # `ops.attention.attention`
+    partial_attention: Callable[..., PartialAttention] = partial_attention  # `ops.attention.partial_attention`
+    # `ops.attention.partial_attention_gradient`
     partial_attention_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = partial_attention_gradient
+    # `ops.cached_attention.cached_attention`
     cached_attention: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]] = cached_attention
-    cca_mix: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = cca_mix
-    rms_norm: Callable[..., jax.Array] = rms_norm
-    residual_norm: Callable[..., tuple[jax.Array, Any]] = residual_norm
-    router: Callable[..., tuple[jax.Array, jax.Array]] = router
-    experts: Callable[..., jax.Array] = dispatch_experts
-    momentum: Callable[..., tuple[jax.Array, jax.Array]] = step_momentum
-    orthogonalize: Callable[..., jax.Array] = orthogonalize
+    cca_mix: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = cca_mix  # `ops.cca_mix.cca_mix`
+    rms_norm: Callable[..., jax.Array] = rms_norm  # `ops.norm.rms_norm`
+    residual_norm: Callable[..., tuple[jax.Array, Any]] = residual_norm  # `ops.residual_norm.residual_norm`
+    router: Callable[..., tuple[jax.Array, jax.Array]] = router  # `ops.router.router`
+    experts: Callable[..., jax.Array] = dispatch_experts  # `ops.experts.dispatch_experts`
+    momentum: Callable[..., tuple[jax.Array, jax.Array]] = step_momentum  # `ops.momentum.step_momentum`
+    orthogonalize: Callable[..., jax.Array] = orthogonalize  # `ops.orthogonalize.orthogonalize`
+    # returns the rows before this device's piece of the sequence, for convolutions and the delayed value; None for a
+    # sequence that is not split
     halo: Callable[..., Halo | None] = _no_halo
+    # maps the documents of this device's queries to those of the keys it attends to
     key_segments: Callable[[jax.Array], jax.Array] = _same
-    gather_layer: Callable[[Any], Any] = _same
+    gather_layer: Callable[[Any], Any] = _same  # maps a layer's parameters as stored to the ones it computes with
+    # `jax.lax.scan`, for the loop over layers; `model.capture` adds outputs to it
     scan_layers: Callable[..., Any] = jax.lax.scan
 
 

@@ -36,35 +36,21 @@ ALL_PARTS = MixParts()
 
 
 class MixWeights(NamedTuple):
-    """Parameters of the mix. With zero taps, it applies neither convolutions nor their biases.
+    """Parameters of the mix. With zero taps, it applies neither convolutions nor their biases."""
 
-    Attributes:
-      depthwise_wnc: [k0, n, c]; tap w acts on the token k0 − 1 − w back.
-      depthwise_bias_nc: [n, c].
-      grouped_wncc: [k1, n, c in, c out], with taps in the same order.
-      grouped_bias_nc: [n, c].
-      temperature_k: [k], scales the keys.
-    """
-
-    depthwise_wnc: jax.Array
-    depthwise_bias_nc: jax.Array
-    grouped_wncc: jax.Array
-    grouped_bias_nc: jax.Array
-    temperature_k: jax.Array
+    depthwise_wnc: jax.Array  # [k0, n, c]; tap w acts on the token k0 − 1 − w back
+    depthwise_bias_nc: jax.Array  # [n, c]
+    grouped_wncc: jax.Array  # [k1, n, c in, c out], with taps in the same order
+    grouped_bias_nc: jax.Array  # [n, c]
+    temperature_k: jax.Array  # [k], scales the keys
 
 
 class Halo(NamedTuple):
-    """The rows before the first token of this device's piece of the sequence.
+    """The rows before the first token of this device's piece of the sequence."""
 
-    Attributes:
-      u_bwnc: the last k0 + k1 − 2 rows of the packed query and key projections.
-      segments_bw: int32 segment ids of these rows; 0 before the start of the sequence and in padding.
-      delayed_b1x: the last row of the delayed value projection.
-    """
-
-    u_bwnc: jax.Array
-    segments_bw: jax.Array
-    delayed_b1x: jax.Array
+    u_bwnc: jax.Array  # the last k0 + k1 − 2 rows of the packed query and key projections
+    segments_bw: jax.Array  # int32 segment ids of these rows; 0 before the start of the sequence and in padding
+    delayed_b1x: jax.Array  # the last row of the delayed value projection
 
 
 def unpacked(packed_bsy: jax.Array, heads: int, kv_heads: int, channels: int) -> tuple[jax.Array, ...]:

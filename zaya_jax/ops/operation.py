@@ -20,20 +20,14 @@ ROWS = 384  # tokens in a check: several tiles of every kernel, the last one par
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An implementation of an operation for some platforms.
+    """An implementation of an operation for some platforms."""
 
-    Attributes:
-      name: unique among the kernels of its operation.
-      run: takes the architecture (`pallas_kernels.tiles.tile`), then the arguments of the reference.
-      supports: takes the same arguments, and returns '' if `run` supports their shapes, dtypes and static values, else
-        a sentence that says why not.
-      platforms: platforms that have it.
-    """
-
-    name: str
-    run: Callable[..., Any]
+    name: str  # unique among the kernels of its operation
+    run: Callable[..., Any]  # takes the architecture (`pallas_kernels.tiles.tile`), then the arguments of the reference
+    # takes the same arguments, and returns '' if `run` supports their shapes, dtypes and static values, else a sentence
+    # that says why not
     supports: Callable[..., str]
-    platforms: tuple[str, ...] = PLATFORMS
+    platforms: tuple[str, ...] = PLATFORMS  # platforms that have it
 
 
 class Input(NamedTuple):
@@ -45,41 +39,27 @@ class Input(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One way to compare an implementation of an operation with its reference.
+    """One way to compare an implementation of an operation with its reference."""
 
-    Attributes:
-      run: takes an implementation of the operation, then the arrays, and returns its outputs.
-      inputs: descriptions of the arrays, which are rounded to the checked dtype for both sides.
-      rows: number of leading arrays whose rows can be repeated, to make them large. Outputs must then be repeated, too;
-        without a gradient, an output may instead be a sum over rows, which grows by the number of repeats.
-      gradient: whether to check the gradient of each array, too.
-      tolerance: largest relative error, by dtype.
-    """
-
-    run: Callable[..., Any]
-    inputs: tuple[Input, ...]
+    run: Callable[..., Any]  # takes an implementation of the operation, then the arrays, and returns its outputs
+    inputs: tuple[Input, ...]  # descriptions of the arrays, which are rounded to the checked dtype for both sides
+    # number of leading arrays whose rows can be repeated, to make them large. Outputs must then be repeated, too;
+    # without a gradient, an output may instead be a sum over rows, which grows by the number of repeats.
     rows: int
-    gradient: bool = True
-    tolerance: Mapping[str, float] = TOLERANCE
+    gradient: bool = True  # whether to check the gradient of each array, too
+    tolerance: Mapping[str, float] = TOLERANCE  # largest relative error, by dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation of the model or the optimizer.
+    """An operation of the model or the optimizer."""
 
-    Attributes:
-      name: key in `registry.OPERATIONS`, and the field of `Ops` if the model calls it directly.
-      reference: plain JAX for any device and dtype; defines the correct result.
-      checks: (model, whether it is trained) → checks by name, at the model's widths; {} if it is not used.
-      kernels: in order of preference.
-      uses: other operations that the reference takes as keyword arguments of the same names.
-    """
-
-    name: str
-    reference: Callable[..., Any]
+    name: str  # key in `registry.OPERATIONS`, and the field of `Ops` if the model calls it directly
+    reference: Callable[..., Any]  # plain JAX for any device and dtype; defines the correct result
+    # (model, whether it is trained) → checks by name, at the model's widths; {} if it is not used
     checks: Callable[[ModelConfig, bool], dict[str, Check]]
-    kernels: tuple[Kernel, ...] = ()
-    uses: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...] = ()  # in order of preference
+    uses: tuple[str, ...] = ()  # other operations that the reference takes as keyword arguments of the same names
 
     def kernels_for(self, platform: str) -> list[Kernel]:
         """Return the kernels for a platform, in order of preference."""

@@ -46,19 +46,14 @@ _passed: dict[tuple[Any, ...], bool] = {}  # what was validated → whether on l
 
 @dataclasses.dataclass(frozen=True)
 class KernelSelection:
-    """The implementation of each operation on one kind of device.
+    """The implementation of each operation on one kind of device."""
 
-    Attributes:
-      target: the kind of device.
-      chosen: name of the kernel, by operation; other operations use their references.
-      reasons: a sentence why a preferred kernel is not used, by operation and kernel.
-      untried: operations whose kernel was not checked on arrays above 4 GiB.
-    """
-
-    target: Target
+    target: Target  # the kind of device
+    # name of the kernel, by operation; other operations use their references
     chosen: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # a sentence why a preferred kernel is not used, by operation and kernel
     reasons: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    untried: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()  # operations whose kernel was not checked on arrays above 4 GiB
 
     @functools.cached_property
     def ops(self) -> Ops:

@@ -15,19 +15,14 @@ class StackedLayer:
 
     An operation's backward pass adds the parameter's gradient to `total` in place, and gives `probe` a gradient of
     zero. jax differentiates `probe` in place of the stack: a gradient of the stack would be as large as all layers.
-
-    Attributes:
-      stack: [l, …], all layers.
-      layer: int32 index of the layer.
-      total: reference to the fp32 sum of the gradients of `stack`; None if there is no gradient, or if the stack has
-        one layer, whose gradient is returned as usual.
-      probe: fp32 scalar; None without `total`.
     """
 
-    stack: jax.Array
-    layer: jax.Array | int
+    stack: jax.Array  # [l, …], all layers
+    layer: jax.Array | int  # int32 index of the layer
+    # reference to the fp32 sum of the gradients of `stack`; None if there is no gradient, or if the stack has one
+    # layer, whose gradient is returned as usual
     total: jax.Ref | None = None
-    probe: jax.Array | None = None
+    probe: jax.Array | None = None  # fp32 scalar; None without `total`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,19 +44,12 @@ class StackedLayer:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "total", "probe"], meta_fields=["in_place"])
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """A stack of all layers' parameters with the sum of its gradients; it takes the place of the stack in a model.
+    """A stack of all layers' parameters with the sum of its gradients; it takes the place of the stack in a model."""
 
-    Attributes:
-      stack: [l, …], in the compute dtype.
-      total: reference to the fp32 sum of the gradients, [l, …].
-      probe: fp32 scalar that is differentiated in place of the stack; its gradient is zero.
-      in_place: whether a layer gets a `StackedLayer` instead of a copy of its part.
-    """
-
-    stack: jax.Array
-    total: jax.Ref
-    probe: jax.Array
-    in_place: bool
+    stack: jax.Array  # [l, …], in the compute dtype
+    total: jax.Ref  # reference to the fp32 sum of the gradients, [l, …]
+    probe: jax.Array  # fp32 scalar that is differentiated in place of the stack; its gradient is zero
+    in_place: bool  # whether a layer gets a `StackedLayer` instead of a copy of its part
 
 
 Matrices = jax.Array | StackedLayer

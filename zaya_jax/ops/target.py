@@ -8,17 +8,11 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of device.
+    """A kind of device."""
 
-    Attributes:
-      platform: 'cpu', 'cuda' or 'rocm'; 'interpret' emulates all kernels on any device.
-      device_kind: the runtime's name for the device, e.g. 'NVIDIA H200', 'AMD Instinct MI300X'.
-      architecture: its instruction set, e.g. 'sm_90', 'gfx942', by which kernels choose tile sizes; the platform if it
-        is not known.
-    """
-
-    platform: str
-    device_kind: str
+    platform: str  # 'cpu', 'cuda' or 'rocm'; 'interpret' emulates all kernels on any device
+    device_kind: str  # the runtime's name for the device, e.g. 'NVIDIA H200', 'AMD Instinct MI300X'.
+    # its instruction set, e.g. 'sm_90', 'gfx942', by which kernels choose tile sizes; the platform if it is not known.
     architecture: str = ""
 
     def __post_init__(self) -> None:

@@ -14,16 +14,12 @@ DECAYED: tuple[Role, ...] = (*MATRIX_ROLES, "embedding", "convolution")
 
 
 class Optimizer(NamedTuple):
-    """An entry of `OPTIMIZERS`.
+    """An entry of `OPTIMIZERS`."""
 
-    Attributes:
-      direction: (settings, number of matrices side by side in a parameter, by name) → a transform whose updates are
-        directions, to be multiplied by minus the learning rate.
-      newton_schulz: whether it orthogonalizes whole matrices, which costs FLOPs, memory and an all-to-all.
-    """
-
+    # (settings, number of matrices side by side in a parameter, by name) → a transform whose updates are directions, to
+    # be multiplied by minus the learning rate
     direction: Callable[[Any, Mapping[str, int]], optax.GradientTransformation]
-    newton_schulz: bool = False
+    newton_schulz: bool = False  # whether it orthogonalizes whole matrices, which costs FLOPs, memory and an all-to-all
 
 
 def _muon(config: MuonConfig, fused: Mapping[str, int]) -> SkippableTransform:

@@ -20,17 +20,11 @@ Scale = Literal["data", "zero", "log"]
 
 
 class Plot(NamedTuple):
-    """A plot of the page.
+    """A plot of the page."""
 
-    Attributes:
-      title: what it shows.
-      figure: plotly's `data`, `layout` and, with a slider, `frames`.
-      note: a sentence below it.
-    """
-
-    title: str
-    figure: dict[str, Any]
-    note: str = ""
+    title: str  # what it shows
+    figure: dict[str, Any]  # plotly's `data`, `layout` and, with a slider, `frames`
+    note: str = ""  # a sentence below it
 
 
 def color(index: int) -> str:

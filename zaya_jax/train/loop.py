@@ -61,31 +61,18 @@ from zaya_jax.weights.sources import Weights
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """The result of a finished run.
+    """The result of a finished run."""
 
-    Attributes:
-      config: configuration of the run.
-      state: the final training state.
-      run_dir: folder with `config.yaml`, `metrics.jsonl`, `timings.jsonl`, `checkpoints/` and `loss.png`.
-      heldout: loss over the held-out batches of all sources, as in the last row of `metrics.jsonl`.
-      heldout_by_source: the same for each source that has held-out text.
-      prepared: the sources, their tokenizer, and the compressor baselines of the corpus.
-      data: what of each source is used, see `data.account.account`.
-      program: program of the last phase.
-      base: the frozen parameters under adapters; {} without adapters.
-      fence: tells whether other processes have resumed the run.
-    """
-
-    config: Config
-    state: TrainState
-    run_dir: Path
-    heldout: HeldoutLoss
-    heldout_by_source: dict[str, HeldoutLoss]
-    prepared: Prepared
-    data: dict[str, dict[str, Any]]
-    program: PhaseProgram
-    base: Arrays
-    fence: Fence
+    config: Config  # configuration of the run
+    state: TrainState  # the final training state
+    run_dir: Path  # folder with `config.yaml`, `metrics.jsonl`, `timings.jsonl`, `checkpoints/` and `loss.png`
+    heldout: HeldoutLoss  # loss over the held-out batches of all sources, as in the last row of `metrics.jsonl`
+    heldout_by_source: dict[str, HeldoutLoss]  # the same for each source that has held-out text
+    prepared: Prepared  # the sources, their tokenizer, and the compressor baselines of the corpus
+    data: dict[str, dict[str, Any]]  # what of each source is used, see `data.account.account`
+    program: PhaseProgram  # program of the last phase
+    base: Arrays  # the frozen parameters under adapters; {} without adapters
+    fence: Fence  # tells whether other processes have resumed the run
 
     @functools.cached_property
     def model(self) -> Zaya:

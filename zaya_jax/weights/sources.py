@@ -31,24 +31,15 @@ WEIGHTS = ("params.", "balance.")  # name prefixes of a model's arrays in a chec
 
 
 class Weights(abc.ABC):
-    """The weights of a model on disk.
+    """The weights of a model on disk."""
 
-    Attributes:
-      source: the source as the user named it.
-      folder: the checkpoint or the `transformers` folder.
-      tokenizer: folder of the tokenizer and generation files; None if there is none.
-      config: the architecture, with the RoPE base of the phase that saved it.
-      dtypes: dtype of each parameter and balancing bias that `read` returns, by name.
-      holds_adapters: whether the source is a checkpoint of adapters.
-      optimizer_config: configuration of the run whose optimizer state `load_state` returns; None without such state.
-    """
-
-    source: str
-    folder: Path
-    tokenizer: Path | None
-    config: ModelConfig
-    dtypes: Mapping[str, Any]
-    holds_adapters: bool = False
+    source: str  # the source as the user named it
+    folder: Path  # the checkpoint or the `transformers` folder
+    tokenizer: Path | None  # folder of the tokenizer and generation files; None if there is none
+    config: ModelConfig  # the architecture, with the RoPE base of the phase that saved it
+    dtypes: Mapping[str, Any]  # dtype of each parameter and balancing bias that `read` returns, by name
+    holds_adapters: bool = False  # whether the source is a checkpoint of adapters
+    # configuration of the run whose optimizer state `load_state` returns; None without such state
     optimizer_config: dict[str, Any] | None = None
 
     @abc.abstractmethod

@@ -28,19 +28,12 @@ _OF_NO_MATTER = ("max_positions", "init_std", "sliding_rope_base", "sliding_wind
 
 
 class Verification(NamedTuple):
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-      likeliest: most likely next token after each token of `PROMPT`.
-      tail: logits of the last three classes at the last three positions.
-      error: maximum absolute difference between `tail` and `TAIL`.
-      good: whether `likeliest` equals `LIKELIEST` and `error` is at most `TOLERANCE`.
-    """
-
-    likeliest: tuple[int, ...]
-    tail: tuple[tuple[float, ...], ...]
-    error: float
-    good: bool
+    likeliest: tuple[int, ...]  # most likely next token after each token of `PROMPT`
+    tail: tuple[tuple[float, ...], ...]  # logits of the last three classes at the last three positions
+    error: float  # maximum absolute difference between `tail` and `TAIL`
+    good: bool  # whether `likeliest` equals `LIKELIEST` and `error` is at most `TOLERANCE`
 
     def __str__(self) -> str:
         """Format the report as lines."""
