@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.train_helpers import ROOT
+from zaya_jax.parallel.peer import Peer
 from zaya_jax.parallel.relay import private_address, relay
 
 # The threads have a clock that stands still unless `pass_time` sets it, so that no peer is late on a busy machine.
@@ -162,3 +163,18 @@ def test_the_service_learns_of_the_end():
     with relayed() as (path, client), service(path) as far:
         client.close()
         assert far.recv(100) == b""
+
+
+def test_lines_to_a_peer_that_does_not_read_arrive_whole_and_in_order():
+    first, second = socket.socketpair()
+    sender, receiver = Peer(first), Peer(second)
+    lines = [f"{number} {'x' * (number * 97 % 5000)}" for number in range(400)]  # more than the sockets hold
+    received = []
+    for line in lines:
+        sender.send(line)
+    for _ in range(1000):
+        received += filter(None, receiver.receive())
+        sender.send("")
+    assert received == lines
+    sender.close()
+    receiver.close()

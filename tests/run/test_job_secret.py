@@ -56,9 +56,9 @@ def test_no_link_is_followed(tmp_path):
 ])  # fmt: skip
 def test_what_others_can_use_or_is_no_file_is_refused(tmp_path, harm):
     path = tmp_path / "job_secret"
-    path.write_text("secret")
+    path.write_bytes(b"\xffsecret")
     path.chmod(0o600)
-    assert read_secret(path) == "secret"
+    assert read_secret(path) == os.fsdecode(b"\xffsecret")
     harm(path)
     with pytest.raises(InputError, match="must be a file that belongs to you and that nobody else can read"):
         read_secret(path)

@@ -28,7 +28,7 @@ class Peer:
         """Wrap a connection to `process` on `host`."""
         connection.setblocking(False)
         self.connection, self.process, self.host, self.tunnel = connection, process, host, tunnel
-        self._partial_line = b""
+        self._unsent = self._partial_line = b""
 
     def __str__(self) -> str:
         """Index and host, for messages."""
@@ -39,9 +39,13 @@ class Peer:
         return self.connection.fileno()
 
     def send(self, line: str) -> None:
-        """Send a line, ignoring errors: the peer timeout detects a lost process."""
+        """Send a line, ignoring errors: the peer timeout detects a lost process.
+
+        What a peer that does not read has no room for goes before the next line.
+        """
+        self._unsent += f"{line}\n".encode(errors="backslashreplace")
         with contextlib.suppress(OSError):
-            self.connection.send(f"{line}\n".encode(errors="backslashreplace"))
+            self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def receive(self) -> list[str] | None:
         """Return the lines received since the last call; None if the other side has closed, or a line is too long."""

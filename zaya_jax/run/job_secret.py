@@ -53,7 +53,8 @@ def read_secret(path: Path) -> str | None:
     if secret := os.environ.get(VARIABLE):
         return secret
     try:
-        with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        with open(path, errors="surrogateescape",
+                  opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:  # fmt: skip
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
                 return file.read()
