@@ -196,7 +196,7 @@ def test_a_run_that_still_trains_is_reported(runs, tmp_path):
     ("aegis/n/events.jsonl", "".join(
         f'{{"id": {n}, "attempt": 1, "v": 1, "unix": {n}, "time": "", "kind": "{kind}", "code": "", '
         '"severity": "info", "text": "", "first_step": 1}\n' for n, kind in enumerate(("start", "end"), 1)
-    ), "are damaged; goodput and faults are not shown."),
+    ), "events.jsonl: 2 lines left out, damaged or of another version."),
 ])  # fmt: skip
 def test_damage_costs_what_is_damaged_alone_and_is_said(name, content, said, runs, tmp_path):
     run = copied(runs[0], tmp_path)

@@ -39,6 +39,8 @@ def _format_node(name: str, node: dict[str, Any]) -> str:
     goodput, faults, verdict = node["goodput"], node["faults"], node["verdict"]
     lines = [f"Node {name}: {counted(goodput['attempts'], 'attempt')}, {counted(len(faults), 'fault')}, "
              f"{counted(goodput['steps'], 'step')} done, {goodput['wasted_steps']:,} done again"]  # fmt: skip
+    if node["unread_events"]:
+        lines.append(f"Left out: {counted(node['unread_events'], 'line')} of {EVENTS}, damaged or of another version")
     if node["running"]:
         lines += _format_ranks(node["state"])
     if verdict:

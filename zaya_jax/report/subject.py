@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from zaya_jax.config import flatten_keys, from_dict
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError, as_sentence
 from zaya_jax.report.history import History, Line, scaled
@@ -18,7 +19,7 @@ from zaya_jax.run.folder import CONFIG, METRICS, SUMMARY, TIMINGS, read_config
 from zaya_jax.run.metrics import parse_row
 from zaya_jax.run.run import Run, open_run
 from zaya_jax.run.status import KILLED, STOPPED, Status
-from zaya_jax.run.supervision import AEGIS, describe_nodes
+from zaya_jax.run.supervision import AEGIS, EVENTS, describe_nodes
 
 T = TypeVar("T")
 
@@ -196,6 +197,8 @@ def _read(run: Run, index: int, name: str) -> Subject:
     except DAMAGE:
         problems.append(f"The supervisor's files in {folder / AEGIS} are damaged; goodput and faults are not shown.")
         nodes = {}
+    problems += [f"{folder / AEGIS / name / EVENTS}: {counted(node['unread_events'], 'line')} left out, damaged or of "
+                 "another version." for name, node in nodes.items() if node["unread_events"]]  # fmt: skip
     evaluations.sort(key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
     return Subject(
         index, name, folder, read_config(folder), metrics, timings, run.status, _object(folder / SUMMARY, problems),

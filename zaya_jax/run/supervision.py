@@ -39,13 +39,9 @@ def describe_nodes(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of one node; lines that are torn or no events are left out."""
-    try:
-        content = read_file(path)
-    except OSError:
-        return []
+    """Read the events of one node, without lines that are torn or no events."""
     events = []
-    for line in content.splitlines():
+    for line in _read_content(path).splitlines():
         try:
             event = json.loads(line[:_LONGEST_LINE])
             if event["v"] == VERSION and _is_whole(event):
@@ -53,6 +49,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return events
+
+
+def _read_content(path: Path) -> bytes:
+    try:
+        return read_file(path)
+    except OSError:
+        return b""
 
 
 def _is_whole(event: Mapping[str, Any]) -> bool:
@@ -88,9 +91,11 @@ def _describe_node(folder: Path) -> dict[str, Any]:
     verdict = _read(folder / VERDICT, {"exit_code": int, "meaning": str})
     running = is_running(state)
     goodput = measure_goodput(events, **running_attempt(state))
+    lines = _read_content(folder / EVENTS).count(b"\n")  # a torn last line has no end
     return {
         "running": running,
         "state": state,
+        "unread_events": max(0, lines - len(events)),
         "verdict": {} if running else verdict,
         "faults": list_faults(events),
         "goodput": {"fraction": goodput.fraction, "seconds": goodput.seconds, "attempts": goodput.attempts,
