@@ -39,14 +39,13 @@ def processes(supervisor):
 
 
 def find_ports(supervisor):
-    """The port that a job names for its rendezvous, and those at which other processes listen; without Gloo's."""
+    """The ports at which a supervisor listens, and those that its job names for the rendezvous; without Gloo's."""
     ports = set()
-    for process, command in processes(supervisor):
+    with contextlib.suppress(psutil.Error):
+        ports |= {each.laddr.port for each in supervisor.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    for _, command in processes(supervisor):
         if coordinator := re.search(r"--coordinator 127\.0\.0\.1:(\d+)", command):
             ports.add(int(coordinator[1]))
-            continue
-        with contextlib.suppress(psutil.Error):
-            ports |= {each.laddr.port for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
     return ports
 
 
