@@ -31,6 +31,7 @@ from zaya_jax.model.layers import (
 )
 from zaya_jax.model.packing import pack_small
 from zaya_jax.ops import LOCAL, Ops
+from zaya_jax.ops.embedding import embed
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.parts import LAYERS, part
 from zaya_jax.ops.precision import accumulation_dtype
@@ -175,7 +176,7 @@ class Zaya(nnx.Module):
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
         context, new_cache = self._context(segment_ids, positions, cache, ops)
         with part("embedding"):
-            x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(dtype)
+            x_bsd = embed(self.embedding[...], tokens_bs).astype(dtype)
             x_bsd = x_bsd.astype(accumulation_dtype(dtype))
             if config.residual_scaling:
                 x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)

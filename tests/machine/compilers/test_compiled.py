@@ -110,6 +110,30 @@ def test_kernels_spill_no_more_than_recorded(gpu):
 
 
 @pytest.mark.parametrize("gpu", LAYOUTS)
+def test_no_kernel_of_a_step_adds_in_another_order_in_each_run(gpu):
+    assert not [kernel.name for kernel in compiled(gpu).kernels if kernel.is_atomic]
+
+
+@pytest.mark.parametrize("gpu", LAYOUTS)
+def test_a_kernel_that_adds_in_any_order_is_found(gpu, tmp_path):
+    code = f"""
+def add_rows(table, rows):
+    return table.at[(rows[:, 0] * 7).astype(int)].add(rows)
+compile(add_rows, (16, 64), (512, 64))
+from pathlib import Path
+from zaya_jax.machine.compilers.resources import read_resources
+from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS, DUMP, find_toolchain
+folder = Path({str(tmp_path)!r})
+architecture = GPUS[{gpu!r}].architecture
+kernels = read_resources("add_rows", find_toolchain({gpu!r}), architecture, folder / DUMP, folder / CODE_OBJECTS)
+print("atomic", sum(kernel.is_atomic for kernel in kernels))
+"""
+    done = run(gpu, tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["atomic", "1"]
+
+
+@pytest.mark.parametrize("gpu", LAYOUTS)
 def test_most_of_the_time_belongs_to_a_part_of_the_step(gpu):
     parts = predict(compiled(gpu).entry, HARDWARE[gpu]).parts
     assert set(parts) == {*PARTS, OTHER}
@@ -129,6 +153,7 @@ def run(gpu, folder, code, flags="", measurements=None):
     """Run code that can call `compile` in a process that compiles for a GPU, with more `flags` of XLA."""
     program = f"""
 from zaya_jax.machine.compilers import cross_compile
+from zaya_jax.machine.compilers.gpus import GPUS
 cross_compile.load_compiler({gpu!r})
 import functools, jax, jax.numpy as jnp
 from jax.experimental import pallas as pl

@@ -195,4 +195,8 @@ def _kernel_lines(step: CompiledStep) -> list[str]:
     for name, kernel in sorted(most.items()):
         lines.append(f"    {name[:29]:<30}{kernel.registers:>10}{kernel.shared / 1024:>11.1f} KiB"
                      f"{kernel.vector_spills + kernel.scalar_spills:>20}{kernel.scratch:>7} B")  # fmt: skip
-    return lines
+    atomic = ", ".join(sorted(kernel.name for kernel in step.kernels if kernel.is_atomic))
+    return [
+        *lines,
+        f"  kernels with atomic operations, whose sums differ in the last bits between runs: {atomic or 'none'}",
+    ]

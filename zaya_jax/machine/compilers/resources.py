@@ -18,6 +18,7 @@ _PTXAS = re.compile(
     r"Function properties for (\S+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
     r".*?Used (\d+) registers"
 )
+_DEFINITION = re.compile(r'define .*?@"?([^"(]+)"?\(')
 _AMDGPU = 224  # machine in an ELF header
 _NOTE, _METADATA = 7, 32  # types of a section and of a note
 
@@ -32,6 +33,8 @@ class KernelResources(NamedTuple):
     scratch: int  # bytes of a thread in memory, spills included
     shared: int  # bytes of shared memory (LDS) of a block
     threads: int  # of a block; 0 if unknown
+    # Whether it adds to memory with atomic operations, whose order, and so the last bits of the sum, vary between runs.
+    is_atomic: bool = False
 
 
 def read_resources(
@@ -46,11 +49,15 @@ def read_resources(
       dump: folder that XLA dumped into.
       objects: folder of AMD's code objects.
     """
-    launches = _launches(dump, program)
+    launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
     assembler = toolchain.assembler
     kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, architecture)
     return sorted(
-        kernel._replace(shared=max(kernel.shared, launches[kernel.name][0]), threads=launches[kernel.name][1])
+        kernel._replace(
+            shared=max(kernel.shared, launches[kernel.name][0]),
+            threads=launches[kernel.name][1],
+            is_atomic=kernel.name in atomic,
+        )
         for kernel in kernels
         if kernel.name in launches
     )
@@ -63,6 +70,18 @@ def _launches(dump: Path, program: str) -> dict[str, tuple[int, int]]:
         for name, *sizes, shared in _THUNK.findall(path.read_text(encoding="utf-8")):
             launches[name] = int(shared), int(sizes[3]) * int(sizes[4]) * int(sizes[5])
     return launches
+
+
+def _atomic_kernels(dump: Path, program: str) -> set[str]:
+    """Return the kernels whose LLVM code has atomic operations, before the compiler rewrites them."""
+    kernels, kernel = set(), ""
+    for path in dump.glob(f"*.jit_{program}.*ir-no-opt.ll"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if match := _DEFINITION.match(line):
+                kernel = match[1]
+            elif "atomicrmw fadd" in line or "cmpxchg " in line:  # sums of integers are exact
+                kernels.add(kernel)
+    return kernels
 
 
 def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Iterator[KernelResources]:
