@@ -148,7 +148,7 @@ def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str |
             f"Times are predictions, not measurements: matmuls at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels "
             f"at {ASSUMPTIONS.kernel:.0%},\nmemory at {ASSUMPTIONS.memory:.0%} of its bandwidth, {within}, network "
             f"adapters at {LINKS.adapter:.0%}, at least {1e6 * ASSUMPTIONS.launch:.0f} µs per kernel and\n"
-            f"{1e6 * ASSUMPTIONS.latency:.0f} µs per collective. No GPU has confirmed them yet."
+            f"{1e6 * ASSUMPTIONS.latency:.0f} µs per collective. On an H200 a step took 1.4 times as long."
         )
     return "\n".join(lines)
 
