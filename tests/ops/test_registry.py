@@ -190,6 +190,18 @@ def test_an_operation_that_is_wrong_fails_with_a_sentence(monkeypatch):
     assert found["failed"] == "momentum by wrong in float32 has error 0.1, tolerance 0.001."
 
 
+def test_a_kernel_that_refuses_a_dtype_is_named_and_the_reference_is_checked(monkeypatch):
+    target = operation(monkeypatch, wrong, right).target
+    monkeypatch.setattr(registry, "_unsupported", lambda _operation, kernel, *_: "too wide" * (kernel.name == "wrong"))
+    found = check_operations(target, SMALL, ["float32"], ["momentum"])
+    assert found["refused"] == {"momentum by wrong float32": "too wide"}
+    assert list(found["errors"]) == ["momentum by right float32"]
+    monkeypatch.setattr(registry, "_unsupported", lambda *_: "too wide")
+    found = check_operations(target, SMALL, ["float32"], ["momentum"])
+    assert list(found["errors"]) == ["momentum float32"]
+    assert "failed" not in found
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ("interpret", "float32")])
 def test_all_operations_are_within_their_tolerances(platform, dtype):

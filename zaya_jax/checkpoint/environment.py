@@ -2,19 +2,19 @@
 
 import os
 import platform
-from importlib.metadata import version
 from typing import Any
 
 import jax
 
 from zaya_jax.hardware.detection import cpu_name
+from zaya_jax.run.versions import package_version
 
 
 def environment() -> dict[str, Any]:
     """Describe what two runs must share for bitwise equal results."""
     return {
         "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
+        "jaxlib": package_version("jaxlib"),
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
@@ -24,6 +24,6 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that can affect a checkpoint."""
+    """Return the versions of the packages that can affect a checkpoint; 'unknown' without their metadata."""
     names = ("zaya-jax", "orbax-checkpoint", "tensorstore", "flax", "optax", "grain", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+    return {"python": platform.python_version(), **{name: package_version(name) or "unknown" for name in names}}

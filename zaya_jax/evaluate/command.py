@@ -3,7 +3,6 @@
 import argparse
 import functools
 import hashlib
-import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +37,7 @@ from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.parallel.multihost import broadcast, is_primary
 from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
 from zaya_jax.run.files import display_path, expanded
+from zaya_jax.run.versions import package_version
 from zaya_jax.weights.load import is_transformers, open_weights
 
 _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
@@ -195,7 +195,9 @@ def _score(
             record["suite"], record["not_covered"] = to_dict(tasks.suite), list(tasks.suite.not_covered)
         record["settings"] = {"seed": options.seed, "limit": options.limit, "batch_tokens": options.batch_tokens,
                               "batch_rows": options.batch_rows}  # fmt: skip
-    record["versions"] = versions() | {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+    record["versions"] = versions() | {
+        name: version for name in _PACKAGES if (version := package_version(name)) is not None
+    }
     record["environment"], record["seconds"] = environment(), round(time.monotonic() - started, 3)
     return record
 
@@ -203,13 +205,6 @@ def _score(
 def _score_peer(options: argparse.Namespace, tasks: Any, name: str, dtype: str) -> dict[str, Any]:
     model = harness.make_peer(name, tasks.suite, dtype=dtype, rows=options.batch_rows)
     return harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _show(record: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from zaya_jax.errors import InputError, printable
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import require_regular, write_atomically
 from zaya_jax.run.table import Table
+from zaya_jax.run.versions import package_version
 from zaya_jax.run.writing import resolved
 
 
@@ -56,7 +56,8 @@ def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) 
         "size": size,
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "peer": peer,
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
+        "versions": {"python": platform.python_version()}
+        | {name: package_version(name) or "not installed" for name in packages},
         "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
     }
 
@@ -95,10 +96,3 @@ def print_once(*lines: str) -> None:
 def rounded(seconds: Iterable[float]) -> list[float]:
     """Round seconds to 0.1 ms."""
     return [round(second, 4) for second in seconds]
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -233,18 +233,25 @@ def check_operations(
       names: operations to check.
 
     Returns:
-      `errors`: relative `error` and `tolerance` by check, kernel and dtype. `failed`: a sentence, if an error is above
-      its tolerance.
+      `errors`: relative `error` and `tolerance` by check, kernel and dtype. `refused`: by operation, kernel and dtype,
+      why a kernel does not take them, if there are any. `failed`: a sentence, if an error is above its tolerance.
     """
-    errors, wrong, preferred = {}, [], preferred_kernels(target)
-    for operation in (OPERATIONS[name] for name in names):
-        for kernel in operation.kernels_for(target.platform) or [None]:
-            chosen = KernelSelection(target, {**preferred.chosen, **({operation.name: kernel.name} if kernel else {})})
-            implementation = chosen.implementation(operation.name)
-            by = f" by {kernel.name}" if kernel else ""
-            for (name, check), dtype in itertools.product(operation.checks(model, True).items(), dtypes):
+    errors, wrong, refused = {}, [], {}
+    for operation, dtype in itertools.product((OPERATIONS[name] for name in names), dtypes):
+        selected, able = select_kernels(target, model, dtype).chosen, []
+        for kernel in operation.kernels_for(target.platform):
+            if reason := _unsupported(operation, kernel, target, model, dtype):
+                refused[f"{operation.name} by {kernel.name} {dtype}"] = reason
+            else:
+                able.append(kernel.name)
+        for kernel in able or [None]:
+            chosen = {**selected, **({operation.name: kernel} if kernel else {})}
+            implementation = KernelSelection(target, chosen).implementation(operation.name)
+            by = f" by {kernel}" if kernel else ""
+            for name, check in operation.checks(model, True).items():
                 error = compare(check, dtype, implementation, operation.reference)
                 errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": check.tolerance[dtype]}
                 if not error <= check.tolerance[dtype]:
                     wrong.append(f"{name}{by} in {dtype} has error {error:.2g}, tolerance {check.tolerance[dtype]:g}")
-    return {"errors": errors, **({"failed": "; ".join(wrong) + "."} if wrong else {})}
+    outcome = {"refused": refused, "failed": "; ".join(wrong) + "."} if wrong else {"refused": refused}
+    return {"errors": errors, **{key: value for key, value in outcome.items() if value}}
