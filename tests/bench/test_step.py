@@ -72,7 +72,7 @@ def test_both_sides_get_the_same_tokens_and_the_result_has_their_ratio(monkeypat
 
     monkeypatch.setattr(subprocesses, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
     monkeypatch.setattr(subprocesses, "run_in_subprocess", run)
-    monkeypatch.setattr(one_pass, "require_packages", lambda *_: None)
+    monkeypatch.setattr(one_pass, "require_peer", lambda: None)
     path = tmp_path / "step.json"
     assert command.main(["step", "--repeats", "2", "--dtype", "bfloat16", "--output", str(path), *TINY]) == 0
     config, dtype, tokens = made[forward_backward]
@@ -265,8 +265,18 @@ def sides(monkeypatch):
     monkeypatch.setattr(bench, "run_in_subprocess", lambda _, work, *rest: contextlib.nullcontext(lambda: work(*rest)))
     monkeypatch.setattr(bench, "time_ours", ours)
     monkeypatch.setattr(bench, "time_peer", peer)
-    monkeypatch.setattr(bench, "require_packages", lambda *_: None)
+    monkeypatch.setattr(bench, "require_peer", lambda: None)
     return asked
+
+
+def test_a_peer_that_cannot_be_imported_is_named_before_anything_is_timed(tmp_path, monkeypatch):
+    for name, content in (("torch", ""), ("transformers", "import a_package_that_is_missing")):
+        (tmp_path / f"{name}.py").write_text(content, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(bench, "time_ours", lambda *_: pytest.fail("timed"))
+    with pytest.raises(InputError, match=r"cannot be imported: No module named 'a_package_that_is_missing'\. Install"):
+        bench_whole_step(CONFIG, 1, None)
 
 
 def test_the_result_says_what_was_measured_and_where(sides, tmp_path, capsys):

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.bench.peer import peer_decode
+from zaya_jax.bench.peer import peer_decode, require_peer
 from zaya_jax.bench.step import default_config
 from zaya_jax.config import ModelConfig
 from zaya_jax.generate.decode import generate_tokens
-from zaya_jax.machine.result import describe_run, require_packages, rounded
+from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, run_in_subprocess
 from zaya_jax.machine.timing import timed
 from zaya_jax.model.arithmetic import total_parameters
@@ -36,9 +36,9 @@ def bench_decode(batches: Sequence[int], dtype: str, repeats: int) -> dict[str, 
       compilation, and the relative speed.
 
     Raises:
-      InputError: PyTorch or `transformers` is not installed.
+      InputError: PyTorch or `transformers` cannot be imported.
     """
-    require_packages("parity", "torch", "transformers")
+    require_peer()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     config, threads = default_config().model, len(os.sched_getaffinity(0))
     device = "cpu" if current_target().platform == "cpu" else "cuda"

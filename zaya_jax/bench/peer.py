@@ -7,13 +7,34 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import Config, ModelConfig
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.hf.config import to_hf
+from zaya_jax.machine.result import require_packages
+from zaya_jax.machine.subprocesses import run_in_subprocess
 from zaya_jax.machine.timing import timed
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
 _TOO_LARGE = ("The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller "
               "model with --config FILE model.num_layers=N.")  # fmt: skip
+
+
+def require_peer() -> None:
+    """Raise `InputError` unless a process of its own can import the model, before anything else is timed."""
+    require_packages("parity", "torch", "transformers")
+    with run_in_subprocess(_import_peer):
+        pass
+
+
+def _import_peer() -> Callable[[], None]:
+    try:
+        importlib.import_module("torch")
+        _ = importlib.import_module("transformers").ZayaForCausalLM
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        raise InputError(
+            "The comparison needs ZayaForCausalLM of transformers, which cannot be imported: "
+            f"{printable(str(error))}. Install what is missing: pip install -e '.[parity]'."
+        ) from error
+    return lambda: None
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from zaya_jax.bench.peer import peer_step
+from zaya_jax.bench.peer import peer_step, require_peer
 from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig
-from zaya_jax.machine.result import describe_run, require_packages, rounded
+from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.step import describe_throughput, forward_backward, random_tokens, throughput
 from zaya_jax.machine.subprocesses import interleave_subprocesses
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
@@ -35,9 +35,9 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str,
       repeats: number of timed passes of each side.
 
     Raises:
-      InputError: PyTorch or `transformers` is not installed.
+      InputError: PyTorch or `transformers` cannot be imported.
     """
-    require_packages("parity", "torch", "transformers")
+    require_peer()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # three processes share a GPU
     tokens_bs, threads, kind = random_tokens(config), len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
     device = "cpu" if current_target().platform == "cpu" else "cuda"

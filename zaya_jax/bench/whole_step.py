@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.bench.peer import time_peer
+from zaya_jax.bench.peer import require_peer, time_peer
 from zaya_jax.bench.step import default_config
 from zaya_jax.config import BatchConfig, Config
 from zaya_jax.config.checks import require
@@ -23,7 +23,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
-from zaya_jax.machine.result import describe_run, require_packages, rounded, write_result
+from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.step import describe_throughput, peak_memory, random_tokens, throughput, time_train_steps
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.machine.timing import timed
@@ -57,9 +57,9 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
       output: JSON file; None for no file.
 
     Raises:
-      InputError: the step or its peer does not fit the device, the peer is not installed, or `config` has adapters.
+      InputError: the step or its peer does not fit the device, the peer cannot be imported, or `config` has adapters.
     """
-    require_packages("parity", "torch", "transformers")
+    require_peer()
     require(config.lora is None, "lora", "a section", "left out, because transformers trains all parameters")
     dtype, first = config.train.compute_dtype, stages(config)[0]
     require(dtype != "float64", "train.compute_dtype", dtype, "float32 or bfloat16")
