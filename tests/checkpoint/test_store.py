@@ -1,5 +1,6 @@
 import functools
 import os
+import shutil
 import time
 
 import jax
@@ -15,6 +16,7 @@ from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.fencing import read_token
 
 ABOUT = {"data": {"sequences": 3}, "heldout_loss": None}
 
@@ -99,6 +101,19 @@ def test_what_need_not_be_kept_goes_when_a_run_goes_on(tmp_path):
         assert saved_steps(tmp_path) == [1, 2, 3]
         store.take_over(3)
         assert saved_steps(tmp_path) == [3]
+
+
+def test_a_process_takes_one_token_though_the_one_before_still_removes_checkpoints(tmp_path, monkeypatch):
+    save_all(tmp_path, [1, 2], keep=2)
+    with open_store(tmp_path) as store:
+        restored(store, make_state())
+        shutil.rmtree(tmp_path / "2")
+        monkeypatch.setattr(store, "steps", lambda: [1, 2])  # as listed just before
+        number = read_token(tmp_path).number
+        store.take_over(1)
+        store.save(3, make_state(3), ABOUT)
+    assert read_token(tmp_path).number == number + 1
+    assert saved_steps(tmp_path) == [1, 3]
 
 
 def test_a_step_that_is_saved_already_stays(tmp_path):

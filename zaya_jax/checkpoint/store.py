@@ -142,10 +142,11 @@ class CheckpointStore:
                 names.clean(self.folder)
                 token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self._verified.intersection(self.steps()):
-                    os.close(open_file(self.folder / str(step) / names.VERIFIED, os.O_WRONLY))
+                    with contextlib.suppress(FileNotFoundError):  # a superseded process has removed it meanwhile
+                        os.close(open_file(self.folder / str(step) / names.VERIFIED, os.O_WRONLY))
                 self._retain()
             except OSError as error:
-                problem, token = f"{self.folder} cannot be written: {error.strerror}.", 0
+                problem = f"{self.folder} cannot be written: {error.strerror}."
         message: list[Any] = [problem, token]
         problem, self._token = broadcast(message)
         return problem

@@ -133,7 +133,10 @@ def current_tokens(folder: Path, newest: int | None, say: Callable[[str], object
         if is_current(folder, step, manifest.fencing_token) and (newest is None or step <= newest):
             tokens[step] = manifest.fencing_token
         else:
-            target = quarantine(folder, step, "stale")
+            try:
+                target = quarantine(folder, step, "stale")
+            except FileNotFoundError:  # a superseded process has removed it meanwhile
+                continue
             say(f"The checkpoint of step {step} was saved by superseded processes; it was quarantined as "
                 f"{target.name}.")  # fmt: skip
     return tokens
