@@ -23,12 +23,18 @@ log = os.open(os.environ["WRITES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 def logged(function, name):
     def call(*arguments, **options):
         result, now = function(*arguments, **options), time.monotonic_ns()
-        os.write(log, f"{os.getpid()} {now} {name(*arguments)}\\n".encode())
+        os.write(log, f"{os.getpid()} {now} {name(*arguments, **options)}\\n".encode())
         return result
     return call
 
-os.pwrite = logged(os.pwrite, lambda file, *_: os.readlink(f"/proc/self/fd/{file}"))
-os.rename, os.replace = (logged(each, lambda _, target: target) for each in (os.rename, os.replace))
+def opened(descriptor, *_):
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+def named(_, target, dst_dir_fd=None, **__):
+    return target if dst_dir_fd is None else f"{opened(dst_dir_fd)}/{target}"
+
+os.pwrite = logged(os.pwrite, opened)
+os.rename, os.replace = (logged(each, named) for each in (os.rename, os.replace))
 """
 
 
