@@ -11,6 +11,8 @@ import pytest
 from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, left_running
 from tests.train_helpers import CONFIG
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.failure import find_failure
+from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.aegis.output import Output
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.config import to_yaml
@@ -169,6 +171,28 @@ def test_a_signal_reaches_a_command_whose_trainer_has_ended_and_was_not_waited_f
             _ = rank.progress
         rank.send(signal.SIGTERM)
         assert rank.note_end(60).status == -signal.SIGTERM
+    finally:
+        rank.kill()
+        rank.close()
+
+
+def test_a_command_that_is_killed_for_its_lost_trainer_has_crashed_though_it_starts_another_one_meanwhile(tmp_path):
+    first, second = "import os; time.sleep(1); os._exit(1)", "time.sleep(60)"
+    again = f'"$@" "{first}"; until [ -e {tmp_path}/go ]; do sleep 0.1; done; exec "$@" "{second}"'
+    code = f"import sys, time; {ENDS}; exec(sys.argv[1])"
+    command = ["sh", "-c", again, "sh", sys.executable, "-c", code]
+    rank = Rank(0, command, {"PYTHONPATH": ":".join(sys.path)}, [Output(1), Output(2)])
+    try:
+        while not rank.has_lost_trainer:
+            _ = rank.progress
+        rank.is_lost = True
+        (tmp_path / "go").touch()
+        while rank.has_lost_trainer:
+            _ = rank.progress
+        rank.kill()
+        failure = find_failure([rank.note_end(60)], [])
+        assert failure is not None
+        assert failure.fault is FaultClass.CRASH
     finally:
         rank.kill()
         rank.close()

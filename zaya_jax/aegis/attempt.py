@@ -116,6 +116,8 @@ class Attempt:
                 self._detect_end(failed[0], now)
             self._kill_at = now + (self._policy.grace_seconds if is_stopping else self._policy.settle_seconds)
         elif lost and now > self._lost_since + self._policy.settle_seconds:
+            for rank in self._group.running:  # before evidence is collected, since another trainer may start meanwhile
+                rank.is_lost = rank.has_lost_trainer
             self._kill("A command did not end after its trainer had.")
         elif (hang := self._find_hang()) is not None:
             self._planned = hang

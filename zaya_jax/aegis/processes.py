@@ -36,6 +36,7 @@ class Rank:
       streams: its stdout and stderr.
       end: how it ended; None while it runs.
       killed: whether the supervisor has killed it.
+      is_lost: whether it is killed because its trainer had failed.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Rank:
             os.close(self._record)
             raise
         self.end: RankEnd | None = None
-        self.killed = False
+        self.killed = self.is_lost = False
 
     @property
     def progress(self) -> Progress | None:
@@ -176,7 +177,7 @@ class Rank:
 
     def kill(self) -> None:
         """Kill the whole session, data workers included, and a trainer that has left it."""
-        self.killed = self.killed or (self.end is None and not self.has_lost_trainer)
+        self.killed = self.killed or (self.end is None and not (self.is_lost or self.has_lost_trainer))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         if (trainer := self.running_trainer) is not None:
