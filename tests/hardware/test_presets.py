@@ -115,22 +115,27 @@ def test_jax_knows_every_flag():
     assert "Unknown flag" in started("--xla_gpu_no_such_flag=true").stderr
 
 
-@pytest.mark.parametrize(("fsdp", "one_micro_batch", "flags"), [
-    (True, False, {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_while_loop_double_buffering": True}),
-    (False, True, {"xla_gpu_enable_pipelined_all_gather": True}),
-    (False, False, {}),
+@pytest.mark.parametrize(("layout", "flags"), [
+    ({"fsdp": True}, {"xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_while_loop_double_buffering"}),
+    ({"one_micro_batch": True}, {"xla_gpu_enable_pipelined_all_gather"}),
+    ({}, set()),
+    ({"deterministic": True}, {"xla_gpu_exclude_nondeterministic_ops"}),
 ])  # fmt: skip
-def test_a_step_gets_the_flags_of_its_layout_unless_they_are_set(fsdp, one_micro_batch, flags):
+def test_a_step_gets_the_flags_of_its_layout_unless_they_are_set(layout, flags):
+    layout = {"fsdp": False, "one_micro_batch": False, "deterministic": False, **layout}
+    needs = {name for name in flags if "deterministic" in name}  # whatever the machine
+
+    def options():
+        return step_options(**layout, environment=environment)
+
     environment: dict[str, str] = {}
-    assert step_options(fsdp=True, one_micro_batch=True, environment=environment) == {}, "no preset is applied"
+    assert options() == dict.fromkeys(needs, True), "no preset is applied"
     apply_preset(PRESETS["h200"], environment)
-    options = step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, environment=environment)
-    assert options == flags
-    environment["XLA_FLAGS"] += " --xla_gpu_enable_pipelined_all_gather=false"
-    options = step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, environment=environment)
-    assert options == {name: value for name, value in flags.items() if "gather" not in name}
+    assert options() == dict.fromkeys(flags, True)
+    environment["XLA_FLAGS"] += " --xla_gpu_enable_pipelined_all_gather=false --xla_gpu_exclude_nondeterministic_ops"
+    assert options() == {name: True for name in flags if "double" in name}
     environment["XLA_FLAGS"] = "flags.txt"
-    assert step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, environment=environment) == {}
+    assert options() == dict.fromkeys(needs, True)
 
 
 def test_the_run_waits_longer_than_the_network_retries():

@@ -63,6 +63,7 @@ OTHERS = {
     "run/plot.py": ("savefig", MEMORY),
     "run/progress_record.py": ("mmap mmap open", "memory, or the file in memory that the supervisor named"),
     "run/signals.py": ("open", "/dev/null"),
+    "train/autotuning.py": ("TemporaryDirectory TemporaryDirectory write_text", TEMPORARY),
     "train/profiler.py": ("start_trace start_trace", "jax, into a folder that was just created"),
     "train/tensorboard_sink.py": ("EventsWriter", "a file whose name has the nanosecond"),
     "train/wandb_sink.py": ("init", "W&B, into folders whose names it makes"),

@@ -43,6 +43,8 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)  # default of all phases
     compute_dtype: ComputeDtype = "float32"  # dtype of matrix products; float64 needs JAX_ENABLE_X64=1
     remat: Remat = "none"  # what the backward pass recomputes; dots: all but matmuls; full: everything
+    # on GPUs: no operation whose result may vary, and XLA's first algorithm instead of the one that is fastest here
+    deterministic: bool = False
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     max_skipped_steps: Positive[int] = 10  # skipped steps in a row that stop the run
     log_every: Positive[int] = 10  # steps between console lines

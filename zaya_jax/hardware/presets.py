@@ -54,6 +54,10 @@ def _memory(fraction: str, source: str) -> Setting:
                    "0.75)", source, "XLA_CLIENT_MEM_FRACTION")  # fmt: skip
 
 
+# Of a step, with `train.deterministic`.
+DETERMINISTIC = Setting("--xla_gpu_exclude_nondeterministic_ops", "true",
+                        "no operation whose result may vary, and no choice by time", _XLA)  # fmt: skip
+
 _SATURATED = "134217728"  # bytes of a message that saturates the links of a node
 _COLLECTIVES = (
     Setting("--xla_gpu_experimental_parallel_collective_overlap_limit", "4",

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+GPU_PLATFORMS = ("cuda", "rocm")
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:

@@ -17,14 +17,17 @@ StepKey = tuple[PhaseProgram, tuple[int, int, int]]
 class CompiledSteps:
     """The compiled steps of a run's stages. Each is compiled once, ahead of time; a context manager."""
 
-    def __init__(self, programs: Programs, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, programs: Programs, say: Callable[[str], None] = lambda _: None, keep: Callable[[], None] = lambda: None
+    ) -> None:  # fmt: skip
         """Prepare to compile the steps of `programs`; nothing is compiled yet.
 
         Args:
           programs: of the phases of the run.
           say: called with a line before the caller waits for a compilation.
+          keep: keeps the compiler's choices of algorithms, see `train.autotuning`.
         """
-        self.programs, self._say = programs, say
+        self.programs, self._say, self._keep, self._has_new = programs, say, keep, False
         self._pool = ThreadPoolExecutor(1, "compile")
         self._steps: dict[StepKey, Future[Callable]] = {}
         self._evaluations: dict[Any, Callable] = {}
@@ -48,6 +51,7 @@ class CompiledSteps:
         if not future.done():
             self._say(f"Compiling the training step of {config.phase_key(stage.phase)}")
         step = future.result()
+        self._has_new = True
         check_compiled(step, config.phase_key(stage.phase))  # not earlier, while another step may hold memory
         # Later stages may share a compiled step with this one, so keep what any of them needs.
         later_stages = [following for following in stages(config) if following.first_step > stage.first_step]
@@ -63,8 +67,15 @@ class CompiledSteps:
         key = program.model.config, program.placement  # without remat, which does not affect evaluation
         if key not in self._evaluations:
             self._say("Compiling the evaluation")
-            self._evaluations[key] = jax.jit(program.evaluation_step)
+            self._evaluations[key] = program.jit_evaluation()
+            self._has_new = True
         return self._evaluations[key]
+
+    def keep_choices(self) -> None:
+        """Keep what the compiler chose for programs that are new since the last call."""
+        if self._has_new:
+            self._has_new = False
+            self._keep()
 
     def _key(self, stage: BatchStage) -> StepKey:
         program = self.programs[stage.phase]

@@ -24,6 +24,7 @@ from zaya_jax.hardware.environment import combine_thresholds
 from zaya_jax.model.lora import merged
 from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.model.zaya import Zaya
+from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, primary_first
 from zaya_jax.parallel.peer_liveness import PeerLiveness
@@ -35,6 +36,7 @@ from zaya_jax.run.folder import METRICS, claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard, read_rows
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.run.status import track_status
+from zaya_jax.train.autotuning import Autotuning
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.initialization import (
@@ -137,7 +139,9 @@ def run_training(
         progress.enter(Phase.COMPILE)
         programs = programs.with_kernels(validated_kernels(config))
         progress.enter(Phase.RESTORE)
-        compiled = enter(CompiledSteps(programs, console.say))
+        chooses = current_target().platform in GPU_PLATFORMS and not config.train.deterministic
+        kept = Autotuning(folder, chooses, is_primary(), store.fence.check, console.say)
+        compiled = enter(CompiledSteps(programs, console.say, kept.write))
         state, first, base = _initialize_or_resume(config, compiled, folder, prepared, batches, store)
         if is_primary():
             stack.callback(store.fence.watch())

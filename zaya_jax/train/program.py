@@ -19,6 +19,7 @@ from zaya_jax.model.lora import adapter_roles, adapter_shapes
 from zaya_jax.model.tree import compute_dtypes, fused, roles, shapes
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.ops.target import GPU_PLATFORMS
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.parallel.mesh import AnyMesh, batch_sharding, batch_shards, check_batch, make_mesh, replicated
@@ -69,6 +70,11 @@ class PhaseProgram:
         """The evaluation step, see `step.make_evaluation_step`."""
         return make_evaluation_step(self)
 
+    @property
+    def is_deterministic(self) -> bool:
+        """`train.deterministic`, on a GPU; on CPUs every result repeats."""
+        return self.config.train.deterministic and self.placement.kernels.target.platform in GPU_PLATFORMS
+
     def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
         """Return (micro-batches, sequences of a micro-batch over all devices, tokens of a sequence)."""
         micro = self.config.batch_for(self.config.phases[stage.phase]).micro_batch
@@ -91,9 +97,15 @@ class PhaseProgram:
         options = step_options(
             fsdp=any(leaf.by_layer for leaf in leaves),
             one_micro_batch=shape[0] == 1 and any(leaf.gathered_in_layers for leaf in leaves),
+            deterministic=self.is_deterministic,
         )
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=known_options(options))
         return step.trace(state, batch, self.abstract_base)
+
+    def jit_evaluation(self) -> Callable[..., dict[str, jax.Array]]:
+        """Return the jitted evaluation step, which compiles at its first call."""
+        options = step_options(fsdp=False, one_micro_batch=False, deterministic=self.is_deterministic)
+        return jax.jit(self.evaluation_step, compiler_options=known_options(options))
 
     def compile(self, stage: BatchStage) -> Callable[..., Any]:
         """Compile the training step of a stage for the devices of the mesh."""

@@ -136,6 +136,7 @@ class Trainer:
         self.logger.record()
         loss = next((self.scores.get(each.name) for each in self.evaluators if each.ranks_checkpoints), None)
         metadata = checkpoint_metadata(self._config, self.steps_done, self.batches.get_state(), loss, self.first_step)
+        self.compiled.keep_choices()
         self.store.save(self.steps_done, self.state, metadata, self._sync)
 
     def _enter_stage(self) -> _Stage:

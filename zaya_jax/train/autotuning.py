@@ -1,0 +1,81 @@
+"""Keep XLA's choices of algorithms with the run: on GPUs, XLA times several for each product when it compiles.
+
+Another process can choose otherwise, and its results then differ in their last bits. XLA holds its choices in the
+process; compiling any program with an option reads them from a file, once per process, or writes them all.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jaxlib.version
+
+from zaya_jax.errors import printable
+from zaya_jax.run.files import open_regular, write_atomically
+
+FILE = "autotuning.txt"  # in the run folder
+_LONGEST = 2**26  # bytes that are read
+_READ, _WRITE = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
+
+
+class Autotuning:
+    """The choices that a run's programs were compiled with."""
+
+    def __init__(
+        self, folder: Path, is_kept: bool, writes: bool, check: Callable[[], object], say: Callable[[str], object]
+    ) -> None:  # fmt: skip
+        """Let this process choose as the run did, if that was with this jaxlib on such a device.
+
+        Args:
+          folder: run folder.
+          is_kept: whether XLA chooses by time, and its choices are kept.
+          writes: whether this process writes them.
+          check: called before they are written; see `run.fencing.Fence.check`.
+          say: called with a sentence about choices that cannot be used or kept.
+        """
+        self._path, self._writes, self._check, self._say = folder / FILE, is_kept and writes, check, say
+        # A comment of XLA's text format.
+        self._origin = f"# jaxlib {jaxlib.version.__version__}, {jax.devices()[0].device_kind}\n"
+        self._kept = _read(self._path) if is_kept else ""
+        if self._kept and not self._kept.startswith(self._origin):
+            self._say(f"The algorithms in {self._path} were chosen with {self._kept.split(chr(10), 1)[0][2:]}: results "
+                      "may differ in their last bits.")  # fmt: skip
+            self._kept = ""
+        if self._kept:
+            with tempfile.TemporaryDirectory() as private:
+                copy = Path(private, FILE)
+                copy.write_text(self._kept, encoding="utf-8")
+                self._compile(_READ, copy)
+
+    def write(self) -> None:
+        """Write the choices of all programs that this process has compiled so far."""
+        if not self._writes:
+            return
+        with tempfile.TemporaryDirectory() as private:
+            self._compile(_WRITE, Path(private, FILE))
+            choices = self._origin + _read(Path(private, FILE))
+        # A program from the compilation cache brings no choices, and some version may drop what was read.
+        if len(choices) <= len(self._kept or self._origin):
+            return
+        self._check()
+        try:
+            write_atomically(self._path, choices)
+            self._kept = choices
+        except OSError as error:
+            self._say(f"{self._path} cannot be written: {error.strerror}.")
+
+    def _compile(self, option: str, path: Path) -> None:
+        """Compile a program without content. Its path is new, so that jax does not take it from its cache."""
+        try:
+            jax.jit(lambda: 0, compiler_options={option: str(path)}).lower().compile()
+        except jax.errors.JaxRuntimeError as error:  # another version's option
+            self._say(f"XLA's choices of algorithms are not kept with the run: {printable(str(error), 200)}")
+
+
+def _read(path: Path) -> str:
+    try:
+        with open_regular(path) as file:
+            return file.read(_LONGEST).decode(errors="replace")
+    except OSError:
+        return ""
