@@ -1,12 +1,14 @@
 """One fault is one fault, however many events tell of it."""
 
 import json
+import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zaya_jax.aegis.report import format_report, format_status
 from zaya_jax.run.goodput import measure_goodput
-from zaya_jax.run.supervision import SAME_FAULT, list_faults, read_events
+from zaya_jax.run.supervision import EVENTS, SAME_FAULT, list_faults, read_events
 
 CLASSES = ("crash", "gpu", "host_memory", "network")
 
@@ -59,3 +61,27 @@ def test_events_of_any_content_are_read_or_left_out(tmp_path_factory, rows):
     events = read_events(path)
     assert measure_goodput(events).steps >= 0
     list_faults(events)
+
+
+ANY = st.one_of(
+    st.none(), st.integers(-1, 10**400), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=1)
+)
+RANKS = st.one_of(ANY, st.lists(st.one_of(ANY, st.fixed_dictionaries(
+    {"phase": st.just("data"), "rank": st.one_of(st.just(0), ANY), "step": st.one_of(st.just(1), ANY)},
+    optional={"loss": ANY, "first_step": st.one_of(st.just(0), ANY),
+              "times": st.one_of(ANY, st.dictionaries(st.sampled_from(["data", "\x1b[2J"]), ANY))},
+)), max_size=2))  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(RANKS, ANY, ANY)
+def test_a_state_of_any_content_is_described_or_left_out(tmp_path_factory, ranks, attempt, pid):
+    run = tmp_path_factory.mktemp("run")
+    folder = run / "aegis" / "node"
+    folder.mkdir(parents=True)
+    (folder / EVENTS).write_text(json.dumps({"v": 1, "monotonic": 1.0} | event(1, "start", time.time())) + "\n")
+    state = {"unix": time.time(), "state": "running", "attempt": attempt, "pid": pid, "ranks": ranks}
+    (folder / "state.json").write_text(json.dumps(state))
+    for text in (format_status(run), format_report(run)):
+        assert "Node node: " in text
+        assert "\x1b" not in text

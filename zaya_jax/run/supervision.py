@@ -23,6 +23,8 @@ _TYPES = {
     "fault": str, "rank": int, "step": int, "seconds": dict, "times": dict, "first_step": int, "last_step": int,
     "exit_statuses": list, "monotonic": int | float, "action": str, "explanation": str, "files": list,
 }  # fmt: skip
+_NUMBER = int | float | None
+_RANK = {"rank": int, "phase": str, "step": int | None, "first_step": int | None, "loss": _NUMBER, "times": dict}
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 SAME_FAULT = 120.0  # seconds before the end of an attempt in which a fault may have ended it
 _STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
@@ -69,6 +71,22 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
     return fields.keys() >= _NEEDED and has_steps and all(map(math.isfinite, numbers))
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return what the supervisor of a node does now; {} if there is nothing, or not what a supervisor writes."""
+    state = _read(folder / STATE, {"unix": int | float, "ranks": list})
+    return state if all(_is_rank(rank, state) for rank in state.get("ranks", ())) else {}
+
+
+def _is_rank(rank: Any, state: Mapping[str, Any]) -> bool:
+    if not isinstance(rank, dict):
+        return False
+    filled = {"first_step": None, "loss": None, "times": {}, **rank}
+    numbers = (filled["loss"] or 0, *filled["times"].values()) if isinstance(filled["times"], dict) else (None,)
+    return (all(isinstance(filled.get(key), kind) for key, kind in _RANK.items())
+            and all(isinstance(each, int | float) and abs(each) < math.inf for each in numbers)
+            and ("times" not in rank or isinstance(state.get("attempt"), int)))  # fmt: skip
+
+
 def is_running(state: Mapping[str, Any]) -> bool:
     """Return whether the supervisor that wrote `state` still runs."""
     return state.get("state") == "running" and time.time() - float(state.get("unix", 0)) < _STALE
@@ -87,7 +105,7 @@ def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _describe_node(folder: Path) -> dict[str, Any]:
     events = read_events(folder / EVENTS)
-    state = _read(folder / STATE, {"unix": int | float, "ranks": list})
+    state = read_state(folder)
     verdict = _read(folder / VERDICT, {"exit_code": int, "meaning": str})
     running = is_running(state)
     goodput = measure_goodput(events, **running_attempt(state))
