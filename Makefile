@@ -25,7 +25,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-times quick lint docs parity compilers bench smoke-gpu soak wheel clean
+.PHONY: help train test test-times quick lint docs parity compilers bench gpu-report soak wheel clean
 
 help:
 	@echo "make train      train the tiny model on this machine (CONFIG=configs/... for another model)"
@@ -37,7 +37,7 @@ help:
 	@echo "make parity     compare with the PyTorch model of transformers, and through lm-eval (installs both)"
 	@echo "make compilers  compile for AMD and NVIDIA GPUs with XLA's compilers (installs them; no GPU is needed)"
 	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
-	@echo "make smoke-gpu  test and time this machine's GPUs, and write one JSON to post (CONTAINER=docker: in a container)"
+	@echo "make gpu-report test and time training on this machine's GPUs (CONTAINER=docker: in a container)"
 	@echo "make soak       run the slow tests, which take minutes each"
 	@echo "make wheel      build dist/zaya_jax-VERSION-py3-none-any.whl, with the configurations"
 	@echo "make clean      remove environments and caches, but keep runs/"
@@ -81,17 +81,17 @@ bench: $(VENV)/.stamp-bench
 	$(PY) -m zaya_jax.bench step
 	$(PY) -m zaya_jax.bench data
 
-# OUTPUT=FILE writes another file. With CONTAINER=docker or podman it runs in the ROCm image, and installs nothing here.
+# REPORT='--only step' passes flags on. With CONTAINER=docker or podman it runs in the ROCm image, and installs nothing here.
 ifdef CONTAINER
-smoke-gpu:
+gpu-report:
 	$(CONTAINER) build -f containers/rocm.Dockerfile -t zaya-jax:rocm .
 	$(CONTAINER) run --rm --device /dev/kfd --device /dev/dri --group-add video --security-opt seccomp=unconfined \
-	  --ipc host --ulimit memlock=-1 -v "$(CURDIR)/benchmarks:/zaya_jax/benchmarks" \
-	  zaya-jax:rocm python -m zaya_jax.machine smoke $(if $(OUTPUT),--output $(OUTPUT))
+	  --ipc host --ulimit memlock=-1 -v "$(CURDIR)/benchmarks:/zaya_jax/benchmarks" zaya-jax:rocm \
+	  python -m zaya_jax.bench gpu-report --commit "$$(git rev-parse HEAD)" $(REPORT)
 else
-smoke-gpu: $(VENV)/.stamp-$(or $(GPU),run)
-	$(if $(GPU),,@echo "No GPU found (no /dev/kfd, no /dev/nvidia*): running the smoke test on the CPU, at a small size.")
-	$(PY) -m zaya_jax.machine smoke $(if $(OUTPUT),--output $(OUTPUT))
+gpu-report: $(VENV)/.stamp-$(or $(GPU),run)
+	$(if $(GPU),,@echo "No GPU found (no /dev/kfd, no /dev/nvidia*): measuring the CPU, at a small size.")
+	$(PY) -m zaya_jax.bench gpu-report $(REPORT)
 endif
 
 # Also needs Chromium and promtool (Debian: chromium, prometheus).

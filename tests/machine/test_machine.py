@@ -86,7 +86,7 @@ def test_seeds_of_a_line_are_drawn_as_their_mean_in_a_band(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("run", "verb"), [
-    *((main, verb) for verb in ("describe", "smoke", "context", "kernels")),
+    *((main, verb) for verb in ("describe", "context", "kernels")),
     *((bench, verb) for verb in ("step", "data", "checkpoint", "kernels", "optimizer", "balance", "ablations")),
 ])  # fmt: skip
 def test_the_help_of_each_verb_ends_with_an_example(run, verb, capsys):

@@ -74,6 +74,15 @@ def _parser() -> Parser:
     kernels.add_argument("--only", metavar="CASE", nargs="+", default=[],
                          help="cases to time, such as attention (default: all)")  # fmt: skip
 
+    report = add_verb(verbs, _PROGRAM, _gpu_report)
+    report.add_argument("--folder", metavar="FOLDER", default="benchmarks/gpu",
+                        help="write FOLDER/DEVICE/PART.json (default: benchmarks/gpu)")  # fmt: skip
+    report.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts to run, also if they are recorded "
+                        "already (default: all that this code and device have not recorded)")  # fmt: skip
+    report.add_argument("--minutes", type=float, default=9.0, metavar="N",
+                        help="start nothing that might end after N minutes (default: 9)")  # fmt: skip
+    report.add_argument("--commit", metavar="HASH", help="commit of this code (default: what git says)")
+
     for run, steps, meaning, curves in (
         (_optimizer, 150, "number of training steps", "held-out loss against steps"),
         (_balance, 100, "number of training steps before the data changes, and again after it",
@@ -203,6 +212,20 @@ def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.kernels import bench_kernels
 
     return bench_kernels(parsed.only, parsed.repeats, parsed.output)
+
+
+def _gpu_report(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure what training on this machine's GPUs computes, how fast, and whether it can be trusted.
+
+    Each part runs in its own process and writes a JSON file. A table compares with the recording before, and with
+    predictions. Run the command again to go on with the parts that there was no time for. Without a GPU, every part
+    runs on the CPU at a small size. The exit status is 1 if a part fails.
+
+    gpu-report --only step kernels
+    """
+    from zaya_jax.bench.gpu_report.runner import gpu_report
+
+    return gpu_report(parsed.folder, parsed.only, parsed.minutes, parsed.commit)
 
 
 def _optimizer(parsed: argparse.Namespace) -> dict[str, Any]:

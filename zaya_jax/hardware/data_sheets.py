@@ -52,3 +52,8 @@ def peak_flops(kind: str) -> float | None:
     """Return the dense bf16 FLOP/s of the device that a runtime calls `kind`; None if it is unknown."""
     sheet = find_hardware(kind)
     return None if sheet is None else sheet.peak
+
+
+def no_data_sheet(kind: str) -> str:
+    """Return why nothing is predicted for a device that is not in `HARDWARE`."""
+    return f"There is no data sheet of the device ({kind})."

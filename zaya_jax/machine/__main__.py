@@ -25,7 +25,7 @@ _COMMANDS = (collectives, memory, storage, gemm, step, sizing, preflight, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit status is 0, 1 if a part of the smoke test failed, or 2 for bad input."""
+    """Run one verb; the exit status is 0, 1 if something failed, or 2 for bad input."""
     return run_verb(_parser(), arguments)
 
 
@@ -34,9 +34,6 @@ def _parser() -> Parser:
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_verb(verbs, _PROGRAM, _describe)
-    smoke = add_verb(verbs, _PROGRAM, _smoke)
-    smoke.add_argument("--output", metavar="FILE",
-                       help="write the report to FILE as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
     context = add_verb(verbs, _PROGRAM, _context)
     add_flags(context, repeats=5, png="memory per device against the number of devices")
     for command in _COMMANDS:
@@ -64,20 +61,6 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
         devices = counted(machine["devices"], f"{machine['device']} device")
         print(f"OK: JAX uses {devices} with the preset {machine['preset']}.", file=sys.stderr)
     return machine
-
-
-def _smoke(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Test and time kernels, collectives and training, and write a report.
-
-    The report sets predicted times and memory beside measured ones. Takes minutes on GPUs. Without a GPU, every part
-    runs on the CPU at a small size. Each part runs in its own process, and the exit status is 1 if one fails.
-
-    smoke --output smoke.json
-    """
-    from zaya_jax.bench.kernels import bench_kernels
-    from zaya_jax.machine.smoke import smoke
-
-    return smoke(parsed.output, bench_kernels)
 
 
 def _context(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import psutil
+
 from zaya_jax.errors import InputError
 
 SETTLE = 0.5  # seconds before a timed pass, for the other side's idle threads to stop spinning
@@ -25,20 +27,24 @@ class Passes(NamedTuple):
 
 
 @contextlib.contextmanager
-def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Iterator[Callable[[], Any]]:
+def run_in_subprocess(
+    make: Callable[..., Callable[[], Any]], *arguments: Any, seconds: float | None = None
+) -> Iterator[Callable[[], Any]]:  # fmt: skip
     """Make a step with `make(*arguments)` in another process, to be called from this one.
 
     Args:
       make: function that returns the step; importable by name, like the classes of `arguments`.
       arguments: its arguments.
+      seconds: after which it is killed, with all processes that it has started; None to wait for as long as it takes.
 
     Yields:
       A function that calls the step in the other process, and returns its result.
 
     Raises:
       InputError: the other process raised it.
-      RuntimeError: the other process raised another error, or ended.
+      RuntimeError: the other process raised another error, ended, or was killed.
     """
+    deadline = None if seconds is None else time.monotonic() + seconds
     parent_end, child_end = multiprocessing.Pipe()
     # Not a daemon: daemons may not start processes, but a step may.
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(child_end, make, arguments))
@@ -46,6 +52,9 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
     child_end.close()  # so that the pipe closes when the other process ends
 
     def receive() -> Any:
+        if deadline is not None and not parent_end.poll(max(deadline - time.monotonic(), 0)):
+            _kill(process.pid)
+            raise RuntimeError(f"It was ended after {seconds:g} s.")
         try:
             result = parent_end.recv()
         except (EOFError, OSError) as error:
@@ -102,6 +111,14 @@ def interleave_subprocesses(sides: Mapping[Any, tuple[Any, ...]], repeats: int) 
     with contextlib.ExitStack() as stack:
         steps = {name: stack.enter_context(run_in_subprocess(*side)) for name, side in sides.items()}
         return interleave(steps, repeats)
+
+
+def _kill(pid: int | None) -> None:
+    """Kill a process, and those that it has started."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (*process.children(recursive=True), process):
+            each.kill()
 
 
 def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> None:

@@ -4,8 +4,11 @@ import bisect
 import math
 import resource
 import statistics
+import tempfile
 import time
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -14,16 +17,25 @@ from zaya_jax.config import Config, ParallelConfig, load_config
 from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import Hardware, find_hardware
-from zaya_jax.machine.comparison import no_data_sheet
+from zaya_jax.hardware.data_sheets import Hardware, find_hardware, no_data_sheet
+from zaya_jax.machine.breakdown.measure import trace_rows, trace_steps
+from zaya_jax.machine.breakdown.trace import Trace, read_trace
 from zaya_jax.machine.compilers.compiled import CompiledStep, peak_bytes, program_memory
 from zaya_jax.machine.compilers.hlo import entry_place, parse
 from zaya_jax.machine.compilers.predict import phase_shares, predict
 from zaya_jax.machine.compilers.report import as_json
 from zaya_jax.machine.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.machine.result import rounded
-from zaya_jax.machine.step import describe_throughput, peak_memory, random_tokens, throughput, time_train_steps
+from zaya_jax.machine.step import (
+    describe_throughput,
+    peak_memory,
+    place_rows,
+    random_tokens,
+    throughput,
+    time_train_steps,
+)
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.run.folder import PROFILE
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.memory_errors import available_memory, gigabytes
 from zaya_jax.train.program import Programs
@@ -34,10 +46,12 @@ EIGHT_B = shipped("bench_8b.yaml")
 # memory than the device has.
 FRACTIONS = (0.85, 0.6, 0.4)
 _MOVES = 20  # costliest fusions and copies in the result
+_TRACED = 2  # steps
+_INSTRUCTIONS = 60  # in the result
 
 
 def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict[str, Any]:
-    """Time the first step of `config` on random tokens, on all devices.
+    """Time the first step of `config` on random tokens, on all devices, and trace two further ones.
 
     Each device gets the tokens of `config`, so the batch grows with the number of devices. Depth and micro-batch are
     reduced until the step fits.
@@ -49,8 +63,8 @@ def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict
 
     Returns:
       For JSON: seconds of each step, losses, speed and peak memory; the step's size; what its compiled program
-      contains and the time `predicted` from it (None, and a sentence in `not_predicted`, if there is none); and the dry
-      run's estimate.
+      contains and the time `predicted` from it (None, and a sentence in `not_predicted`, if there is none); the dry
+      run's estimate; and of the trace, times by part and `instructions`, the longest first.
       `failed`: a sentence, if a loss is not finite.
 
     Raises:
@@ -63,7 +77,8 @@ def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict
     program, stage, model = programs[0], stages(config)[0], config.model
     print(f"   {model.num_layers} layers, {total_parameters(model):,} parameters, {stage.tokens:,} tokens per step on "
           f"{devices} × {kind}, layout {layout}; compiled in {seconds:.0f} s", flush=True)  # fmt: skip
-    times, losses, _ = time_train_steps(program, compiled, stage, random_tokens(config), repeats)
+    tokens = random_tokens(config)
+    times, losses, state = time_train_steps(program, compiled, stage, tokens, repeats)
     flops = stage.tokens * training_flops_per_token(model, stage.context)
     speed = throughput(statistics.median(times), stage.tokens, flops, kind, devices)
     print(f"   {describe_throughput(speed)}", flush=True)
@@ -86,8 +101,24 @@ def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict
                       "memory": estimate.memory._asdict(), "bounds": estimate.bounds},
         **_from_program(config, compiled, kind, devices, hardware, estimate, seconds),
     }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        trace_steps(compiled, state, place_rows(program, stage, tokens), _TRACED, Path(folder))
+        trace = read_trace(Path(folder) / PROFILE)
+    shares = phase_shares(model, stage.context, {"expert": 1})
+    result |= {key: value for key, value in trace_rows(trace, shares).items() if key != "not_predicted"}
+    result["instructions"] = _instructions(trace)
     finite = all(map(math.isfinite, losses))
     return result if finite else result | {"failed": f"A loss is not finite: {result['losses']}."}
+
+
+def _instructions(trace: Trace) -> list[dict[str, Any]]:
+    """Return the instructions of a trace that take longest, per step: their time, calls, part and name."""
+    durations = defaultdict[tuple[str, str], list[float]](list)
+    for interval in trace.intervals:
+        durations[interval.part, interval.name].append((interval.end - interval.start) / 1e6)
+    longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:_INSTRUCTIONS]
+    return [{"part": part, "instruction": name, "calls": round(len(each) / trace.steps, 1),
+             "ms": round(sum(each) / trace.steps, 3)} for (part, name), each in longest]  # fmt: skip
 
 
 def spread(config: Config, layout: Layout, devices: int) -> Config:

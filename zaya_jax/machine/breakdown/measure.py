@@ -11,11 +11,10 @@ from zaya_jax.config import Config, load_config
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import find_hardware
+from zaya_jax.hardware.data_sheets import find_hardware, no_data_sheet
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.breakdown.generation import Work, trace_generation
 from zaya_jax.machine.breakdown.trace import Trace, attribute, read_trace
-from zaya_jax.machine.comparison import no_data_sheet
 from zaya_jax.machine.compilers.predict import Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.report.tables import TABLES
@@ -27,6 +26,7 @@ from zaya_jax.run.run import Run
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import make_programs
+from zaya_jax.train.state import TrainState
 
 
 def break_down(source: str, overrides: list[str], steps: int, hardware: str | None) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _report(
 ) -> dict[str, Any]:  # fmt: skip
     result = describe_run(f"{what} by part", size, "", ())
     result["hardware"]["device"] = trace.device
-    result |= _rows(trace, shares, calls) | {"what": what, "untraced_seconds": untraced}
+    result |= trace_rows(trace, shares, calls) | {"what": what, "untraced_seconds": untraced}
     if estimated is not None:
         result["estimated_seconds"] = estimated
     print_tables(TABLES["step"](result))
@@ -125,17 +125,27 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
     program, stage = programs.with_kernels(validated_kernels(config))[0], largest_stage(config, 0)
     compiled, tokens = program.compile(stage), random_tokens(config, stage)
     untraced, _, state = time_train_steps(program, compiled, stage, tokens, steps)
-    batch = place_rows(program, stage, tokens)
+    trace_steps(compiled, state, place_rows(program, stage, tokens), steps, folder)
+    return statistics.median(untraced)
+
+
+def trace_steps(compiled: Any, state: TrainState, batch: dict[str, jax.Array], steps: int, folder: Path) -> None:
+    """Trace steps on the same rows into `folder`; the state is donated."""
     profiler = StepProfiler(ProfileConfig(1, steps), folder, lambda _: None)
     profiler.start(0, state, compiled)
     for _ in range(steps):  # without waiting, as in training
         state, _ = compiled(state, batch, {})
     profiler.stop(steps, state)
-    return statistics.median(untraced)
 
 
-def _rows(trace: Trace, shares: Shares, calls: int) -> dict[str, Any]:
-    """Compare the trace with the prediction from the same program, which each step runs `calls` times."""
+def trace_rows(trace: Trace, shares: Shares, calls: int = 1) -> dict[str, Any]:
+    """Return the times of a trace by part, for JSON, beside the prediction from the same program.
+
+    Args:
+      trace: the trace.
+      shares: what the prediction assumes of the routing.
+      calls: how often each step runs the program.
+    """
     timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_hardware(trace.device)
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps

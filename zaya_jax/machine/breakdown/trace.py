@@ -16,6 +16,8 @@ from zaya_jax.machine.compilers.predict import instruction_part
 from zaya_jax.ops.parts import OTHER
 from zaya_jax.train.profiler import PROGRAM, WINDOW
 
+# In command buffers, a trace does not show the instructions.
+WITHOUT_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 _CONTAINERS = ("while", "call", "conditional")  # whose time is that of the operations inside
 _COLLECTIVES = (*KINDS, "collective-broadcast")
 
@@ -27,6 +29,7 @@ class Interval(NamedTuple):
     end: float  # in ns
     part: str  # of the step, see `ops.parts`
     is_collective: bool = False  # whether it communicates
+    name: str = ""  # of the instruction
 
 
 class Timeline(NamedTuple):
@@ -76,11 +79,11 @@ def read_trace(folder: Path, module: str = "train_step") -> Trace:
     kinds = {instruction.name: (instruction_part(place, instruction), instruction.opcode)
              for place in walk(entry) for instruction in place.instructions}  # fmt: skip
     operations = [(*event, *kinds.get(event[2], (OTHER, ""))) for event in _events(file, module)]
-    intervals = [Interval(start, end, part, opcode.startswith(_COLLECTIVES))
-                 for start, end, _, part, opcode in operations if opcode not in _CONTAINERS]  # fmt: skip
+    intervals = [Interval(start, end, part, opcode.startswith(_COLLECTIVES), name)
+                 for start, end, name, part, opcode in operations if opcode not in _CONTAINERS]  # fmt: skip
     if not intervals:
         raise InputError(f"{file} has no operations of the traced program ({module}). On NVIDIA GPUs, command buffers "
-                         "hide them: set XLA_FLAGS=--xla_gpu_enable_command_buffer= and trace again.")  # fmt: skip
+                         f"hide them: set XLA_FLAGS={WITHOUT_COMMAND_BUFFERS} and trace again.")  # fmt: skip
     return Trace(intervals, entry, *(window[name] for name in ("first_step", "steps", "seconds", "device", "devices")))
 
 

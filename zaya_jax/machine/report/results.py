@@ -13,7 +13,6 @@ _COMMAND = "python -m zaya_jax.machine"
 # In the order of the page.
 _VERBS = {
     "preflight": "preflight",
-    "smoke test": "smoke",
     "memory bandwidth": "memory",
     "matrix products": "gemm",
     "collectives": "collectives",
@@ -80,7 +79,7 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
 
 def notes(result: Result) -> list[dict[str, str]]:
     """Return what failed or was skipped: the `status`, its `part` ('' for the whole result), and a `text`."""
-    parts = {"": result.content, **result.content.get("parts", {})}
+    parts = {"": result.content}
     if result.verb == "gemm":
         parts |= {f"{row['family']} {row['name']}": row for row in result.content["results"]}
     return [{"status": status, "part": name, "text": part[status]} for name, part in parts.items()
@@ -96,8 +95,7 @@ def describe_hardware(result: Result) -> tuple[str, str]:
     if result.verb == "sizing":  # needs no device, and names the hardware that it is about
         return "", ""
     hardware = content.get("hardware", {})
-    source = {"describe": content, "smoke": content.get("parts", {}).get("machine", {})}.get(result.verb, hardware)
-    device = re.sub(r"^\d+ × ", "", source.get("device", ""))
+    device = re.sub(r"^\d+ × ", "", (content if result.verb == "describe" else hardware).get("device", ""))
     processor = f"{hardware['cpu']} with {hardware['cpus']} CPUs" if hardware else ""
     return "" if "simulated" in device else device, processor
 

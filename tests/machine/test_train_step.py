@@ -1,4 +1,4 @@
-"""Predictions beside measurements: of a step's compiled program, of kernels, and what has no prediction."""
+"""The step that fits a machine, its time by part, and what its compiled program predicts."""
 
 import dataclasses
 import functools
@@ -10,28 +10,21 @@ from hypothesis import strategies as st
 from tests.machine.compilers.test_schedule import TEXT
 from tests.machine.helpers import Program
 from tests.train_helpers import CONFIG, change
+from zaya_jax.bench.gpu_report.figures import step_figures
 from zaya_jax.config import BatchConfig
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
 from zaya_jax.machine import train_step as module
-from zaya_jax.machine.comparison import Row, as_json, compare
+from zaya_jax.machine.breakdown.trace import Interval, Trace
 from zaya_jax.machine.compilers.hlo import entry_place, parse
-from zaya_jax.machine.compilers.predict import ASSUMPTIONS, predict
+from zaya_jax.machine.compilers.predict import predict
 from zaya_jax.machine.dry_run import memory
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
-from zaya_jax.machine.report.tables import comparison_table
-from zaya_jax.machine.result import table_lines
 from zaya_jax.machine.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
 
 H200 = HARDWARE["h200"]
 STEP = change(CONFIG, {"train.batch": BatchConfig(tokens=4 * CONFIG.data.context, micro_batch=2)})
-MACHINE = {"device": "NVIDIA H200"}
-KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {
-    "attention": {"bytes": 4e9, "flops": 80e12, "median_seconds": {"kernel": 0.2, "reference": 1.0}},
-    "momentum": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"kernel": 0.02}},
-    "muon": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"reference": 0.02}},
-}}  # fmt: skip
 
 
 class Device:
@@ -67,6 +60,14 @@ def estimated(config, devices, *more):
     return estimate_phase(simulated_programs(config, devices), *more)
 
 
+def trace(kind):
+    """Two steps, in ms: two instructions of the experts, and one of the router that runs three times."""
+    spans = [(0, 2, "experts", "long"), (2, 3, "router", "short"), (3, 4, "router", "short"), (4, 5, "experts", "half"),
+             (5, 8, "experts", "long"), (8, 9, "router", "short")]  # fmt: skip
+    intervals = [Interval(1e6 * start, 1e6 * end, part, name=name) for start, end, part, name in spans]
+    return Trace(intervals, entry_place(parse(TEXT)), 1, 2, 0.01, kind, 1)
+
+
 @pytest.fixture
 def run(monkeypatch):
     """The part on a device of some kind, whose compiler returns some text, without compiling or running."""
@@ -81,6 +82,9 @@ def run(monkeypatch):
         monkeypatch.setattr(module, "simulated_programs", lambda *config_and_devices: config_and_devices)
         monkeypatch.setattr(memory, "residual_bytes", lambda *_: 10**6)
         monkeypatch.setattr(module, "estimate_phase", lambda programs, *more: estimated(*programs, *more))
+        monkeypatch.setattr(module, "place_rows", lambda *_: {})
+        monkeypatch.setattr(module, "trace_steps", lambda *_: None)
+        monkeypatch.setattr(module, "read_trace", lambda _: trace(kind))
         return time_train_step(STEP, "data", 3)
 
     return part
@@ -92,16 +96,25 @@ def test_a_step_is_predicted_from_its_own_compiled_program(run):
     assert part["predicted"]["seconds"] == predicted
     assert part["compiled"]["launches"]["step"] == 2 + 4 * 20 * 2
     assert part["compiled"]["collectives"][0]["kind"] == "all-gather"
-    rows = {row.quantity: row for row in compare({"machine": MACHINE, "train step, data": part})}
-    step, speed, mfu, memory = (rows[name] for name in ("step", "speed", "MFU", "peak memory"))
-    assert (step.predicted, step.measured, step.ratio) == (predicted, 0.1, pytest.approx(0.1 / predicted))
-    assert step.estimated == part["estimated"]["seconds"] > 0
-    assert speed.measured == part["tokens_per_second"] == 4 * 32 / 0.1
-    assert mfu.measured == pytest.approx(100 * part["flops"] / 0.1 / H200.peak)
-    for row in (speed, mfu):  # twice the time is half the speed
-        assert row.predicted / row.measured == pytest.approx(step.measured / step.predicted)
-    assert (memory.predicted, memory.measured) == pytest.approx((42e-9, 50))
-    assert memory.estimated == part["estimated"]["bytes"] / 1e9
+    figures = step_figures(part, "NVIDIA H200")
+    near = functools.partial(pytest.approx, rel=1e-3)
+    assert figures["step"] == [0.1, "s", near(predicted)]
+    assert figures["speed"] == [near(4 * 32 / 0.1), "tokens/s", near(4 * 32 / predicted)]
+    flops = 100 * part["flops"] / H200.peak
+    assert figures["MFU"] == [near(flops / 0.1), "%", near(flops / predicted)]
+    assert figures["peak memory"] == [50, "GB", 4.2e-08]
+    assert part["estimated"]["seconds"] > 0
+
+
+def test_the_time_of_a_step_is_listed_by_part_and_by_instruction(run):
+    part = run("NVIDIA H200", TEXT)
+    assert part["parts"]["experts"]["measured"] == pytest.approx(3e-3)
+    assert part["instructions"] == [
+        {"part": "experts", "instruction": "long", "calls": 1, "ms": 2.5},
+        {"part": "router", "instruction": "short", "calls": 1.5, "ms": 1.5},
+        {"part": "experts", "instruction": "half", "calls": 0.5, "ms": 0.5},
+    ]
+    assert step_figures(part, "NVIDIA H200")["part router"][:2] == [1.5, "ms"]
 
 
 @pytest.mark.parametrize(("kind", "text", "why"), [
@@ -110,57 +123,16 @@ def test_a_step_is_predicted_from_its_own_compiled_program(run):
 ])  # fmt: skip
 def test_a_step_without_a_prediction_is_still_measured_and_says_why(run, kind, text, why):
     part = run(kind, text)
-    rows = {row.quantity: row for row in compare({"machine": {"device": kind}, "step": part})}
     assert part["predicted"] is None
-    assert why in rows["step"].why
-    assert (rows["step"].predicted, rows["step"].ratio, rows["step"].measured) == (None, None, 0.1)
-    assert rows["peak memory"].predicted == pytest.approx(42e-9)  # the compiler knows it on every device
-    assert (rows["peak memory"].measured is None) == (kind == "cpu")
-    *_, last = comparison_table(as_json(list(rows.values()))).remarks
-    assert why in last
+    assert why in part["not_predicted"]
+    figures = step_figures(part, kind)
+    assert figures["step"] == [0.1, "s", None]
+    # The compiler knows its memory on every device.
+    assert figures["peak memory"] == [None if kind == "cpu" else 50, "GB", 4.2e-08]
 
 
 def test_a_loss_that_is_not_finite_fails_the_part(run):
     assert "not finite" in run("cpu", TEXT, (5.0, float("nan")))["failed"]
-
-
-def test_a_kernel_is_predicted_from_the_data_sheet_and_estimated_from_measured_rates():
-    attention, momentum = compare({"machine": MACHINE, "kernels": KERNELS})
-    assert (attention.quantity, attention.unit) == ("attention", "ms")
-    assert attention.predicted == pytest.approx(1e3 * 80e12 / (H200.peak * ASSUMPTIONS.kernel))
-    assert attention.estimated == pytest.approx(100)
-    assert momentum.predicted == pytest.approx(1e3 * 40e9 / (H200.bandwidth * ASSUMPTIONS.memory))
-    assert (momentum.estimated, momentum.measured) == pytest.approx((10, 20))
-    on_cpu, _ = compare({"machine": {"device": "cpu"}, "kernels": KERNELS})
-    assert (on_cpu.predicted, on_cpu.ratio, on_cpu.estimated) == (None, None, pytest.approx(100))
-    assert "no data sheet" in on_cpu.why
-
-
-def test_parts_without_measurements_have_no_rows():
-    failed = {"failed": "It broke."}
-    assert (
-        compare({"machine": MACHINE, "train step, data": failed, "kernels": failed, "training": {"losses": []}}) == []
-    )
-    assert compare({"machine": failed}) == []
-    assert table_lines(comparison_table([])) == []
-
-
-_VALUES = st.none() | st.floats(1e-9, 1e12)
-
-
-@given(predicted=_VALUES, estimated=_VALUES, measured=_VALUES)
-def test_rows_are_json_and_a_line_each(predicted, estimated, measured):
-    row = Row("train step, fsdp", "speed", "tokens/s", predicted, estimated, measured)
-    (written,) = as_json([row])
-    if predicted is None or measured is None:
-        assert written["ratio"] is None
-    else:
-        assert written["ratio"] == pytest.approx(measured / predicted, rel=1e-3)
-    assert written["measured"] == (None if measured is None else pytest.approx(measured, rel=1e-3))
-    _, head, line = table_lines(comparison_table([written]))
-    assert line.startswith("train step, fsdp")
-    assert head.endswith("measured/predicted")
-    assert line.count("–") == sum(value is None for value in (predicted, estimated, measured, row.ratio))
 
 
 def needed(config, devices):
