@@ -31,12 +31,13 @@ KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {
 
 
 def test_a_part_that_raises_hangs_or_takes_its_process_down_fails(capsys):
-    assert run_part("broken", Part(60, functools.partial(divmod, 1, 0)))["failed"].startswith("ZeroDivisionError: ")
-    assert "status 3" in run_part("broken", Part(60, functools.partial(os._exit, 3)))["failed"]
+    assert run_part("broken", Part(0, functools.partial(divmod, 1, 0)), 60)["failed"].startswith("ZeroDivisionError: ")
+    assert "status 3" in run_part("broken", Part(0, functools.partial(os._exit, 3)), 60)["failed"]
     assert "status 3" in capsys.readouterr().out
     begun = time.monotonic()
     assert (
-        "ended after 2 s" in run_part("hung", Part(2, functools.partial(os.system, "sleep 987 & sleep 987")))["failed"]
+        "ended after 2 s"
+        in run_part("hung", Part(0, functools.partial(os.system, "sleep 987 & sleep 987")), 2)["failed"]
     )
     assert time.monotonic() - begun < 30
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
@@ -49,7 +50,7 @@ def report(monkeypatch, tmp_path):
     made, machine = [], {"platform": "cpu", "device": "AMD Some/Thing", "devices": 1, "drivers": {"amdgpu": "6"}}
     works = {"bad": {"failed": "It broke."}, "good": {"figures": {"speed": [2.0, "tokens/s", 1.0]}}}
 
-    def part(name, _):
+    def part(name, *_):
         made.append(name)
         return {**(machine if name == "machine" else works[name])}
 

@@ -165,7 +165,8 @@ def _experts_backward(architecture: str, saved: Any, dout_td: jax.Array) -> tupl
         architecture=architecture,
     )  # fmt: skip
     none = [np.zeros(array.shape, jax.dtypes.float0) for array in (order_t, sizes_e)]
-    return dh_td, *none, jnp.zeros_like(weight_t).at[order_t].set(dweight_t), dgate_up, ddown
+    dweight_t = jnp.zeros_like(weight_t).at[order_t].set(dweight_t, unique_indices=True)
+    return dh_td, *none, dweight_t, dgate_up, ddown
 
 
 _experts.defvjp(_experts_forward, _experts_backward)

@@ -59,7 +59,7 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
     with restored_environment():
         apply_preset(select_preset(None))  # like zaya_jax.main
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
-        machine = run_part("machine", _MACHINE)
+        machine = run_part("machine", _MACHINE, _MACHINE.seconds)
         device, small = machine.get("device", "unknown"), machine.get("platform", "cpu") == "cpu"
         parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1))}
         if unknown := [name for name in only if name not in parts]:
@@ -87,7 +87,9 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
             elif name != "machine" and start + 60 * minutes < time.monotonic() + part.seconds:
                 left.append(name)
             else:
-                result = machine if name == "machine" else run_part(name, part)
+                # The limits are those of a GPU; a CPU that others use, too, may take longer.
+                limit = 60 * minutes if small else part.seconds
+                result = machine if name == "machine" else run_part(name, part, limit)
                 recordings[name] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name,
                                     "commit": origin.commit, **header, **result,
                                     "before": _last(before, origin)}  # fmt: skip
@@ -101,12 +103,16 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
             "left": left}  # fmt: skip
 
 
-def run_part(name: str, part: Part) -> dict[str, Any]:
-    """Run a part in its own process; returns its result with `seconds`, and `failed`, a sentence, if it failed."""
+def run_part(name: str, part: Part, seconds: float) -> dict[str, Any]:
+    """Run a part in its own process, which is killed after `seconds`.
+
+    Returns:
+      The part's result, with the `seconds` that it took, and `failed`, a sentence, if it failed.
+    """
     print(f"== {name}", flush=True)
     start = time.monotonic()
     try:
-        with run_in_subprocess(functools.partial, part.work, seconds=part.seconds) as step:
+        with run_in_subprocess(functools.partial, part.work, seconds=seconds) as step:
             result: dict[str, Any] = step()
     except (InputError, RuntimeError) as error:
         result = {"failed": str(error)}
