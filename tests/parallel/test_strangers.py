@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.parallel.processes_helpers import free_port
 from tests.train_helpers import ROOT
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.parallel import rendezvous
 from zaya_jax.parallel.peer import EXIT, Peer, parse_exit
 from zaya_jax.parallel.rendezvous import Job, meet
@@ -200,7 +200,7 @@ def test_process_0_listens_at_the_named_address_alone():
 
 def test_an_address_of_another_host_is_named(monkeypatch):
     job = Job("203.0.113.1", free_port(), "--coordinator", 2, 0)
-    with pytest.raises(InputError, match=r"203\.0\.113\.1 is no address of this host.*JAX_COORDINATOR_BIND_ADDRESS"):
+    with pytest.raises(PeersMissing, match=r"203\.0\.113\.1 is no address of this host.*JAX_COORDINATOR_BIND_ADDRESS"):
         meet(job, 1)
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", f"127.0.0.1:{job.port}")  # the address is translated
     with ThreadPoolExecutor(1) as pool:
