@@ -93,6 +93,13 @@ def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
         return os.pread(file.fileno(), most, skip)
 
 
+def read_end(path: Path, most: int) -> bytes:
+    """Return the last bytes, at most `most`, of a regular file, without waiting; raises `OSError`."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        return file.read(most)
+
+
 def read_file(path: Path) -> bytes:
     """Return the content of a regular file, without waiting; raises `OSError`."""
     with open_regular(path) as file:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_file, read_object
+from zaya_jax.run.files import read_end, read_object
 from zaya_jax.run.goodput import measure_goodput
 
 AEGIS = "aegis"  # folder in a run folder, with one folder per node
@@ -23,6 +23,7 @@ _TYPES = {
     "fault": str, "rank": int, "step": int, "seconds": dict, "times": dict, "first_step": int, "last_step": int,
     "exit_statuses": list, "monotonic": int | float, "action": str, "explanation": str, "files": list,
 }  # fmt: skip
+LONGEST_LOG = 2**26  # bytes, the last ones, of an event log that are read
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 SAME_FAULT = 120.0  # seconds before the end of an attempt in which a fault may have ended it
 _STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
@@ -39,9 +40,14 @@ def describe_nodes(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of one node, without lines that are torn or no events."""
+    """Read the last 64 MiB of the events of one node; none if the file cannot be read."""
+    return parse_events(_read_content(path))
+
+
+def parse_events(content: bytes) -> list[dict[str, Any]]:
+    """Return the events of a log, without lines that are torn or no events."""
     events = []
-    for line in _read_content(path).splitlines():
+    for line in content.splitlines():
         try:
             event = json.loads(line[:_LONGEST_LINE])
             if event["v"] == VERSION and _is_whole(event):
@@ -53,7 +59,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def _read_content(path: Path) -> bytes:
     try:
-        return read_file(path)
+        return read_end(path, LONGEST_LOG)
     except OSError:
         return b""
 
@@ -86,12 +92,13 @@ def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_node(folder: Path) -> dict[str, Any]:
-    events = read_events(folder / EVENTS)
+    content = _read_content(folder / EVENTS)
+    events = parse_events(content)
     state = _read(folder / STATE, {"unix": int | float, "ranks": list})
     verdict = _read(folder / VERDICT, {"exit_code": int, "meaning": str})
     running = is_running(state)
     goodput = measure_goodput(events, **running_attempt(state))
-    lines = _read_content(folder / EVENTS).count(b"\n")  # a torn last line has no end
+    lines = content.count(b"\n")  # a torn last line has no end
     return {
         "running": running,
         "state": state,
