@@ -13,9 +13,9 @@ from typing import Any, Literal
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.errors import printable
-from zaya_jax.run.files import read_end
+from zaya_jax.run.files import LONGEST_JSON, read_end
 from zaya_jax.run.metrics import DiskGuard, LineFile
-from zaya_jax.run.supervision import EVENTS, LONGEST_LOG, VERSION, parse_events
+from zaya_jax.run.supervision import EVENTS, VERSION, parse_events
 
 _MOST_WAITING = 2**20  # bytes of events that wait for a full disk; later ones are dropped
 
@@ -46,13 +46,13 @@ class EventLog:
         self._node, self._files, self._listener = node, files, listener
         path = folder / EVENTS
         size = path.stat().st_size if path.exists() else 0
-        content = read_end(path, LONGEST_LOG) if size else b""
+        content = read_end(path, LONGEST_JSON) if size else b""
         events = parse_events(content)
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
         # Without a line that was torn when its writer was killed. The trainer reports a full disk.
         torn = len(content) - content.rfind(b"\n") - 1
-        is_damage = torn == LONGEST_LOG
+        is_damage = torn == LONGEST_JSON
         self._lines = LineFile(path, size if is_damage else size - torn, DiskGuard(lambda sentence: None))
         if is_damage:  # which the next event must not be part of
             self._lines.append_line(b"\n")

@@ -22,14 +22,12 @@ from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
-from zaya_jax.run.files import read_end, read_object
+from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.goodput import measure_goodput
 from zaya_jax.run.manifest import saved_at
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import (
-    AEGIS, EVENTS, LONGEST_LOG, STATE, is_running, list_faults, read_events, running_attempt,
-)  # fmt: skip
+from zaya_jax.run.supervision import AEGIS, EVENTS, STATE, is_running, list_faults, read_events, running_attempt
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -187,8 +185,8 @@ def _state(folder: Path) -> Iterator[Sample]:
 def _events(folder: Path) -> Iterator[Sample]:
     """Yield restarts, faults and goodput of a node."""
     path, node = folder / EVENTS, {"node": printable(folder.name)}
-    if path.stat().st_size > LONGEST_LOG:  # counters of a part of it would fall
-        raise InputError(f"{path} is larger than the limit of {LONGEST_LOG:,} bytes.")
+    if path.stat().st_size > LONGEST_JSON:  # counters of a part of it would fall
+        raise InputError(f"{path} is larger than the limit of {LONGEST_JSON:,} bytes.")
     events, state = read_events(path), {}
     with contextlib.suppress(InputError):  # a damaged state is counted elsewhere
         state = _read_state(folder)

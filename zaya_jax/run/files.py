@@ -15,7 +15,7 @@ from zaya_jax.errors import InputError, Reason, did_you_mean, printable
 from zaya_jax.run.writing import make_folder, new_file, open_file
 
 _MOST_TRIES = 1000  # to lock a file that others remove
-_LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
+LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B, and more than 100,000 events
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
@@ -123,9 +123,9 @@ def read_json(path: Path) -> Any:
     """
     try:
         with open_regular(path) as file:
-            raw = file.read(_LONGEST_JSON + 1)
-        if len(raw) > _LONGEST_JSON:
-            raise InputError(f"{path} is larger than the limit of {_LONGEST_JSON:,} bytes for a JSON file.")
+            raw = file.read(LONGEST_JSON + 1)
+        if len(raw) > LONGEST_JSON:
+            raise InputError(f"{path} is larger than the limit of {LONGEST_JSON:,} bytes for a JSON file.")
         return json.loads(raw.decode("utf-8"))
     except InputError:
         raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_end, read_object
+from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
 from zaya_jax.run.goodput import measure_goodput
 
 AEGIS = "aegis"  # folder in a run folder, with one folder per node
@@ -23,7 +23,6 @@ _TYPES = {
     "fault": str, "rank": int, "step": int, "seconds": dict, "times": dict, "first_step": int, "last_step": int,
     "exit_statuses": list, "monotonic": int | float, "action": str, "explanation": str, "files": list,
 }  # fmt: skip
-LONGEST_LOG = 2**26  # bytes, the last ones, of an event log that are read
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 SAME_FAULT = 120.0  # seconds before the end of an attempt in which a fault may have ended it
 _STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
@@ -59,7 +58,7 @@ def parse_events(content: bytes) -> list[dict[str, Any]]:
 
 def _read_content(path: Path) -> bytes:
     try:
-        return read_end(path, LONGEST_LOG)
+        return read_end(path, LONGEST_JSON)
     except OSError:
         return b""
 
