@@ -17,7 +17,7 @@ import psutil
 
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.aegis.policy import NotifyPolicy
-from zaya_jax.aegis.processes import die_with_parent
+from zaya_jax.aegis.processes import adopt_orphans, die_with_parent
 
 _MOST_RUNNING = 10
 _MARK = "ZAYA_NOTIFY"
@@ -122,8 +122,14 @@ def start_command(
         file.seek(0)
         return subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
             list(command), env=environment, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True, preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (one thread)
+            start_new_session=True, preexec_fn=functools.partial(_keep_family, os.getpid()),  # noqa: PLW1509 (one thread)
         )  # fmt: skip
+
+
+def _keep_family(parent: int) -> None:
+    """Let this command end with its parent, and its orphans stay its descendants; to be called before exec."""
+    die_with_parent(parent)
+    adopt_orphans()
 
 
 def _kill(running: _Running) -> None:
