@@ -52,9 +52,8 @@ class EventLog:
         self.attempt = max((event["attempt"] for event in events), default=0)
         # Without a line that was torn when its writer was killed. The trainer reports a full disk.
         torn = len(content) - content.rfind(b"\n") - 1
-        is_damage = torn == LONGEST_JSON
-        self._lines = LineFile(path, size if is_damage else size - torn, DiskGuard(lambda sentence: None))
-        if is_damage:  # which the next event must not be part of
+        self._lines = LineFile(path, size - torn % LONGEST_JSON, DiskGuard(lambda sentence: None))
+        if torn == LONGEST_JSON:  # damage, which the next event must not be part of
             self._lines.append_line(b"\n")
         self._dropped = 0
 
