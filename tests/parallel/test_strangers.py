@@ -198,6 +198,19 @@ def test_process_0_listens_at_the_named_address_alone():
             first.result()
 
 
+@pytest.mark.parametrize(("host", "addresses"), [
+    ("127.0.1.1", ["127.0.1.1"]), ("localhost", ["127.0.0.1"]), ("node1", ["127.0.1.1"]),
+    ("here", ["127.0.1.1", "::1"]), ("both", ["127.0.0.1", "10.0.0.1"]),
+])  # fmt: skip
+def test_a_name_that_only_its_own_host_reaches_is_said_at_once(monkeypatch, capfd, host, addresses):
+    monkeypatch.setattr(rendezvous, "_resolve", lambda *_: addresses)
+    port = free_port()
+    with pytest.raises(PeersMissing):
+        meet(Job(host, port, "--coordinator", 2, 0), 0)
+    said = f"{host} is {' and '.join(addresses)} on this host"
+    assert (said in capfd.readouterr().err) == (host in ("node1", "here"))
+
+
 def test_an_address_of_another_host_is_named(monkeypatch):
     job = Job("203.0.113.1", free_port(), "--coordinator", 2, 0)
     with pytest.raises(PeersMissing, match=r"203\.0\.113\.1 is no address of this host.*JAX_COORDINATOR_BIND_ADDRESS"):
