@@ -124,15 +124,13 @@ def read_json(path: Path) -> Any:
     try:
         with open_regular(path) as file:
             raw = file.read(LONGEST_JSON + 1)
-        if len(raw) > LONGEST_JSON:
-            raise InputError(f"{path} is larger than the limit of {LONGEST_JSON:,} bytes for a JSON file.")
-        return json.loads(raw.decode("utf-8"))
-    except InputError:
-        raise
+        if len(raw) <= LONGEST_JSON:
+            return json.loads(raw.decode("utf-8"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {str(error)[:200]}.") from error
+    raise InputError(f"{path} is larger than the limit of {LONGEST_JSON:,} bytes for a JSON file.")
 
 
 def json_text(tree: Mapping[str, Any]) -> str:
