@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import resource
 import threading
 import time
@@ -37,6 +38,18 @@ def test_a_log_is_continued_after_a_line_that_is_torn(tmp_path):
     assert (again.attempt, again.write("start", "attempt")) == (4, 2)
     again.close()
     assert [event["id"] for event in read_events(tmp_path / EVENTS)] == [1, 2]
+
+
+def test_of_a_log_without_end_the_last_events_count(tmp_path):
+    path = tmp_path / EVENTS
+    path.write_bytes(b"{}\n")
+    os.truncate(path, 2**40)  # without blocks on the disk
+    for written in (1, 2):
+        log = EventLog(tmp_path, "node", FileWorker())
+        assert log.write("start", "attempt") == written
+        assert log.close()
+        assert [event["id"] for event in read_events(path)] == [*range(1, written + 1)]
+    assert path.stat().st_size > 2**40
 
 
 @given(st.binary(max_size=300))

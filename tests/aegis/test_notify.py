@@ -122,7 +122,8 @@ def test_whoever_ends_orphans_can_spare_the_commands():
 
 
 @pytest.mark.parametrize("flight", ["setsid sleep 60", "setsid sh -c 'setsid sleep 60 & exit 0' & wait",
-                                    "env -i setsid sleep 60", "(setsid sleep 60 &) & exit 0"])  # fmt: skip
+                                    "env -i setsid sleep 60", "(setsid sleep 60 &) & exit 0",
+                                    "(env -i setsid sh -c 'sleep 60 & exit 0' &); exec sleep 60"])  # fmt: skip
 def test_what_leaves_the_session_of_a_command_ends_at_its_timeout_too(tmp_path, flight):
     script = f"""
 import time, sys, psutil

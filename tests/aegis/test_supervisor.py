@@ -178,8 +178,11 @@ def test_nothing_outlives_the_supervisor_and_its_command_resumes(tmp_path):
         time.sleep(0.01)
     assert not left_running(tmp_path)
     step = int((tmp_path / "checkpoint-0").read_text())
+    partial = supervised.folder / f"state.json.{'0' * 16}.partial"
+    partial.touch()
     again = Supervised(tmp_path, [*command, str(step + 5)], 2)  # as a scheduler starts it
     assert again.wait() == SupervisorExit.DONE
+    assert not partial.exists()
     assert again.kinds("end")[-1]["first_step"] == step
 
 

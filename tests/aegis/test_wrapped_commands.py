@@ -4,6 +4,8 @@ import errno
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -160,6 +162,21 @@ def test_a_record_that_names_a_process_of_others_is_not_believed(tmp_path, pid):
 
 
 ENDS = "from zaya_jax.run.progress_record import Phase, record_from_environment as r; r().enter(Phase.DATA)"
+
+
+def test_the_command_itself_is_believed_though_its_environment_cannot_be_read(monkeypatch):
+    rank = Rank(0, [sys.executable, "-c", f"{ENDS}; import time; time.sleep(60)"],
+                {"PYTHONPATH": ":".join(sys.path)}, [Output(1), Output(2)])  # fmt: skip
+    monkeypatch.setattr(Path, "read_bytes", lambda path: os.open("", os.O_RDONLY))  # an `OSError`
+    try:
+        deadline = time.monotonic() + 30
+        while rank.progress is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        rank.kill()
+        rank.note_end(60)
+        rank.close()
 
 
 def test_a_signal_reaches_a_command_whose_trainer_has_ended_and_was_not_waited_for():

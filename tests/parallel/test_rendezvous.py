@@ -159,6 +159,25 @@ def test_an_unknown_host_is_told_at_once_but_in_kubernetes_where_names_come_late
     assert meeting([0, 1], 2, 60, host="late") == [[1], [0]]
 
 
+def test_a_name_that_leads_to_process_0_only_later_is_waited_for(monkeypatch, capfd):
+    resolve, asked = socket.getaddrinfo, []
+
+    def moving(host, *rest, **options):
+        asked.append(host)
+        return resolve("127.0.0.1" if len(asked) > 4 else "203.0.113.1", *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", moving)
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(outcome, Job("moved", port, "--coordinator", 2, 0), 60)
+        while len(asked) < 4:
+            assert not first.done()
+            time.sleep(0.01)
+        assert outcome(Job("moved", port, "--coordinator", 2, 1), 60) == [0]
+        assert first.result() == [1]
+    assert capfd.readouterr().err.count("moved is no address of this host yet") == 1
+
+
 def test_one_that_is_lost_before_the_rest_have_come_is_named():
     port = free_port()
 

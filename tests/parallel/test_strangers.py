@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.parallel.processes_helpers import free_port
 from tests.train_helpers import ROOT
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.parallel import rendezvous
 from zaya_jax.parallel.peer import EXIT, Peer, parse_exit
 from zaya_jax.parallel.rendezvous import Job, meet
@@ -198,9 +198,22 @@ def test_process_0_listens_at_the_named_address_alone():
             first.result()
 
 
+@pytest.mark.parametrize(("host", "addresses"), [
+    ("127.0.1.1", ["127.0.1.1"]), ("localhost", ["127.0.0.1"]), ("node1", ["127.0.1.1"]),
+    ("here", ["127.0.1.1", "::1"]), ("both", ["127.0.0.1", "10.0.0.1"]),
+])  # fmt: skip
+def test_a_name_that_only_its_own_host_reaches_is_said_at_once(monkeypatch, capfd, host, addresses):
+    monkeypatch.setattr(rendezvous, "_resolve", lambda *_: addresses)
+    port = free_port()
+    with pytest.raises(PeersMissing):
+        meet(Job(host, port, "--coordinator", 2, 0), 0)
+    said = f"{host} is {' and '.join(addresses)} on this host"
+    assert (said in capfd.readouterr().err) == (host in ("node1", "here"))
+
+
 def test_an_address_of_another_host_is_named(monkeypatch):
     job = Job("203.0.113.1", free_port(), "--coordinator", 2, 0)
-    with pytest.raises(InputError, match=r"203\.0\.113\.1 is no address of this host.*JAX_COORDINATOR_BIND_ADDRESS"):
+    with pytest.raises(PeersMissing, match=r"203\.0\.113\.1 is no address of this host.*JAX_COORDINATOR_BIND_ADDRESS"):
         meet(job, 1)
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", f"127.0.0.1:{job.port}")  # the address is translated
     with ThreadPoolExecutor(1) as pool:

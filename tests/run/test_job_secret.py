@@ -17,7 +17,7 @@ def unset(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-@pytest.mark.parametrize("folder", ["", "run"])  # which was there, or is removed with the file
+@pytest.mark.parametrize("folder", ["", "run", "a/b/run"])  # which was there, or is removed with the file
 def test_the_file_is_private_and_gone_once_all_are_connected(tmp_path, folder):
     path = secret_path(tmp_path / folder, "node1:8476")
     assert read_secret(path) is None

@@ -60,7 +60,7 @@ OTHERS = {
     "run/command.py": ("open open open", "/dev/null, and the streams that this process was started with"),
     "run/files.py": ("open fchmod", MEMORY),
     "run/folder.py": ("rmdir", "of the run folder that this process created, while it is empty"),
-    "run/job_secret.py": ("rmdir", "of the folder that this process created, while it is empty"),
+    "run/job_secret.py": ("rmdir", "of the folders that this process created, while they are empty"),
     "run/metrics.py": ("ftruncate open truncate", MEMORY),
     "run/plot.py": ("savefig", MEMORY),
     "run/progress_record.py": ("mmap mmap open", "memory, or the file in memory that the supervisor named"),

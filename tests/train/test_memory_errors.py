@@ -77,6 +77,18 @@ def test_the_limits_of_all_control_groups_count(tmp_path):
     assert control_groups(root, tmp_path / "missing") == []
 
 
+def test_the_limits_of_control_groups_of_version_1_count(tmp_path):
+    own, inner = tmp_path / "own", tmp_path / "memory" / "job" / "step"
+    inner.mkdir(parents=True)
+    own.write_text("9:cpu,cpuacct:/other\n4:hugetlb,memory:/job/step\n0::/\n")
+    for folder, limit, used in ((inner, 900, 100), (inner.parent, 9223372036854771712, 700)):  # one without a limit
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.stat").write_text(f"cache 600\nrss 1\ntotal_rss {used}\n")
+    assert control_groups(tmp_path, own)[0] == 800
+    (inner.parent / "memory.limit_in_bytes").write_text("1000\n")
+    assert control_groups(tmp_path, own) == [800, 300]
+
+
 def test_a_run_that_is_too_large_ends_with_one_sentence_before_anything_is_made(tmp_path, capsys):
     path = write_run(tmp_path)
     assert main(["--config", str(path), "evaluation.batch_size=2000000000"]) == 2

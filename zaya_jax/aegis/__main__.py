@@ -30,6 +30,7 @@ from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.supervision import AEGIS
+from zaya_jax.run.writing import remove_partials
 
 _EXAMPLES = """examples:
   python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml
@@ -77,6 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(Unlockable):  # training says so
             stack.enter_context(locked(folder / ".lock", "The folder of the supervisor", wait=False))
+            remove_partials(folder)
         return Supervisor(command, policy, folder, node, environment).run()
 
 

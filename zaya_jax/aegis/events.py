@@ -13,9 +13,9 @@ from typing import Any, Literal
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.errors import printable
-from zaya_jax.run.files import read_file
+from zaya_jax.run.files import LONGEST_JSON, read_end
 from zaya_jax.run.metrics import DiskGuard, LineFile
-from zaya_jax.run.supervision import EVENTS, VERSION, read_events
+from zaya_jax.run.supervision import EVENTS, VERSION, parse_events
 
 _MOST_WAITING = 2**20  # bytes of events that wait for a full disk; later ones are dropped
 
@@ -45,11 +45,16 @@ class EventLog:
         """
         self._node, self._files, self._listener = node, files, listener
         path = folder / EVENTS
-        events, content = read_events(path), read_file(path) if path.exists() else b""
+        size = path.stat().st_size if path.exists() else 0
+        content = read_end(path, LONGEST_JSON) if size else b""
+        events = parse_events(content)
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
         # Without a line that was torn when its writer was killed. The trainer reports a full disk.
-        self._lines = LineFile(path, content.rfind(b"\n") + 1, DiskGuard(lambda sentence: None))
+        torn = len(content) - content.rfind(b"\n") - 1
+        self._lines = LineFile(path, size - torn % LONGEST_JSON, DiskGuard(lambda sentence: None))
+        if torn == LONGEST_JSON:  # damage, which the next event must not be part of
+            self._lines.append_line(b"\n")
         self._dropped = 0
 
     def write(

@@ -7,7 +7,6 @@ processes, and words from fixed lists; no path and no text of the run is among t
 import contextlib
 import itertools
 import json
-import os
 import re
 import socket
 import statistics
@@ -23,7 +22,7 @@ from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
-from zaya_jax.run.files import open_regular, read_object
+from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.goodput import measure_goodput
 from zaya_jax.run.manifest import saved_at
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
 _TAIL = 256 * 1024  # bytes of a file of rows that a scrape reads
-_MOST_EVENTS = 2**26  # bytes of an event log that a scrape reads
 _MOST = 1024  # samples or nodes from one source, so that no damage can flood Prometheus
 
 _MOST_CONNECTIONS = 32  # at a time
@@ -142,10 +140,7 @@ def _rows(run_dir: Path, now: float) -> Iterator[Sample]:
 
 def read_last_row(path: Path) -> dict[str, Any]:
     """Return the last complete row among the last 256 KiB of a file of rows; empty if there is none."""
-    with open_regular(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-        lines = file.read(_TAIL).splitlines()
-    for line in reversed(lines):
+    for line in reversed(read_end(path, _TAIL).splitlines()):
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict):
@@ -190,8 +185,8 @@ def _state(folder: Path) -> Iterator[Sample]:
 def _events(folder: Path) -> Iterator[Sample]:
     """Yield restarts, faults and goodput of a node."""
     path, node = folder / EVENTS, {"node": printable(folder.name)}
-    if path.stat().st_size > _MOST_EVENTS:
-        raise InputError(f"{path} is larger than the limit of {_MOST_EVENTS:,} bytes.")
+    if path.stat().st_size > LONGEST_JSON:  # counters of a part of it would fall
+        raise InputError(f"{path} is larger than the limit of {LONGEST_JSON:,} bytes.")
     events, state = read_events(path), {}
     with contextlib.suppress(InputError):  # a damaged state is counted elsewhere
         state = _read_state(folder)

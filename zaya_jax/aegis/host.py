@@ -1,27 +1,24 @@
 """Watch the host: free space of the run folder, available memory, and processes that the kernel killed for memory."""
 
-import contextlib
 import shutil
 from pathlib import Path
 
 import psutil
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
-from zaya_jax.run.files import read_start
+from zaya_jax.run.host_memory import OWN, ROOT, memory_groups, read_group
 
 _GB = 1e9
 _DISK = 20 * _GB, 2 * _GB  # free bytes of the run folder's file system below which a warning and an error are due
 _MEMORY = 0.05, 0.02  # available share of the host's memory, likewise
 _MARGIN = 1.1  # a level ends above its threshold times this, so that a value near it is reported once
-_LONGEST_FILE = 1 << 16  # bytes read of a file of a control group
+_KILLS = {1: "memory.oom_control", 2: "memory.events"}  # file of a group by version of cgroups
 
 
 class HostWatch:
     """Reports a host that runs out of disk or memory, each level once until it ends."""
 
-    def __init__(
-        self, run_dir: Path, cgroup_root: Path = Path("/sys/fs/cgroup"), own_cgroup: Path = Path("/proc/self/cgroup"),
-    ) -> None:  # fmt: skip
+    def __init__(self, run_dir: Path, cgroup_root: Path = ROOT, own_cgroup: Path = OWN) -> None:
         """Watch this host.
 
         Args:
@@ -84,32 +81,9 @@ class HostWatch:
 
     def _oom_kills(self) -> int | None:
         """Return how many processes of this control group were killed for memory; None if that is unknown."""
-        for folder, file in self._memory_groups():
-            for line in _read(folder / file).splitlines():
+        for folder, version in memory_groups(self._cgroup_root, self._own_cgroup):
+            for line in read_group(folder / _KILLS[version]).splitlines():
                 name, _, count = line.partition(" ")
                 if name == "oom_kill" and count.isascii() and count.isdigit():
                     return int(count)
         return None
-
-    def _memory_groups(self) -> list[tuple[Path, str]]:
-        """Return candidate folders of this process' group, and their file: version 2 first, then version 1."""
-        groups: list[tuple[Path, str]] = []
-        for line in sorted(_read(self._own_cgroup).splitlines()):  # `0::/group`, or `4:memory:/group`
-            _, _, rest = line.partition(":")
-            controllers, _, name = rest.partition(":")
-            inside = Path(name.lstrip("/"))
-            if ".." in inside.parts:  # the group is outside of this container
-                continue
-            if not controllers:
-                groups += [(self._cgroup_root / inside, "memory.events"), (self._cgroup_root, "memory.events")]
-            elif "memory" in controllers.split(","):
-                root = self._cgroup_root / "memory"
-                groups += [(root / inside, "memory.oom_control"), (root, "memory.oom_control")]
-        return groups
-
-
-def _read(path: Path) -> str:
-    """Return the start of a file, without waiting; empty if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_start(path, _LONGEST_FILE).decode("utf-8", "replace")
-    return ""

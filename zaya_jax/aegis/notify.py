@@ -5,7 +5,6 @@ the timeout it is killed with all processes that it has started, which its envir
 """
 
 import contextlib
-import functools
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ import psutil
 
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.aegis.policy import NotifyPolicy
-from zaya_jax.aegis.processes import die_with_parent
+from zaya_jax.aegis.processes import adopt_orphans, die_with_parent
 
 _MOST_RUNNING = 10
 _MARK = "ZAYA_NOTIFY"
@@ -115,14 +114,15 @@ def start_command(
       ValueError: an argument contains a null byte.
       TypeError: the event is not JSON.
     """
-    line = json.dumps(dict(event)) + "\n"
+    line, parent = json.dumps(dict(event)) + "\n", os.getpid()
     # A file in memory rather than a pipe, whose writer waits if nobody reads.
     with os.fdopen(os.memfd_create("zaya-event", os.MFD_CLOEXEC), "w+b") as file:
         file.write(line.encode())
         file.seek(0)
         return subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
             list(command), env=environment, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True, preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (one thread)
+            # Its orphans stay its descendants.
+            start_new_session=True, preexec_fn=lambda: (die_with_parent(parent), adopt_orphans()),  # noqa: PLW1509
         )  # fmt: skip
 
 

@@ -109,9 +109,9 @@ class Rank:
             return isinstance(error, ProcessLookupError)  # it ended just now
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:  # another user's
+        except OSError:  # another user's, or of a program with capabilities
             environment = b""
-        if self._variable not in environment.split(b"\0"):
+        if pid != self.process.pid and self._variable not in environment.split(b"\0"):
             has_ended = bool(select.select([file], [], [], 0)[0])  # and waits to be reaped
             os.close(file)
             return has_ended

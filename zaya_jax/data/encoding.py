@@ -1,6 +1,7 @@
 """Check documents, encode them as records and assign them to a split."""
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -110,17 +111,16 @@ class PrepareWork:
 
     def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
         """Serialize each conversation as JSON; counts tokens of contents, reasoning and calls, not the template's."""
-        for document in documents:
-            record = _check_conversation(tokenizer, document)
-            if isinstance(record, Skipped):
-                yield record
+        checked = [_check_conversation(tokenizer, document) for document in documents]
+        texts = [[] if isinstance(each, Skipped) else _texts(each[0]) for each in checked]
+        all_encoded = tokenizer.encode_counted(itertools.chain.from_iterable(texts))
+        for document, each, own in zip(documents, checked, texts, strict=True):
+            if isinstance(each, Skipped):
+                yield each
                 continue
-            messages = split_tools(record)[0]
-            texts = [text for message in messages for text in _texts(message) if text]
-            data = _to_json(record)
-            encoded = list(tokenizer.encode_counted(texts))
+            (messages, data), encoded = each, list(itertools.islice(all_encoded, len(own)))
             yield Record(self._split(data), data, sum(len(tokens) for tokens, _ in encoded),
-                         sum(len(text.encode()) for text in texts), _bytes(document),
+                         sum(len(text.encode()) for text in own), _bytes(document),
                          lost=sum(lost for _, lost in encoded),
                          unread=[*getattr(document, "unread", ()), *unread_keys(messages)])  # fmt: skip
 
@@ -143,8 +143,8 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
     return ids
 
 
-def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation | dict[str, Any] | Skipped:
-    """Return the record of a conversation (`with_tools`), or why the document cannot be used as one."""
+def _check_conversation(tokenizer: Tokenizer, document: Entry) -> tuple[Conversation, bytes] | Skipped:
+    """Return a conversation and its record, or why the document cannot be used as one."""
     if isinstance(document, BadDocument):
         return _skipped(document, document.reason, document.detail)
     messages, tools = split_tools(document.value)
@@ -153,19 +153,21 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation |
         check_pairs(tools, "tools")
     except ValueError as error:
         return _skipped(document, "not a conversation", str(error))
-    record = with_tools(conversation, tools)
     if special := find_special([*conversation, *(tools or [])], tokenizer.specials):
         return _skipped(document, "special token", f"it contains the text {special!r}, which would end a turn")
     try:
-        _to_json(record)
+        return conversation, _to_json(with_tools(conversation, tools))
     except (TypeError, ValueError) as error:  # a date of a table, half of a surrogate pair
         return _skipped(document, "not a conversation", f"it contains a value that JSON cannot represent: {error}")
-    return record
 
 
-def _texts(message: dict[str, Any]) -> list[str | None]:
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    return [message.get("reasoning") if message["role"] == "assistant" else None, message.get("content"), *calls]
+def _texts(conversation: Conversation) -> list[str]:
+    texts = []
+    for message in conversation:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+        reasoning = message.get("reasoning") if message["role"] == "assistant" else None
+        texts += filter(None, [reasoning, message.get("content"), *calls])
+    return texts
 
 
 def _to_json(record: Conversation | dict[str, Any]) -> bytes:
@@ -192,7 +194,8 @@ def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
     batch, size, longest = [], 0, 1 if is_repeated() else _BATCH_DOCUMENTS
     for document in documents:
         batch.append(document)
-        size += len(document.value) if isinstance(document, Document) and isinstance(document.value, str) else 1
+        value = document.value if isinstance(document, Document) else ""
+        size += 1 if isinstance(value, np.ndarray) else len(str(value))
         if len(batch) == longest or size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0

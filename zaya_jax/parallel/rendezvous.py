@@ -142,21 +142,32 @@ class _Members:
         host, port = self._job.host, self._job.port
         if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
             host, port = split_address(chosen, "JAX_COORDINATOR_BIND_ADDRESS")
-        for address in _resolve(self._job, host, self._start, self._seconds):
-            try:
-                listener = stack.enter_context(socket.create_server(
-                    (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET,
-                    backlog=socket.SOMAXCONN, dualstack_ipv6=address == "::",
-                ))  # fmt: skip
-                self._selector.register(listener, selectors.EVENT_READ)
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # as ::1 of localhost without IPv6
-                    self._end_other_job(error)
-        if not self._selector.get_map():
-            # A name may still lead to the host of an earlier start.
-            raise PeersMissing(f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this "
-                             "host. Start process 0 on that host. If the address is translated, set "
-                             "JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host.")  # fmt: skip
+        while True:
+            addresses = _resolve(self._job, host, self._start, self._seconds)
+            for address in addresses:
+                try:
+                    listener = stack.enter_context(socket.create_server(
+                        (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                        backlog=socket.SOMAXCONN, dualstack_ipv6=address == "::",
+                    ))  # fmt: skip
+                    self._selector.register(listener, selectors.EVENT_READ)
+                except OSError as error:
+                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # as ::1 of localhost without IPv6
+                        self._end_other_job(error)
+            if self._selector.get_map():
+                is_local = all(address == "::1" or address.startswith("127.") for address in addresses)
+                if is_local and host not in (*addresses, "localhost"):
+                    warn_once(f"{host} is {' and '.join(addresses)} on this host, where only its own processes reach "
+                              "process 0. If the job has others, set JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT "
+                              "of this host.")  # fmt: skip
+                return
+            # A name may still lead to the host of an earlier start, and an address may come up late.
+            problem = f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host"
+            warn_once(f"{problem} yet. It tries again for {self._seconds:g} s.")
+            if time.monotonic() >= self._start + self._seconds:
+                raise PeersMissing(f"{problem}. Start process 0 on that host. If the address is translated, set "
+                                   "JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host.")  # fmt: skip
+            time.sleep(_RETRY)
 
     def _end_other_job(self, error: OSError) -> NoReturn:
         """Raise why process 0 cannot listen. If another process 0 of the job has the port, both end."""

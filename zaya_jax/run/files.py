@@ -15,7 +15,7 @@ from zaya_jax.errors import InputError, Reason, did_you_mean, printable
 from zaya_jax.run.writing import make_folder, new_file, open_file
 
 _MOST_TRIES = 1000  # to lock a file that others remove
-_LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
+LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B, and more than 100,000 events
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
@@ -93,6 +93,13 @@ def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
         return os.pread(file.fileno(), most, skip)
 
 
+def read_end(path: Path, most: int) -> bytes:
+    """Return the last bytes, at most `most`, of a regular file, without waiting; raises `OSError`."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        return file.read(most)
+
+
 def read_file(path: Path) -> bytes:
     """Return the content of a regular file, without waiting; raises `OSError`."""
     with open_regular(path) as file:
@@ -116,16 +123,14 @@ def read_json(path: Path) -> Any:
     """
     try:
         with open_regular(path) as file:
-            raw = file.read(_LONGEST_JSON + 1)
-        if len(raw) > _LONGEST_JSON:
-            raise InputError(f"{path} is larger than the limit of {_LONGEST_JSON:,} bytes for a JSON file.")
-        return json.loads(raw.decode("utf-8"))
-    except InputError:
-        raise
+            raw = file.read(LONGEST_JSON + 1)
+        if len(raw) <= LONGEST_JSON:
+            return json.loads(raw.decode("utf-8"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {str(error)[:200]}.") from error
+    raise InputError(f"{path} is larger than the limit of {LONGEST_JSON:,} bytes for a JSON file.")
 
 
 def json_text(tree: Mapping[str, Any]) -> str:

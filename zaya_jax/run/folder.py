@@ -19,10 +19,10 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
 from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, write_atomically
-from zaya_jax.run.manifest import Unreadable, list_names
+from zaya_jax.run.manifest import Unreadable
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
-from zaya_jax.run.writing import PARTIAL, remove
+from zaya_jax.run.writing import remove, remove_partials
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -102,8 +102,7 @@ def lock_run(config: Config) -> Iterator[Path]:
                  "the first one stops when the second one takes the next fencing token.")  # fmt: skip
         _compare(folder, config)
         _require_checkpoints(folder)
-        for left in filter(PARTIAL.fullmatch, list_names(folder)):
-            remove(folder / left)
+        remove_partials(folder)
         try:
             yield folder
         finally:

@@ -5,20 +5,52 @@ from pathlib import Path
 
 import psutil
 
+from zaya_jax.run.files import read_start
+
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_LIMITS = {1: ("memory.limit_in_bytes", "total_rss"), 2: ("memory.max", "anon")}  # file, and statistic of what is used
+_LONGEST_FILE = 1 << 16  # bytes read of a file of a control group
+
 
 def free_memory() -> int:
     """Return the bytes that this process and its children can still allocate, swap included."""
     return min([psutil.virtual_memory().available + psutil.swap_memory().free, *control_groups()])
 
 
-def control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the bytes left under each cgroup v2 limit of this process; reclaimable caches do not count as used."""
+def control_groups(root: Path = ROOT, own: Path = OWN) -> list[int]:
+    """Return the bytes left under each cgroup limit of this process; reclaimable caches do not count as used."""
     left = []
-    with contextlib.suppress(OSError):
-        inside = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").strip("/")
-        for folder in (root / inside, *(root / inside).parents):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                limit = int((folder / "memory.max").read_text())  # without a limit, the word `max`: a ValueError
-                used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                left += [max(0, limit - int(used["anon"]))] if folder.is_relative_to(root) else []
+    for folder, version in memory_groups(root, own):
+        file, statistic = _LIMITS[version]
+        with contextlib.suppress(ValueError, KeyError):
+            limit = int(read_group(folder / file))  # without a limit, the word `max`: a ValueError
+            used = dict(line.split() for line in read_group(folder / "memory.stat").splitlines())
+            left.append(max(0, limit - int(used[statistic])))
     return left
+
+
+def memory_groups(root: Path = ROOT, own: Path = OWN) -> list[tuple[Path, int]]:
+    """Return candidate folders of this process' memory groups, from the inside, and their version: 2 first.
+
+    Args:
+      root: where control groups are mounted.
+      own: file with the control groups of this process.
+    """
+    groups = []
+    for line in sorted(read_group(own).splitlines()):  # `0::/group`, or `4:memory:/group`
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        inside = Path(name.lstrip("/"))
+        if ".." in inside.parts:  # the group is outside of this container
+            continue
+        if not controllers or "memory" in controllers.split(","):
+            mount, version = (root / "memory", 1) if controllers else (root, 2)
+            groups += [(mount / each, version) for each in (inside, *inside.parents)]
+    return groups
+
+
+def read_group(path: Path) -> str:
+    """Return the start of a file of a control group, without waiting; empty if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_start(path, _LONGEST_FILE).decode("utf-8", "replace")
+    return ""

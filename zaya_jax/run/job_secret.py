@@ -74,7 +74,7 @@ def share_secret(path: Path) -> Iterator[str]:
     if secret := os.environ.get(VARIABLE):
         yield secret
         return
-    secret, is_new = make_secret(), not path.parent.exists()
+    secret, missing = make_secret(), [folder for folder in path.parents if not os.path.exists(folder)]
     try:
         make_folder(path.parent)
         write_atomically(path, secret, mode=0o600)
@@ -87,5 +87,5 @@ def share_secret(path: Path) -> Iterator[str]:
         with contextlib.suppress(OSError, InputError):
             if read_secret(path) == secret:  # not that of a later start
                 remove(path)
-            if is_new:  # a job that did not start leaves no folder
-                path.parent.rmdir()
+            for folder in missing:  # a job that did not start leaves no folder
+                folder.rmdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_file, read_object
+from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
 from zaya_jax.run.goodput import measure_goodput
 
 AEGIS = "aegis"  # folder in a run folder, with one folder per node
@@ -41,9 +41,14 @@ def describe_nodes(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of one node, without lines that are torn or no events."""
+    """Read the last 64 MiB of the events of one node; none if the file cannot be read."""
+    return parse_events(_read_content(path))
+
+
+def parse_events(content: bytes) -> list[dict[str, Any]]:
+    """Return the events of a log, without lines that are torn or no events."""
     events = []
-    for line in _read_content(path).splitlines():
+    for line in content.splitlines():
         try:
             event = json.loads(line[:_LONGEST_LINE])
             if event["v"] == VERSION and _is_whole(event):
@@ -55,7 +60,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def _read_content(path: Path) -> bytes:
     try:
-        return read_file(path)
+        return read_end(path, LONGEST_JSON)
     except OSError:
         return b""
 
@@ -104,12 +109,12 @@ def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_node(folder: Path) -> dict[str, Any]:
-    events = read_events(folder / EVENTS)
-    state = read_state(folder)
+    content = _read_content(folder / EVENTS)
+    events, state = parse_events(content), read_state(folder)
     verdict = _read(folder / VERDICT, {"exit_code": int, "meaning": str})
     running = is_running(state)
     goodput = measure_goodput(events, **running_attempt(state))
-    lines = _read_content(folder / EVENTS).count(b"\n")  # a torn last line has no end
+    lines = content.count(b"\n")  # a torn last line has no end
     return {
         "running": running,
         "state": state,

@@ -179,6 +179,12 @@ def remove(path: Path, *, ignore_errors: bool = False) -> None:
             os.unlink(path.name, dir_fd=folder)
 
 
+def remove_partials(folder: Path) -> None:
+    """Remove what processes that were killed were writing in a folder, in which nobody else writes now."""
+    for name in filter(PARTIAL.fullmatch, os.listdir(folder)):
+        remove(folder / name, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def _opened(folder: Path, path: Path, *, create: bool = False) -> Iterator[int]:
     """Yield a descriptor of a folder; put `path` into errors of the block that name no path."""

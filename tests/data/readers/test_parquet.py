@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zaya_jax.data.readers import parquet
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.parquet import count_row_groups, read_parquet
 from zaya_jax.data.readers.unit import Unit
@@ -45,6 +46,24 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path):
     entries = list(read_parquet(whole(path), "text"))
     assert [document.value for document in entries] == chats
     assert sum(document.bytes for document in entries) == path.stat().st_size
+
+
+CHAT = pa.struct([("content", pa.string()), ("n", pa.int64()), ("images", pa.list_(pa.binary()))])
+
+
+@pytest.mark.parametrize("kind", [pa.list_(CHAT), pa.large_list(CHAT), pa.list_(CHAT, 2), pa.list_view(CHAT),
+                                  pa.list_(pa.map_(pa.string(), pa.string()))])  # fmt: skip
+@pytest.mark.parametrize("rows", [20, 300])
+@pytest.mark.parametrize("store_schema", [False, True])
+def test_values_that_stand_for_much_are_read_as_others(tmp_path, monkeypatch, kind, rows, store_schema):
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(parquet, "_COMPACT_BYTES", 100_000)  # of some groups, and of some of their rows
+    message = {"content": "x" * 2000, "n": 1, "images": [b"y" * 50, None]}
+    maps = [[("content", "x" * 2000)], [("a", "b"), ("c", None)]]
+    chats = [maps if pa.types.is_map(kind.value_type) else [message | {"n": n}, {**message, "content": str(n % 7)}]
+             for n in range(300)]  # fmt: skip
+    path = write(tmp_path / "a.parquet", chats, rows, kind, store_schema=store_schema)
+    assert [document.value for document in read_parquet(whole(path), "text")] == chats
 
 
 def test_damage_is_told_with_the_name_of_the_file(tmp_path):

@@ -7,17 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from zaya_jax.data.readers import values
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, even_share
-from zaya_jax.data.readers.values import (
-    LONGEST,
-    TOOLS,
-    find_field,
-    is_document,
-    rejection,
-    sibling_rejection,
-    suggest_chat,
-    unread_keys,
-)
 from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
 
@@ -32,11 +23,11 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
       InputError: not exactly one column has the name, or its type is neither text nor lists.
     """
     columns = ", ".join(map(repr, schema.names))
-    index = schema.get_field_index(find_field(field, schema.names) or field)
+    index = schema.get_field_index(values.find_field(field, schema.names) or field)
     if index < 0:
         problem = "several columns" if field in schema.names else "no column"
         raise InputError(f"The file {file} has {problem} {field!r}; its columns are {columns or 'none'}"
-                         f"{suggest_chat(field, schema.names)}.")  # fmt: skip
+                         f"{values.suggest_chat(field, schema.names)}.")  # fmt: skip
     kind = schema.field(index).type
     if not _can_hold_documents(kind):
         raise InputError(
@@ -63,29 +54,29 @@ def column_documents(
     """
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
-    is_small = array.nbytes <= LONGEST and not _SHARED.search(str(array.type))
+    is_small = array.nbytes <= values.LONGEST and not _SHARED.search(str(array.type))
     for i, row in enumerate(array):  # one at a time: in a dictionary, a few bytes can stand for many megabytes
         value, others = _value(row, is_small), {name: _value(other[i]) for name, other in beside.items()}
-        bad = sibling_rejection(others, field)
-        if bad is None and is_document(value):
-            whole = with_tools(value, others.get(TOOLS))
+        bad = values.sibling_rejection(others, field)
+        if bad is None and values.is_document(value):
+            whole = with_tools(value, others.get(values.TOOLS))
             yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first,
-                           unread_keys(others, field))  # fmt: skip
+                           values.unread_keys(others, field))  # fmt: skip
             continue
         if isinstance(value, UnicodeDecodeError):
             bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
         elif isinstance(value, MemoryError):
-            bad = bad or ("too large", f"{field!r} has more than {LONGEST:,} bytes, or than memory")
+            bad = bad or ("too large", f"{field!r} has more than {values.LONGEST:,} bytes, or than memory")
         elif isinstance(value, Exception):  # a time that Python cannot represent
             bad = bad or ("wrong type", f"{field!r} contains a value that JSON cannot represent: {value}")
-        yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
+        yield BadDocument(file, first.number + before + i, *(bad or values.rejection(value, field)))
 
 
 def _value(row: pa.Scalar, is_small: bool = False) -> object:
     if isinstance(row, pa.BinaryScalar) and not isinstance(row, pa.StringScalar):  # an image: counted, not read
         return True if row.is_valid else None
     try:
-        _ = is_small or _subtract(LONGEST, row)
+        _ = is_small or _subtract(values.LONGEST, row)
         return row.as_py()
     except (ValueError, OverflowError, MemoryError) as error:
         return error
