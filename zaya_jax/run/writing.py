@@ -163,11 +163,14 @@ def rename(path: Path, target: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Give a folder the permissions that the umask leaves."""
-    umask = int(re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[0], 8)
+    """Give a folder the permissions of a new one, unless the file system refuses that."""
     with _opened(path, path) as folder:
-        mode = stat.S_IMODE(os.fstat(folder).st_mode) & ~0o777  # the bit that hands on the group
-        os.chmod(f"/proc/self/fd/{folder}", mode | 0o777 & ~umask)
+        plain = secrets.token_hex(8)  # a new folder tells the umask and default ACLs; not every /proc tells the umask
+        os.mkdir(plain, dir_fd=folder)
+        mode = stat.S_IMODE(os.stat(plain, dir_fd=folder).st_mode)
+        os.rmdir(plain, dir_fd=folder)
+        with contextlib.suppress(OSError):
+            os.chmod(f"/proc/self/fd/{folder}", mode)
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
