@@ -43,7 +43,7 @@ SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "par
 FREE = {"run_dir", "profile", "train.log_every", "train.sinks", "data.cache_dir", "data.workers", "sample.prompt",
         "sample.tokens", "sample.temperature", "preset", "measurements", "train.batch.micro_batch", "train.remat",
         "train.spike.window", "train.spike.threshold", "train.max_skipped_steps", "data.skip_rows",
-        *(f"{name}.{field.name}" for name in SECTIONS for field in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
+        "train.deterministic", *(f"{name}.{field.name}" for name in SECTIONS for field in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
 
 
 @contextlib.contextmanager
