@@ -9,16 +9,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zaya_jax.config import Config, flatten_keys, from_dict, to_dict, to_yaml, with_current_keys
 from zaya_jax.config.checks import counted, shown
 from zaya_jax.config.data import CORPUS_KEYS
 from zaya_jax.config.stages import phase_steps
+from zaya_jax.config.yaml_text import MAX_BYTES, parse_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, write_atomically
+from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, read_start, write_atomically
 from zaya_jax.run.manifest import Unreadable, list_names
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
@@ -32,6 +31,7 @@ CHANGES = "changes.jsonl"
 STATUS = "status.json"
 PROFILE = "profile"
 _LOCK = ".lock"
+_MAX_CONFIG = 4 * MAX_BYTES  # a file and those that it extends, with all defaults and rows to skip
 # Mount options with which locks hold on one node only: nfs(5), mount.lustre(8), mount.cifs(8), and Linux's
 # documentation of afs, gfs2 and ocfs2.
 _LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock", "nobrl", "flock=local", "localflocks"}
@@ -140,9 +140,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        tree = with_current_keys(yaml.safe_load(read_file(path).decode()))
+        text = read_start(path, _MAX_CONFIG + 1)
+        if len(text) > _MAX_CONFIG:
+            raise InputError(f"{path} is larger than the limit of {_MAX_CONFIG:,} bytes.")
+        tree = with_current_keys(parse_yaml(text.decode(), str(path)))
         _recorded(tree)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so the run in this folder cannot be identified.") from error
     with suppress(InputError):
         return to_dict(from_dict(tree))
