@@ -1,8 +1,11 @@
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
-from zaya_jax.data import template_runner
+from zaya_jax.data import template_process, template_runner
 from zaya_jax.data.chat import Template, load_template
 from zaya_jax.errors import InputError, RunStopped
 
@@ -74,3 +77,16 @@ def test_a_process_that_cannot_start_is_reported(monkeypatch):
         RunStopped, match=r"cannot run: it ended with status 1\. Check that this command works: /bin/false -c"
     ):
         template_runner._Runner().ask({"source": "", "renderings": [], "seconds": 1})
+
+
+def test_a_request_that_cannot_be_parsed_in_the_limits_is_answered_and_so_is_the_next():
+    """Many short messages stand for more memory than their text."""
+    small = {"source": "{{ 1 }}", "renderings": [{"marks": ["", ""], "names": {}}], "seconds": 10}
+    wide, deep = f"[{'{},' * 5_000_000}{{}}]", "[" * 100_000 + "]" * 100_000
+    lines = [json.dumps(small).replace("{}", text) for text in (wide, deep, "{}")]
+    command = ["sh", "-c", 'ulimit -v 300000; exec "$@"', "sh", sys.executable, "-P", template_process.__file__]
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=True)
+    too_wide, too_deep, answer = map(json.loads, done.stdout.splitlines())
+    assert "needs more than 1,024 MiB of memory" in too_wide["render"]
+    assert "recursion" in too_deep["render"]
+    assert answer["texts"] == ["1"]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.users_helpers import OTHER, needs_root, public_folder, user
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import follow as module
 from zaya_jax.evaluate.follow import check_followed, follow, has_ended
@@ -109,6 +110,21 @@ def test_a_training_that_starts_has_not_ended(tmp_path):
         with track_status(tmp_path):
             assert not has_ended(tmp_path)
     assert has_ended(tmp_path)
+
+
+@needs_root
+def test_a_user_who_may_only_read_a_run_sees_when_it_ends():
+    """The lock is the owner's, who alone can test it."""
+    with public_folder() as run:
+        with lock_folder(run):
+            (run / CONFIG).write_text("")
+            with user(OTHER):
+                assert not has_ended(run)  # it has not written its status yet
+                check_followed(run)
+            with track_status(run), user(OTHER):
+                assert not has_ended(run)
+        with user(OTHER):
+            assert has_ended(run)
 
 
 def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, said):

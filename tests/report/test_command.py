@@ -95,6 +95,13 @@ def test_a_configuration_that_cannot_be_read_is_named(run, capsys):
     assert "has no config.yaml" in refused([run], capsys)
 
 
+def test_a_link_for_the_page_stays_a_link(run, tmp_path):
+    (tmp_path / "link.html").symlink_to("page.html")
+    assert main([str(run), "--output", str(tmp_path / "link.html")]) == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert "<title>" in (tmp_path / "page.html").read_text()
+
+
 def test_runs_of_the_same_name_are_told_apart(run, tmp_path):
     other = tmp_path / "other" / "run"
     other.parent.mkdir()

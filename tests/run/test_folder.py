@@ -34,6 +34,7 @@ from zaya_jax.run.folder import (
     claim_run,
     lock_folder,
     lock_run,
+    read_config,
     record_changes,
     run_folder,
     why_unlocked,
@@ -43,6 +44,7 @@ SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "par
 FREE = {"run_dir", "profile", "train.log_every", "train.sinks", "data.cache_dir", "data.workers", "sample.prompt",
         "sample.tokens", "sample.temperature", "preset", "measurements", "train.batch.micro_batch", "train.remat",
         "train.spike.window", "train.spike.threshold", "train.max_skipped_steps", "data.skip_rows",
+        "train.deterministic",
         *(f"{name}.{field.name}" for name in SECTIONS for field in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
 
 
@@ -126,6 +128,19 @@ def test_the_same_configuration_gets_its_folder_again(config, begun):
     with claimed(config) as folder:
         assert folder == begun
     assert snapshot(begun) == before
+
+
+def test_a_configuration_of_a_shared_run_is_read_in_bounded_time_and_memory(config, begun):
+    """Others may write it; a long one may have many rows to skip, but aliases multiply nothing."""
+    rows = tuple((2 * row, 2 * row + 1) for row in range(8000))
+    text = to_yaml(change(config, {"data.skip_rows": rows}))
+    (begun / CONFIG).write_text(text)
+    assert len(read_config(begun)["data"]["skip_rows"]) == 8000
+    aliases = "".join(f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 9)}]\n" for level in range(1, 6))
+    for hostile in (f"{text}x0: &x0 [1, 2]\n{aliases}", f"{text}#{' ' * 2**20}"):
+        (begun / CONFIG).write_text(hostile)
+        with pytest.raises(InputError, match=r"config\.yaml cannot be read"):
+            read_config(begun)
 
 
 def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoint.saved_helpers import save_run
 from tests.train_helpers import ROOT, small_run
+from tests.users_helpers import OTHER, needs_root, public_folder, user
 from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, last_words
 from zaya_jax.run.folder import claim_run, is_locked, lock_folder
 from zaya_jax.run.launcher import detect_launcher
@@ -106,6 +107,27 @@ def test_the_status_of_a_process_that_runs_and_then_is_killed(tmp_path):
     assert (stopped.state, stopped.exit_status, stopped.message) == ("stopped", 130, "Stopped by Ctrl-C.")
     (tmp_path / "status.json").write_text('{"state": "run')
     assert open_run(tmp_path).status is None
+
+
+@needs_root
+def test_a_user_who_may_only_read_a_run_sees_that_its_process_was_killed():
+    """The lock is the owner's, who alone can test it."""
+    with public_folder() as run:
+        process = subprocess.Popen([sys.executable, "-c", TRAINED, str(run)], cwd=ROOT, stdout=subprocess.PIPE)
+        with process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            (run / "checkpoints").mkdir()
+            with user(OTHER):
+                assert status(run).state == "running"
+            process.kill()
+        with user(OTHER):
+            assert status(run).state == "killed"
+        saved = json.loads((run / "status.json").read_text())
+        for pid in (None, "1", 2**64):
+            (run / "status.json").write_text(json.dumps(saved | {"pid": pid}))
+            with user(OTHER):
+                assert status(run).state == "killed"
 
 
 @pytest.mark.parametrize(

@@ -304,3 +304,48 @@ def test_what_a_library_writes_is_hidden_until_it_is_whole(tmp_path):
         assert (tmp_path / "part").stat().st_mode & 0o777 == 0o700
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "whole").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_file_system_without_chmod_costs_the_sharing_and_not_the_folder(tmp_path, monkeypatch):
+    def chmod(*args: object, **kwargs: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    with writing.new_folder(tmp_path / "whole", tmp_path / "part"):
+        write_atomically(tmp_path / "part" / "1", "new")
+    assert (tmp_path / "whole" / "1").read_text() == "new"
+
+
+def test_a_folder_is_shared_where_proc_does_not_tell_the_umask(tmp_path, monkeypatch):
+    """As in gVisor."""
+    monkeypatch.setattr(Path, "read_text", lambda path: "Name:\tpython\n")
+    with writing.new_folder(tmp_path / "whole", tmp_path / "part"):
+        pass
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "whole").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_whom_the_file_system_gives_the_files_of_this_user_is_this_user(public, monkeypatch, mode):
+    """NFS maps root to another user (root_squash), and mount options everybody to one (`uid=`)."""
+    place = public / "place"
+    place.mkdir()
+    place.chmod(mode)
+    (public / "scratch").mkdir()
+    (public / "scratch").chmod(0o777)
+    (place / "theirs").touch()
+    os.chown(place / "theirs", OTHER, OTHER)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # a root whose files are the victim's
+    with user(VICTIM):
+        for _ in range(2):
+            _append(place / "file")
+            _lock(place / ".lock")
+            _private(place / "own")
+            writing.require_trusted(place / "own")
+        (place / "link").symlink_to(public / "scratch")
+        write_atomically(place / "link" / "1", "new")
+        with pytest.raises(PermissionError, match=f"theirs belongs to user {OTHER}"):
+            _append(place / "theirs")
+    assert (place / "file").read_text() == "newnew"
+    assert {path.name for path in place.iterdir()} == {"theirs", "file", ".lock", "own", "link"}

@@ -37,7 +37,7 @@ from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.progress_record import Phase
 from zaya_jax.run.supervision import EVENTS, read_events
-from zaya_jax.run.writing import open_file
+from zaya_jax.run.writing import open_file, resolved
 
 CRASHES = ("sigkill", "sigsegv", "sigabrt", "exit1", "exit137", "exception")
 HANGS = ("wait", "global-lock", "sigstop")
@@ -256,4 +256,4 @@ def format_card(card: Mapping[str, Any]) -> str:
 def write_card(card: Mapping[str, Any], path: Path, command: str) -> None:
     """Write a score-card with the command and the machine that it comes from."""
     machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version(), "jax": version("jax")}
-    write_atomically(path, json.dumps({"command": command, **machine, **card}, indent=1) + "\n")
+    write_atomically(resolved(path), json.dumps({"command": command, **machine, **card}, indent=1) + "\n")

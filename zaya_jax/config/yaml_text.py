@@ -10,7 +10,7 @@ from zaya_jax.errors import InputError
 
 MAX_BYTES = 256 * 1024  # of a file; the parser reads about 100 kB/s
 _MAX_DEPTH = 50
-_MAX_VALUES = 20_000
+_MAX_VALUES = 20_000  # or a quarter of the characters, in a long text
 _BREAKS = "\x85\u2028\u2029"  # YAML 1.1 treats these as line breaks, so an unquoted scalar would lose them
 
 
@@ -64,6 +64,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = self._values = 0
+        self._most = max(_MAX_VALUES, len(stream) // 4)
         self._sizes: dict[int, int] = {}  # id of a finished node → number of values in it
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -77,8 +78,8 @@ class _Loader(yaml.SafeLoader):
         if is_alias and id(node) not in self._sizes:
             raise InputError(f"The alias on line {line} refers to a value that contains it.")
         self._values += self._sizes[id(node)] if is_alias else 1
-        if self._values > _MAX_VALUES:
-            raise InputError(f"By line {line} it has more than {_MAX_VALUES:,} values, with aliases expanded.")
+        if self._values > self._most:
+            raise InputError(f"By line {line} it has more than {self._most:,} values, with aliases expanded.")
         self._sizes[id(node)] = self._values - before
         return node
 

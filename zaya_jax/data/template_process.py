@@ -119,15 +119,19 @@ def main() -> None:
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY)
     for line in sys.stdin.buffer:
+        sys.stdout.write(_reply(line) + "\n")
+        sys.stdout.flush()
+
+
+def _reply(line: bytes) -> str:
+    """Answer a request as JSON; what it needs is free again afterwards."""
+    try:
         request = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + request["seconds"])
-        try:
-            answer = json.dumps(_answer(request))
-        except MemoryError as error:
-            answer = json.dumps({"render": _message(error)})
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
+        return json.dumps(_answer(request))
+    except (MemoryError, RecursionError) as error:
+        return json.dumps({"render": _message(error)})
 
 
 if __name__ == "__main__":

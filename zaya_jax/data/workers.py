@@ -141,7 +141,10 @@ def _after_end(worker: Worker, ends: Counter[tuple[int, int]], most: int) -> Job
                          "`if __name__ == '__main__':`. Rerun the command to resume.")  # fmt: skip
     if ends[job.number, number] == 1:  # others may be the cause, as when they took all memory
         return job._replace(fatal=job.fatal or {})
-    return job._replace(fatal={**(job.fatal or {}), number - 1: f"two processes that worked on it ended ({how})"})
+    how = f"two processes that worked on it ended ({how})"
+    if status < 0:  # as after a MemoryError, see `_work`, or when a library cannot allocate
+        how += "; it may need more memory than each has: use fewer workers, or split it"
+    return job._replace(fatal={**(job.fatal or {}), number - 1: how})
 
 
 _STOP = 2  # index in a worker's state

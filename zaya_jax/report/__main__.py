@@ -10,6 +10,7 @@ from zaya_jax.errors import InputError, printable
 from zaya_jax.run.command import prepare_streams, run_command
 from zaya_jax.run.files import expanded, write_atomically
 from zaya_jax.run.parser import Parser
+from zaya_jax.run.writing import resolved
 
 NAME = "report.html"  # of the page in a run folder
 _MOST = 8  # runs of a page, as there are colors
@@ -67,7 +68,7 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
     _check_output(path, MARK)
     page = render(subjects, config)
     try:
-        write_atomically(path, page)
+        write_atomically(resolved(path), page)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from error
     return f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB). Open it in a browser."

@@ -9,16 +9,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zaya_jax.config import Config, flatten_keys, from_dict, to_dict, to_yaml, with_current_keys
 from zaya_jax.config.checks import counted, shown
 from zaya_jax.config.data import CORPUS_KEYS
 from zaya_jax.config.stages import phase_steps
+from zaya_jax.config.yaml_text import MAX_BYTES, parse_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, write_atomically
+from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, read_start, write_atomically
 from zaya_jax.run.manifest import Unreadable
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
@@ -32,6 +31,7 @@ CHANGES = "changes.jsonl"
 STATUS = "status.json"
 PROFILE = "profile"
 _LOCK = ".lock"
+_MAX_CONFIG = 4 * MAX_BYTES  # a file and those that it extends, with all defaults and rows to skip
 # Mount options with which locks hold on one node only: nfs(5), mount.lustre(8), mount.cifs(8), and Linux's
 # documentation of afs, gfs2 and ocfs2.
 _LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock", "nobrl", "flock=local", "localflocks"}
@@ -59,13 +59,18 @@ def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[N
     return locked(folder / _LOCK, what, wait=False)
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares."""
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares.
+
+    None if this user may not test the lock.
+    """
     try:
         with open_regular(folder / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
-    except (BlockingIOError, PermissionError):  # or another user's, who may hold it
+    except BlockingIOError:
         return True
+    except PermissionError:
+        return None
     except OSError:  # no lock file, or a file system without locks
         pass
     return False
@@ -73,7 +78,7 @@ def is_locked(folder: Path) -> bool:
 
 def why_unlocked(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Return why the lock that this process holds does not keep others out, here or elsewhere; empty if it does."""
-    if not is_locked(folder):
+    if is_locked(folder) is False:
         return "file locks do not work"
     number, text = folder.stat().st_dev, mounts.read_text(errors="replace") if mounts.exists() else ""
     options = re.findall(rf"^\d+ \d+ {os.major(number)}:{os.minor(number)} .* (\S+)$", text, re.MULTILINE)
@@ -134,9 +139,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        tree = with_current_keys(yaml.safe_load(read_file(path).decode()))
+        text = read_start(path, _MAX_CONFIG + 1)
+        if len(text) > _MAX_CONFIG:
+            raise InputError(f"{path} is larger than the limit of {_MAX_CONFIG:,} bytes.")
+        tree = with_current_keys(parse_yaml(text.decode(), str(path)))
         _recorded(tree)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so the run in this folder cannot be identified.") from error
     with suppress(InputError):
         return to_dict(from_dict(tree))

@@ -64,9 +64,21 @@ def read_status(folder: Path) -> Status | None:
         status = Status(**read_json(folder / STATUS))
     except (InputError, TypeError):
         return None
-    if status.state == RUNNING and status.host == os.uname().nodename and not is_locked(folder):
-        return status._replace(state=KILLED)
+    if status.state == RUNNING and status.host == os.uname().nodename:
+        held = is_locked(folder)
+        if not (_exists(status.pid) if held is None else held):
+            return status._replace(state=KILLED)
     return status
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's process
+        return True
+    except (OSError, OverflowError, TypeError):
+        return False
+    return True
 
 
 def _write(folder: Path, state: str, exit_status: int | None = None, message: str = "") -> None:

@@ -12,6 +12,8 @@ this module accepts:
 - A private folder belongs to this user, and nobody else may write it.
 - What is deleted is a name in its folder: a file, a folder or the link itself, never what a link points to.
 
+A file server may map this user to another one: a file is this user's if new files of this user get the same owner.
+
 Every path is walked from its start with one descriptor a folder, so renaming a folder meanwhile changes nothing.
 """
 
@@ -88,7 +90,7 @@ def private_folder(path: Path) -> Iterator[Path]:
         folder = os.open(path.name, _ANY, dir_fd=parent)
     with _closing(folder):
         status = os.fstat(folder)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        if not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022 or not _is_mine(status.st_uid, folder):
             raise _refusal(path, status, "a folder of yours, and no link, that nobody else can write")
         yield Path(f"/proc/self/fd/{folder}")
 
@@ -132,28 +134,41 @@ def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
       OSError: the file cannot be opened.
     """
     with _opened(path.parent, path) as folder:
-        place = os.fstat(folder)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path.name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder))
-        file = os.open(path.name, _ANY, dir_fd=folder)  # which does not open a pipe or a device yet
-    with _closing(file):
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not _is_trusted(status, place):
-            raise _refusal(path, status, "a regular file of yours with one hard link")
-        return os.open(f"/proc/self/fd/{file}", flags | os.O_CLOEXEC)
+        try:
+            file, is_new = os.open(path.name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder), True
+        except FileExistsError:
+            file, is_new = os.open(path.name, _ANY, dir_fd=folder), False  # which does not open a pipe or a device yet
+        with _closing(file):
+            status = os.fstat(file)
+            is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink < 2
+            if not is_new and not (is_plain and _is_trusted(status, folder)):
+                raise _refusal(path, status, "a regular file of yours with one hard link")
+            return os.open(f"/proc/self/fd/{file}", flags | os.O_CLOEXEC)
 
 
 def require_trusted(path: Path) -> None:
     """Raise `PermissionError` unless what is at `path` belongs to this user, to root, or to the team of its folder."""
     with _opened(path.parent, path) as folder:
         status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-        if not _is_trusted(status, os.fstat(folder)):
+        if not _is_trusted(status, folder):
             raise _refusal(path, status, "yours")
 
 
-def _is_trusted(status: os.stat_result, place: os.stat_result) -> bool:
+def _is_trusted(status: os.stat_result, folder: int) -> bool:
+    place = os.fstat(folder)
     team = not place.st_mode & stat.S_IWOTH and (place.st_mode & stat.S_IWGRP or status.st_uid == place.st_uid)
-    return bool(team or status.st_uid in (0, os.geteuid()))
+    return bool(team) or status.st_uid == 0 or _is_mine(status.st_uid, folder)
+
+
+def _is_mine(owner: int, folder: int) -> bool:
+    """Return whether files of this user in a folder belong to `owner`, to whom a file server may map this user."""
+    if owner == os.geteuid():
+        return True
+    name = f"owner.{secrets.token_hex(8)}.partial"
+    with contextlib.suppress(OSError), _closing(os.open(name, os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)) as file:
+        os.unlink(name, dir_fd=folder)
+        return os.fstat(file).st_uid == owner
+    return False
 
 
 def rename(path: Path, target: Path) -> None:
@@ -163,11 +178,14 @@ def rename(path: Path, target: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Give a folder the permissions that the umask leaves."""
-    umask = int(re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[0], 8)
+    """Give a folder the permissions of a new one, unless the file system refuses that."""
     with _opened(path, path) as folder:
-        mode = stat.S_IMODE(os.fstat(folder).st_mode) & ~0o777  # the bit that hands on the group
-        os.chmod(f"/proc/self/fd/{folder}", mode | 0o777 & ~umask)
+        plain = secrets.token_hex(8)  # a new folder tells the umask and default ACLs; not every /proc tells the umask
+        os.mkdir(plain, dir_fd=folder)
+        mode = stat.S_IMODE(os.stat(plain, dir_fd=folder).st_mode)
+        os.rmdir(plain, dir_fd=folder)
+        with contextlib.suppress(OSError):
+            os.chmod(f"/proc/self/fd/{folder}", mode)
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
@@ -210,21 +228,21 @@ def _open(path: Path, create: bool, links: int = 0) -> int:
         try:
             return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
         except NotADirectoryError:
-            link, place = os.open(name, _ANY, dir_fd=here), os.fstat(here)
-    with _closing(link):
-        status = os.fstat(link)
-        if stat.S_ISLNK(status.st_mode) and links < _MOST_LINKS:
-            if status.st_uid in (0, os.geteuid()) or (status.st_uid == place.st_uid and not place.st_mode & 0o022):
-                return _open(path.parent / os.readlink("", dir_fd=link), False, links + 1)
-            raise _refusal(path, status, "a folder, or a link of yours")
+            with _closing(os.open(name, _ANY, dir_fd=here)) as link:
+                status, place = os.fstat(link), os.fstat(here)
+                if stat.S_ISLNK(status.st_mode) and links < _MOST_LINKS:
+                    is_private = status.st_uid == place.st_uid and not place.st_mode & 0o022
+                    if is_private or status.st_uid == 0 or _is_mine(status.st_uid, here):
+                        return _open(path.parent / os.readlink("", dir_fd=link), False, links + 1)
+                    raise _refusal(path, status, "a folder, or a link of yours") from None
     code = errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOTDIR
     raise OSError(code, os.strerror(code))
 
 
 @contextlib.contextmanager
-def _closing(descriptor: int) -> Iterator[None]:
+def _closing(descriptor: int) -> Iterator[int]:
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -43,19 +44,31 @@ def test_other_folders_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("state.json", "{", r"state\.json .* is not JSON"),
-        ("state.json", "[" * 100_000, r"state\.json .* is not JSON"),
-        ("state.json", "[]", r"state\.json .* must be a JSON object"),
+        ("state.json", "{", r"state\.json is not JSON"),
+        ("state.json", "[" * 100_000, r"state\.json is not JSON"),
+        ("state.json", "[]", r"state\.json is not a JSON object"),
         ("state.json", "{}", r"state\.json .* must be an object with a list '_data_files'"),
-        ("dataset_info.json", "[]", r"dataset_info\.json .* must be a JSON object"),
+        ("dataset_info.json", "[]", r"dataset_info\.json is not a JSON object"),
         ("state.json", '{"_data_files": ["a.arrow"]}', r"state\.json .* must list file names"),
         ("state.json", '{"_data_files": [{"filename": 3}]}', r"must list file names, but lists \[3\]"),
         ("dataset_dict.json", '{"splits": "train"}', r"dataset_dict\.json .* with a list 'splits'"),
-        ("dataset_dict.json", '{"splits": ["train"]}', r"train/state\.json .* cannot be read: No such file"),
+        ("dataset_dict.json", '{"splits": ["train"]}', r"train/state\.json cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_understood_is_named(tmp_path, name, content, message):
     write_saved(tmp_path, [[["a"]]])
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
+        saved_files(tmp_path)
+
+
+@pytest.mark.parametrize("split", ["pipe", "sparse"])
+def test_a_pipe_or_a_file_without_end_stops_nothing(tmp_path, split):
+    write_saved(tmp_path / "pipe", [[["a"]]])
+    write_saved(tmp_path / "sparse", [[["a"]]])
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": [split]}))
+    (tmp_path / "pipe" / "state.json").unlink()
+    os.mkfifo(tmp_path / "pipe" / "state.json")
+    os.truncate(tmp_path / "sparse" / "state.json", 2**40)
+    with pytest.raises(InputError, match=rf"{split}/state\.json .*(not a regular file|limit of)"):
         saved_files(tmp_path)

@@ -1,7 +1,12 @@
+import os
+import re
+
 import pytest
 
 from zaya_jax.data.readers.text import read_text
 from zaya_jax.data.readers.unit import BadDocument, Document, Unit
+from zaya_jax.data.readers.values import LONGEST
+from zaya_jax.data.workers import _MOST_MEMORY
 from zaya_jax.errors import InputError
 
 
@@ -37,3 +42,14 @@ def test_a_file_without_text_is_bad_and_the_next_is_read(tmp_path, data, reason)
 def test_a_file_that_is_gone_is_named(tmp_path):
     with pytest.raises(InputError, match=r"gone\.txt cannot be read: No such file"):
         list(read_text(unit(tmp_path / "gone.txt")))
+
+
+def test_the_parts_into_which_a_large_text_is_to_be_split_fit_in_the_memory_of_a_worker(tmp_path):
+    path = tmp_path / "large.txt"
+    path.touch()
+    os.truncate(path, LONGEST + 1)
+    (bad,) = read_text(unit(path))
+    assert isinstance(bad, BadDocument)
+    part = re.search(r"split -C (\d+)m", bad.detail)
+    assert part is not None
+    assert int(part[1]) * 2**20 * 190 < _MOST_MEMORY  # bytes per character, see docs/data.md

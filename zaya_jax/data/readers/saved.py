@@ -1,13 +1,12 @@
 """List the Arrow files of datasets written by `datasets.save_to_disk`, in order."""
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.data.readers.unit import reading
 from zaya_jax.errors import InputError
+from zaya_jax.run.files import read_object
 
 _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 
@@ -27,7 +26,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _split_files(folder: Path) -> list[Path]:
-    if _tree(folder / _STATE).get("_indices_data_files"):
+    if read_object(folder / _STATE).get("_indices_data_files"):
         raise InputError(f"The saved dataset {folder} selects its rows through _indices_data_files, as old versions of "
                          "datasets did, which is not read. Load it, call flatten_indices(), and save it again."
                          )  # fmt: skip
@@ -43,9 +42,9 @@ def _compare_rows(folder: Path, files: list[Path]) -> None:
 
     This is not an error, because `datasets` keeps the old number when rows are selected or filtered.
     """
-    split = _tree(folder / _STATE).get("_split")
+    split = read_object(folder / _STATE).get("_split")
     try:
-        expected = _tree(folder / _INFO)["splits"][split]["num_examples"]
+        expected = read_object(folder / _INFO)["splits"][split]["num_examples"]
     except (KeyError, TypeError):
         return
     if not isinstance(expected, int) or not all(file.is_file() for file in files):
@@ -59,21 +58,10 @@ def _compare_rows(folder: Path, files: list[Path]) -> None:
 
 
 def _json(path: Path, key: str) -> list[Any]:
-    tree = _tree(path)
+    tree = read_object(path)
     if not isinstance(tree.get(key), list):
         raise InputError(f"The file {path} of a saved dataset must be an object with a list {key!r}.")
     return tree[key]
-
-
-def _tree(path: Path) -> dict[str, Any]:
-    try:
-        with reading(f"The file {path} of a saved dataset"):
-            tree = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"The file {path} of a saved dataset is not JSON: {error}.") from error
-    if not isinstance(tree, dict):
-        raise InputError(f"The file {path} of a saved dataset must be a JSON object.")
-    return tree
 
 
 def _names(path: Path, names: list[Any]) -> list[str]:

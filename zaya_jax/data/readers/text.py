@@ -31,7 +31,7 @@ def read_text(unit: Unit) -> Iterator[Entry]:
         with reading(f"The file {file}"):
             if (size := Path(file).stat().st_size) > LONGEST:
                 yield BadDocument(file, 1, "too large", f"it has {size:,} bytes, but one text has at most {LONGEST:,}; "
-                                  "split it, and remove it, as with: split -C 100m --additional-suffix="
+                                  "split it, and remove it, as with: split -C 50m --additional-suffix="
                                   f"{shlex.join([Path(file).suffix, file, f'{file}-'])}")  # fmt: skip
                 continue
             data = Path(file).read_bytes()

@@ -34,9 +34,10 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.report.page import render
     from zaya_jax.machine.report.results import read_results
     from zaya_jax.run.files import write_atomically
+    from zaya_jax.run.writing import resolved
 
     results, ignored = read_results(folder)
-    write_atomically(page, render(results, ignored))
+    write_atomically(resolved(page), render(results, ignored))
     if ignored:
         print(f"Ignored, since the report has no section for them: {', '.join(ignored)}.")
     print(printable(f"The report is in {page}. Results: {', '.join(result.file for result in results)}."))
