@@ -45,9 +45,7 @@ def _hang_device() -> None:
 def _exhaust_device() -> None:
     """Allocate more memory on the first device than it has."""
     jax = importlib.import_module("jax")
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        raise RuntimeError("The device has no memory of its own, or does not tell how much.")
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 2**50)  # a CPU does not tell
     jax.block_until_ready(jax.numpy.ones(limit + 2**30, "uint8"))
 
 

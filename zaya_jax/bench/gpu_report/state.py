@@ -1,11 +1,11 @@
 """Save and restore the whole state of a training run on one device: how long training waits, and what memory it takes.
 
-A process that trains the layers of ZAYA1-8B saves and is killed; another one resumes. Then one process saves a smaller
-state with this project, with Orbax and with a plain gather, in turn.
+A process that trains the layers of ZAYA1-8B saves and is killed; another one resumes on the same machine, whose page
+cache still has the checkpoint. Then one process saves a smaller state with this project, with Orbax and with a plain
+gather, in turn, and restores it from the disk.
 """
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import os
@@ -13,10 +13,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +24,8 @@ import jax.numpy as jnp
 from zaya_jax.bench.checkpoint import describe_disk
 from zaya_jax.bench.corpora import write_drawn
 from zaya_jax.bench.gpu_report.observed_training import SAVED
+from zaya_jax.bench.gpu_report.temporary import temporary_folder
+from zaya_jax.bench.gpu_report.tiny import CONTEXT, TINY, text_folder
 from zaya_jax.bench.saving import make_methods, peak_memory, restart_peak, timed_save
 from zaya_jax.config import Config, DataConfig, from_dict, load_config, to_dict, to_yaml
 from zaya_jax.data.corpus import find_corpus
@@ -49,8 +49,8 @@ METHODS = ("verified", "Orbax", "Orbax, asynchronous", "gather and pickle")  # o
 _TITLES = {"verified": "zaya_jax", "gather and pickle": "gather"}
 _SIZE, _SMALL_SIZE, _WARM_UP = 8 * 10**9, 64 * 2**20, 2**24  # bytes of the state that all methods save
 _TURNS = 3  # at most, of each method
-_STARTS = 75.0  # seconds of a GPU's training part besides saving and restoring: three starts, one of which compiles
-_COMPARING = 30.0  # seconds to keep for the comparison of methods
+_STARTS, _COMPARING = 60.0, 25.0  # seconds on a GPU for three starts, one of which compiles, and to compare methods
+_WARM = 1.5  # time to save and to restore from the page cache, over the time to write
 _SPARE = 1.1  # free disk space over the bytes of a state
 _HOST_COPIES = 1.5  # host memory for a save, over the bytes of a state
 _ROUNDING = 1.001  # peaks differ by what the allocator rounds up
@@ -81,7 +81,7 @@ def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
 
     Args:
       small: whether to take a tiny model and state, for a CPU.
-      seconds: that this may take on a GPU; what cannot be saved in this time is reduced in size.
+      seconds: that this may take on a GPU, about; the states are reduced to what can be saved in this time.
 
     Returns:
       For JSON: results of the `training`, of the `methods` and of the `disk`, `figures` (value and unit by name), and
@@ -90,7 +90,7 @@ def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
     deadline = time.monotonic() + seconds
     result: dict[str, Any] = {"figures": {}, "notes": []}
     problems: list[str] = []
-    with _temporary_folder() as folder, restored_environment():
+    with temporary_folder("state") as folder, restored_environment():
         apply_preset(select_preset(None))  # like zaya_jax.main
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_CUDA_VISIBLE_DEVICES": "0",
                        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_ROCM_VISIBLE_DEVICES": "0"}  # fmt: skip
@@ -101,22 +101,11 @@ def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
             except (InputError, RuntimeError) as error:
                 problems.append(f"{name.capitalize()}: {error}")
                 continue
-            for key in ("figures", "notes"):
-                result[key] = result[key] | part.pop(key) if key == "figures" else result[key] + part.pop(key)
+            result["figures"] |= part.pop("figures")
+            result["notes"] += part.pop("notes")
             problems += part.pop("problems")
             result[name] = part
     return result | ({"failed": " ".join(problems)} if problems else {})
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """Make a temporary folder that is removed even if this process and all its children are killed."""
-    with tempfile.TemporaryDirectory(prefix="zaya-state-", ignore_cleanup_errors=True) as folder:
-        # Not a child of this process, so that who kills it and its children does not kill the remover.
-        script = 'exec 3<&0; (cat <&3; sleep 2; rm -rf -- "$1") >/dev/null 2>&1 &'
-        remover = subprocess.Popen(["sh", "-c", script, "sh", folder], stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603, S607
-        remover.wait()
-        yield Path(folder)
 
 
 # --- a run that is killed and resumed --------------------------------------------------------------------------
@@ -124,9 +113,8 @@ def _temporary_folder() -> Iterator[Path]:
 
 def _measure_training(folder: Path, small: bool, speed: float, deadline: float) -> dict[str, Any]:
     config, started = _make_config(folder, small), time.monotonic()
-    spent = 0.0 if small else _STARTS + _COMPARING
-    seconds = max(deadline - started - spent, 1.0)
-    room = Room(shutil.disk_usage(folder).free / _SPARE, free_memory() / _HOST_COPIES, speed * seconds / 2)
+    seconds = max(deadline - started - _STARTS - _COMPARING, 1.0)
+    room = Room(shutil.disk_usage(folder).free / _SPARE, free_memory() / _HOST_COPIES, speed * seconds / _WARM)
     with run_in_subprocess(functools.partial, fit, config, room) as ask:
         fitted = ask()
     path = folder / "run.yaml"
@@ -137,19 +125,13 @@ def _measure_training(folder: Path, small: bool, speed: float, deadline: float) 
 
 def _make_config(folder: Path, small: bool) -> Config:
     """Write random documents, and make a run that trains on them with few tokens a step, and saves each step."""
-    texts = DataConfig(corpus=str(Path(sysconfig.get_path("stdlib"), "asyncio")), heldout_fraction=0.2)
-    tokenizer, drawn = folder / "tokenizer.json", folder / "drawn"
-    train_tokenizer(list(find_corpus(texts).texts("train"))[:4], 300).save(tokenizer)
-    write_drawn(drawn, tokenizer, 200_000, 1)
-    context = 64 if small else 1024
+    texts = find_corpus(DataConfig(corpus=text_folder(), heldout_fraction=0.2)).texts("train")
+    tokenizer, drawn, context = folder / "tokenizer.json", folder / "drawn", CONTEXT if small else 1024
+    train_tokenizer(texts, 300).save(tokenizer)
+    write_drawn(drawn, tokenizer, 100 * 4 * context, 1)
     batch, changes = {"tokens": 4 * context, "micro_batch": 2}, {}
     if small:
-        changes["model"] = {
-            "vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_query_heads": 2, "num_kv_heads": 1,
-            "head_dim": 32, "num_experts": 4, "expert_size": 64, "router_size": 16, "max_positions": 64,
-            "rope_base": 1.0e4,
-        }  # fmt: skip
-        changes["train"] = {"batch": batch, "compute_dtype": "float32"}
+        changes = {**TINY, "train": {"batch": batch, "compute_dtype": "float32"}}
     base = to_dict(load_config(EIGHT_B))
     phase = {"name": "step", "tokens": 100 * batch["tokens"], "context": context, "batch": batch,
              "schedule": {"shape": "constant"}, "rope_base": 1.0e4, "remat": "dots"}  # fmt: skip
@@ -185,9 +167,9 @@ def fit(config: Config, room: Room) -> dict[str, Any]:
     fitting, _, _, _, seconds = compile_fitting(stored, 1, find_hardware(device.device_kind), available_memory())
     layers, wanted = fitting.model.num_layers, config.model.num_layers
     limit = room.bound if layers == stored.model.num_layers else "device memory"
+    reduced = f"The run had {layers} of {wanted} layers: {limit} does not suffice for more."
     return {"config": to_yaml(fitting), "layers": layers, "state_bytes": size(fitting), "compile_seconds": seconds,
-            "reduced": None if layers == wanted else f"{layers} of {wanted} layers, as {limit} does not suffice for more."
-            }  # fmt: skip
+            "reduced": reduced if layers < wanted else None}  # fmt: skip
 
 
 def _train(folder: Path, config: Path, name: str) -> dict[str, Any]:
@@ -223,6 +205,8 @@ def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitte
     figures: dict[str, Any] = {name: [_short(value), "s"] for name, value in seconds.items()}
     figures |= {name: [_short(value / _GB), "GB"] for name, value in peaks.items() if value is not None}
     figures["state"] = [_short(fitted["state_bytes"] / _GB), "GB"]
+    same = [first[key] for key in ("loss", "grad_norm")] == [second[key] for key in ("loss", "grad_norm")]
+    figures["resumed step bitwise the same"] = [int(same), ""]
     problems, notes = [], [fitted["reduced"]] if fitted["reduced"] else []
     if "committed" not in first:
         del figures["until durable"]
@@ -235,8 +219,7 @@ def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitte
     elif resuming > _ROUNDING * most:
         problems.append(f"Resuming takes {gigabytes(resuming)} of device memory, more than the {gigabytes(most)} of "
                         "training.")  # fmt: skip
-    same = [first[key] for key in ("loss", "grad_norm")] == [second[key] for key in ("loss", "grad_norm")]
-    return {**fitted, "bytes": peaks, "same_step": same, "figures": figures, "notes": notes, "problems": problems}
+    return {**fitted, "bytes": peaks, "figures": figures, "notes": notes, "problems": problems}
 
 
 # --- methods on the same device --------------------------------------------------------------------------------
@@ -245,12 +228,13 @@ def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitte
 def _measure_methods(folder: Path, small: bool, speed: float, deadline: float) -> dict[str, Any]:
     wanted = _SMALL_SIZE if small else _SIZE
     shutil.rmtree(folder / "run", ignore_errors=True)
-    seconds = max(deadline - time.monotonic() - (0.0 if small else 20.0), 1.0)  # 20 s to start and to warm up
+    seconds = max(deadline - time.monotonic() - _COMPARING, 1.0)
     room = Room(shutil.disk_usage(folder).free / (len(METHODS) + 1) / _SPARE, free_memory() / 4,
                 speed * seconds / 2 / len(METHODS))  # fmt: skip
     size = int(min(wanted, room.size))
     if size < min(wanted, _SMALL_SIZE):
-        raise InputError(f"{room.bound.capitalize()} allows {gigabytes(size)}, too little to compare methods.")
+        note = f"The methods were not compared: {room.bound} allows only {gigabytes(size)}."
+        return {"figures": {}, "notes": [note], "problems": []}
     with run_in_subprocess(functools.partial, compare_methods, folder, size, deadline) as ask:
         rows = ask()
     names = {"stall": "stall", "commit": "until durable", "restore": "restore", "memory": "host memory of a save"}

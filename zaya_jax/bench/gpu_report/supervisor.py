@@ -10,14 +10,14 @@ import os
 import statistics
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zaya_jax.bench.gpu_report.temporary import temporary_folder
+from zaya_jax.bench.gpu_report.tiny import CONTEXT, TINY, text_folder
 from zaya_jax.config import from_dict, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
@@ -31,7 +31,7 @@ from zaya_jax.run.supervision import EVENTS, VERDICT, node_folders, read_events
 _STEPS, _EVERY = 24, 4  # steps of the run, and between two checkpoints
 _FAULTS = ("sigkill@0:5:dispatch", "device-hang@0:10:device_wait", "host-memory@0:15:data")
 _STOPPED = 93  # exit code of the supervisor when the device's memory does not suffice (docs/aegis.md)
-_HANG_SECONDS = 5.0  # timeout of the phases of a step
+_HANG_SECONDS = {True: 5.0, False: 10.0}  # timeout of the phases of a step, by `small`
 _PROBE_SECONDS = 30.0  # that a reading of the GPUs may take
 _FREED = 100e6  # bytes by which used memory may differ between two times at which nothing runs
 _WARM_UP = 2  # steps that are not timed after a start
@@ -47,8 +47,8 @@ class Reading(NamedTuple):
 
     def total(self, field: str) -> int | None:
         """Return the sum of a field over the GPUs; None if one does not report it."""
-        values = [gpu.get(field) for gpu in self.gpus]
-        return None if None in values else sum(values)
+        values = [value for gpu in self.gpus if isinstance(value := gpu.get(field), int)]
+        return sum(values) if len(values) == len(self.gpus) else None
 
 
 class GpuReadings:
@@ -70,8 +70,8 @@ class GpuReadings:
         begun = time.monotonic()
         try:
             done = subprocess.run([sys.executable, "-m", "zaya_jax.aegis.gpu_probe"], stdin=subprocess.DEVNULL,
-                                  capture_output=True, timeout=_PROBE_SECONDS, check=False)  # noqa: S603  # fmt: skip
-            document = json.loads(done.stdout)
+                                  capture_output=True, timeout=_PROBE_SECONDS, check=False)  # fmt: skip
+            document: dict[str, Any] = json.loads(done.stdout)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             document = {"problem": f"the probe failed ({type(error).__name__})."}
         if problem := document.get("problem", ""):
@@ -107,8 +107,7 @@ def measure_supervisor(small: bool) -> dict[str, Any]:
       `counters` of the GPUs beside a step, `figures` (value and unit by name), and `notes`, sentences on what could not
       be measured. `failed`: a sentence, if something is wrong.
     """
-    with tempfile.TemporaryDirectory(prefix="zaya-supervisor-") as name, restored_environment():
-        folder = Path(name)
+    with temporary_folder("supervisor") as folder, restored_environment():
         apply_preset(select_preset(None))  # like zaya_jax.main
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_CUDA_VISIBLE_DEVICES": "0",
                        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_ROCM_VISIBLE_DEVICES": "0"}  # fmt: skip
@@ -118,7 +117,7 @@ def measure_supervisor(small: bool) -> dict[str, Any]:
         readings.read()
         try:
             with readings.beside():
-                card = _drill(folder, config)
+                card = _drill(folder, config, _HANG_SECONDS[small])
             alone = None if small else _run_out_of_device_memory(folder, config)
         except InputError as error:
             return {"figures": {}, "notes": [], "failed": str(error)}
@@ -131,28 +130,29 @@ def measure_supervisor(small: bool) -> dict[str, Any]:
 
 def _make_config(folder: Path, small: bool) -> str:
     """Return the YAML of a small run: tiny on a CPU, with the kernels' sizes and bf16 on a GPU."""
-    context = 64 if small else 512
-    sizes = (320, 64, 2, 2, 1, 32, 4, 64, 16) if small else (2048, 512, 8, 8, 2, 64, 16, 512, 128)
-    names = ("vocab_size", "hidden_size", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "num_experts",
-             "expert_size", "router_size")  # fmt: skip
+    context = CONTEXT if small else 512
+    model = {
+        "vocab_size": 2048, "hidden_size": 512, "num_layers": 8, "num_query_heads": 8, "num_kv_heads": 2,
+        "head_dim": 64, "num_experts": 16, "expert_size": 512, "router_size": 128, "max_positions": context,
+        "rope_base": 1.0e4,
+    }  # fmt: skip
     batch = 8 * context
     return to_yaml(from_dict({
-        "model": {**dict(zip(names, sizes, strict=True)), "max_positions": context, "rope_base": 1.0e4},
+        **(TINY if small else {"model": model}),
         "phases": [{"tokens": _STEPS * batch, "schedule": {"shape": "constant", "warmup_tokens": 2 * batch}}],
-        # One package of the standard library: its tokenizer takes a second.
-        "data": {"corpus": str(Path(sysconfig.get_path("stdlib"), "asyncio")), "heldout_fraction": 0.2,
-                 "context": context, "cache_dir": str(folder / "data")},
+        "data": {"corpus": text_folder(), "heldout_fraction": 0.2, "context": context,
+                 "cache_dir": str(folder / "data")},
         "train": {"batch": {"tokens": batch}, "compute_dtype": "float32" if small else "bfloat16", "remat": "dots"},
         "evaluation": {"every": _STEPS, "batches": 1, "batch_size": 8}, "checkpoint": {"every": _EVERY},
         "sample": {"tokens": 0},
     }))  # fmt: skip
 
 
-def _drill(folder: Path, config: Path) -> dict[str, Any]:
+def _drill(folder: Path, config: Path, hang: float) -> dict[str, Any]:
     """Run the drill, and return its score-card."""
     output = folder / "card.json"
     faults = [text for fault in _FAULTS for text in ("--fault", fault)]
-    done = _aegis("drill", "--folder", str(folder / "drill"), "--processes", "1", "--hang-seconds", f"{_HANG_SECONDS:g}",
+    done = _aegis("drill", "--folder", str(folder / "drill"), "--processes", "1", "--hang-seconds", f"{hang:g}",
                   "--output", str(output), *faults, "--", "--config", str(config))  # fmt: skip
     if not output.exists():
         lines = [path.read_text(encoding="utf-8", errors="replace") for path in (folder / "drill").glob("*.log")]
@@ -266,11 +266,11 @@ def _memory_problems(
         figures["memory left at a restart"] = [round(max(left.values()) / _GB, 3), "GB"]
     problems += [f"At {place}, {value / _GB:.3g} GB of the GPU's memory were not free again."
                  for place, value in left.items() if value > _FREED]  # fmt: skip
-    processes = [each.total("processes") for each in (first, last)]
-    if None in processes:
+    count, earlier = last.total("processes"), first.total("processes")
+    if count is None or earlier is None:
         notes.append("The GPU does not report its processes.")
     else:
-        figures["processes left on the GPU"] = [processes[1] - processes[0], ""]
-        if processes[1] > processes[0]:
-            problems.append(f"{processes[1] - processes[0]} processes are left on the GPU.")
+        figures["processes left on the GPU"] = [count - earlier, ""]
+        if count > earlier:
+            problems.append(f"Processes are left on the GPU: {count - earlier}.")
     return problems
