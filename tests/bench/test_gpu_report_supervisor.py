@@ -20,7 +20,9 @@ from zaya_jax.errors import ExitCode
 CARD = {"faults": 1, "made": 1, "missed": [], "false_alarms": 0, "identical": True,
         "times": [{"fault": "sigkill@0:5:dispatch", "since_fault": 0.03, "recover": 5.5}]}  # fmt: skip
 STOPPED = {"status": 93, "class": "device_memory", "seconds": 0.2}
-EVENTS = [{"kind": "start", "monotonic": 10.0}, {"kind": "end", "monotonic": 19.0}, {"kind": "start", "monotonic": 20.0}]
+EVENTS = [{"kind": "start", "monotonic": 10.0}, {"kind": "end", "monotonic": 19.0},
+          {"kind": "detect", "monotonic": 19.5, "fault": "gpu", "code": "gpu-pcie-replay", "text": "Repeated: 2."},
+          {"kind": "start", "monotonic": 20.0}]  # fmt: skip
 STEPS = {"undisturbed": [0.1, 0.1, 0.3], "disturbed": [0.1, 0.12, 0.2]}
 
 
@@ -43,6 +45,7 @@ def test_faults_and_readings_become_figures():
         "step beside readings of the GPU": [1.2, "×"], "memory left at a restart": [0.0, "GB"],
         "processes left on the GPU": [0, ""],
     }  # fmt: skip
+    assert result["gpu_events"] == ["gpu-pcie-replay: Repeated: 2."]
     assert result["counters"] == [{"memory_used": 5 * 10**10, "processes": 1, "temperature": 50}]
 
 

@@ -104,7 +104,7 @@ def measure_supervisor(small: bool) -> dict[str, Any]:
 
     Returns:
       For JSON: the score-card of the `drill`, the end of the run without device memory (`device_memory`), the
-      `counters` of the GPUs beside a step, `figures` (value and unit by name), and `notes`, sentences on what could not
+      `counters` of the GPUs beside a step, the supervisor's `gpu_events`, `figures` (value and unit by name), and `notes`, sentences on what could not
       be measured. `failed`: a sentence, if something is wrong.
     """
     with temporary_folder("supervisor") as folder, restored_environment():
@@ -223,7 +223,9 @@ def describe(
         if (alone["status"], alone["class"]) != (_STOPPED, "device_memory"):
             problems.append(f"Without device memory the supervisor ended with {alone['status']} and class "
                             f"{alone['class']}, but should end with {_STOPPED} and device_memory.")  # fmt: skip
-    result = {"drill": card, "device_memory": alone, "figures": figures, "notes": notes, "counters": []}
+    said = [f"{event['code']}: {event['text']}" for event in events if event.get("fault") == "gpu"]
+    result = {"drill": card, "device_memory": alone, "figures": figures, "notes": notes, "counters": [],
+              "gpu_events": said}  # fmt: skip
     if readings:
         medians = [statistics.median(steps[run]) for run in ("disturbed", "undisturbed")]
         figures["step beside readings of the GPU"] = [round(medians[0] / medians[1], 3), "×"]
