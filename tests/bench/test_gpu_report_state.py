@@ -127,7 +127,7 @@ def test_a_restored_array_is_compared(tmp_path):
     row: dict = {"restore": [], "restore_memory": []}
     part._time_restore(method, tmp_path, state, row)
     assert len(row["restore"]) == 1
-    with pytest.raises(RuntimeError, match="a was restored from .* with wrong values"):
+    with pytest.raises(RuntimeError, match=r"a was restored from .* with wrong values"):
         part._time_restore(method, tmp_path, {"a": np.zeros(4, np.float32)}, row)
 
 

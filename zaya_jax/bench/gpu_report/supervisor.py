@@ -104,8 +104,8 @@ def measure_supervisor(small: bool) -> dict[str, Any]:
 
     Returns:
       For JSON: the score-card of the `drill`, the end of the run without device memory (`device_memory`), the
-      `counters` of the GPUs beside a step, the supervisor's `gpu_events`, `figures` (value and unit by name), and `notes`, sentences on what could not
-      be measured. `failed`: a sentence, if something is wrong.
+      `counters` of the GPUs beside a step, what the supervisor said of them (`gpu_events`), `figures` (value and unit
+      by name), and `notes`, sentences on what could not be measured. `failed`: a sentence, if something is wrong.
     """
     with temporary_folder("supervisor") as folder, restored_environment():
         apply_preset(select_preset(None))  # like zaya_jax.main
@@ -132,7 +132,7 @@ def _make_config(folder: Path, small: bool) -> str:
     """Return the YAML of a small run: tiny on a CPU, with the kernels' sizes and bf16 on a GPU."""
     context = CONTEXT if small else 512
     model = {
-        "vocab_size": 2048, "hidden_size": 512, "num_layers": 8, "num_query_heads": 8, "num_kv_heads": 2,
+        "vocab_size": 2048, "hidden_size": 512, "num_layers": 4, "num_query_heads": 8, "num_kv_heads": 2,
         "head_dim": 64, "num_experts": 16, "expert_size": 512, "router_size": 128, "max_positions": context,
         "rope_base": 1.0e4,
     }  # fmt: skip
