@@ -131,6 +131,24 @@ def test_a_restored_array_is_compared(tmp_path):
         part._time_restore(method, tmp_path, {"a": np.zeros(4, np.float32)}, row)
 
 
+def test_each_method_saves_arrays_that_no_other_one_has_fetched(tmp_path, monkeypatch):
+    """jax keeps the host's copy of an array, so a second save of the same array would not wait for the device."""
+    saved: list[jax.Array] = []
+
+    def make(folder: Path, state: dict) -> dict[str, Method]:
+        folder.mkdir()
+        method = Method(lambda _: saved.append(state["large.0"]), lambda: None, lambda: dict(state))
+        return dict.fromkeys(part.METHODS, method)
+
+    monkeypatch.setattr(part, "make_methods", make)
+    monkeypatch.setattr(part, "_WARM_UP", 2**18)
+    rows = part.compare_methods(tmp_path, 2**20, time.monotonic() + 60)
+    assert len(saved) == len({id(array) for array in saved}) == 4 * (1 + 3)
+    assert all(len(values) == 3 for row in rows.values() for values in row.values())
+    assert list(tmp_path.iterdir()) == []
+    assert len(part.compare_methods(tmp_path, 2**20, time.monotonic())["Orbax"]["stall"]) == 1
+
+
 KILLED = """
 import sys, time
 from zaya_jax.bench.gpu_report.temporary import temporary_folder

@@ -275,6 +275,7 @@ def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[
         for turn in range(turns):
             start = time.monotonic()
             for each in METHODS:
+                state.update(jax.block_until_ready(_copied(state)))  # as jax keeps the host's copy of an array
                 for key, value in timed_save(methods[each], turn).items():
                     rows[each][key].append(value)
             for each in METHODS:
@@ -297,6 +298,7 @@ def _time_restore(method: Method, folder: Path, state: dict[str, jax.Array], row
             raise RuntimeError(f"{name} was restored from {folder} with wrong values.")
 
 
+_copied: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 _equal: Callable[[jax.Array, jax.Array], jax.Array] = jax.jit(jnp.array_equal)
 
 
