@@ -51,6 +51,7 @@ def amdsmi_get_gpu_total_ecc_count(gpu):
 def amdsmi_get_pcie_info(gpu): return {"pcie_metric": {"pcie_replay_count": gpu.get("replays", "N/A")}}
 def amdsmi_get_temp_metric(gpu, sensor, metric): return 55
 def amdsmi_get_gpu_memory_usage(gpu, kind): return 10 ** 9
+def amdsmi_get_gpu_process_list(gpu): return [{"pid": 7}]
 """
 )
 NVIDIA = SCENARIO + '''
@@ -68,6 +69,7 @@ def nvmlDeviceGetHandleByIndex(index):
     return gpus[index]
 def nvmlDeviceGetUUID(gpu): return gpu["name"]
 def nvmlDeviceGetMemoryInfo(gpu): return SimpleNamespace(used=2 * 10 ** 9)
+def nvmlDeviceGetComputeRunningProcesses(gpu): return [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
 def nvmlDeviceGetTotalEccErrors(gpu, kind, counter): return gpu.get(("correctable", "uncorrectable")[kind], 0)
 def nvmlDeviceGetPcieReplayCounter(gpu): raise NVMLError(3)
 def nvmlDeviceGetTemperature(gpu, sensor): return 44
@@ -131,6 +133,7 @@ def test_a_healthy_amd_gpu_is_read_and_silent(machine):
     [reading] = amd.probe.gpus
     assert (reading.name, reading.correctable, reading.pcie_replays) == ("0000:0c:00.0", 4, 2)
     assert (reading.temperature, reading.memory_used, reading.recovery_action) == (55, 10**9, None)
+    assert reading.processes == 1
     assert not reading.lost
 
 
@@ -140,6 +143,7 @@ def test_a_healthy_nvidia_gpu_is_read_and_silent(machine):
     reading = nvidia.probe.gpus[1]
     assert (reading.index, reading.name, reading.correctable, reading.recovery_action) == (1, "GPU-2", 7, 0)
     assert (reading.temperature, reading.memory_used, reading.pcie_replays) == (44, 2 * 10**9, None)
+    assert reading.processes == 2
 
 
 def test_where_both_libraries_are_installed_the_one_with_gpus_is_used(machine, tmp_path):

@@ -117,7 +117,7 @@ def test_a_recording_is_compared_with_the_last_one_of_other_code(report, capsys)
 @pytest.mark.parametrize(("flags", "message"), [
     (["--only", "god"], "--only is 'god', but must be one of machine, bad, good."),
     (["--minutes", "0"], "--minutes is 0"),
-    (["--folder", "/dev/null/gpu"], "--folder (/dev/null/gpu) cannot be written"),
+    (["--folder", f"{__file__}/gpu"], "test_gpu_report.py/gpu) cannot be written"),
 ])  # fmt: skip
 def test_a_mistake_is_told_before_anything_runs(report, capsys, flags, message):
     assert report(*flags) == 2

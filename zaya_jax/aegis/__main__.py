@@ -17,6 +17,7 @@ from zaya_jax.aegis.command import read_command
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import serve
+from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.report import describe_run, format_report, format_status
 from zaya_jax.aegis.supervisor import Supervisor
@@ -106,7 +107,9 @@ def _drill(options: argparse.Namespace) -> int:
     if options.processes < 1 or options.faults < 1:
         raise InputError("--processes and --faults must be at least 1.")
     rng = random.Random(options.seed)
-    faults = draw_faults(options.faults, options.processes, total_steps(config), config.checkpoint.every, rng)
+    faults = [parse_fault(text) for text in options.fault] or draw_faults(
+        options.faults, options.processes, total_steps(config), config.checkpoint.every, rng
+    )
     drill = Drill(Path(options.folder), options.trainer, options.processes, faults, options.hang_seconds)
     card = drill.run(lambda sentence: print(sentence, flush=True))
     print(format_card(card))
@@ -138,7 +141,9 @@ def _parser() -> Parser:
     drill.set_defaults(action=_drill)
     drill.add_argument("--folder", required=True, metavar="DIR", help="new folder for the drill")
     drill.add_argument("--processes", type=int, default=2, metavar="N", help="processes of the run (default: 2)")
-    drill.add_argument("--faults", type=int, default=10, metavar="N", help="number of faults (default: 10)")
+    drill.add_argument("--faults", type=int, default=10, metavar="N", help="number of random faults (default: 10)")
+    drill.add_argument("--fault", action="append", default=[], metavar="FAULT@PROCESS:STEP:PHASE", help="make this "
+                       "fault in place of random ones; repeat it for more")  # fmt: skip
     drill.add_argument("--hang-seconds", type=float, default=10.0, metavar="SECONDS", help="timeout of the phases of a "
                        "step (default: 10)")  # fmt: skip
     drill.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")

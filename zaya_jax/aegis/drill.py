@@ -41,6 +41,8 @@ from zaya_jax.run.writing import open_file, resolved
 
 CRASHES = ("sigkill", "sigsegv", "sigabrt", "exit1", "exit137", "exception")
 HANGS = ("wait", "global-lock", "sigstop")
+# Faults that are not drawn, since they take a device or need more memory: their classes.
+_OTHERS = {"device-hang": FaultClass.HANG, "host-memory": FaultClass.HOST_MEMORY}
 _STARTING = (Phase.OPEN, Phase.RESTORE, Phase.COMPILE)
 _STEP = (Phase.DATA, Phase.DISPATCH, Phase.DEVICE_WAIT)  # with a short timeout in drills; the others may compile
 _TRAINING = (*_STEP, Phase.EVALUATE, Phase.SAVE)
@@ -181,7 +183,8 @@ def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]], ha
     recover = None if detect is None else next(
         (event for event in events if event["kind"] == "recover" and event["monotonic"] > detect["monotonic"]), None
     )  # fmt: skip
-    made, expected = injected["made_at"], str(FaultClass.HANG if fault.name in HANGS else FaultClass.CRASH)
+    drawn = FaultClass.HANG if fault.name in HANGS else FaultClass.CRASH
+    made, expected = injected["made_at"], str(_OTHERS.get(fault.name, drawn))
     expires = made
     if detect is not None and expected == FaultClass.HANG:
         seconds = detect.get("seconds", {})

@@ -7,8 +7,10 @@ the list. The trainer itself contains no code for this.
 
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -33,6 +35,28 @@ def _fail() -> None:
     raise RuntimeError("This failure was made on purpose.")
 
 
+def _hang_device() -> None:
+    """Let the first device compute for ever, and wait for it."""
+    jax = importlib.import_module("jax")  # the process is a trainer; this room imports no jax
+    compute = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.numpy.sin, x))
+    jax.block_until_ready(compute(0.5))
+
+
+def _exhaust_device() -> None:
+    """Allocate more memory on the first device than it has."""
+    jax = importlib.import_module("jax")
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 2**50)  # a CPU does not tell
+    jax.block_until_ready(jax.numpy.ones(limit + 2**30, "uint8"))
+
+
+def _exhaust_host() -> None:
+    """Allocate more host memory than this process may, from now on."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    limit = pages * resource.getpagesize() + 2**30  # the rest is left to the threads of this process
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    bytearray(2**31)
+
+
 def _signal(number: int) -> Callable[[], None]:
     def send() -> None:
         os.kill(os.getpid(), number)
@@ -52,6 +76,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "exception": _fail,
     "wait": lambda: time.sleep(3600),
     "global-lock": _hold_global_lock,
+    "device-hang": _hang_device,
+    "device-memory": _exhaust_device,
+    "host-memory": _exhaust_host,
 }
 
 

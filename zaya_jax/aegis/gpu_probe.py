@@ -26,6 +26,7 @@ _COUNTERS = {  # field of `Gpu` → what is observed when it rises
     "deferred": ("gpu-deferred-ecc", Severity.WARNING, "Deferred memory errors"),
     "pcie_replays": ("gpu-pcie-replay", Severity.WARNING, "Repeated PCI Express transfers"),
 }
+_STATES = ("temperature", "memory_used", "processes", "recovery_action")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Gpu:
     pcie_replays: int | None = None  # repeated transfers on the PCI Express link
     temperature: int | None = None  # in °C
     memory_used: int | None = None  # in bytes
+    processes: int | None = None  # number of processes that compute on it
     recovery_action: int | None = None  # what NVIDIA's driver demands, such as 1 for a reset; 0 is nothing
     lost: bool = False  # whether the driver lost the GPU
 
@@ -209,7 +211,7 @@ def _observe(code: str, severity: Severity, text: str, gpu: int) -> Observation:
 
 def _checked(values: Any) -> Gpu:
     """Return the reading of a GPU in the probe's output; values of another type than expected become None."""
-    numbers = {name: _count(values.get(name)) for name in (*_COUNTERS, "temperature", "memory_used", "recovery_action")}
+    numbers = {name: _count(values.get(name)) for name in (*_COUNTERS, *_STATES)}
     return Gpu(_count(values["index"]) or 0, str(values["name"])[:100], lost=values.get("lost") is True, **numbers)
 
 
@@ -241,6 +243,7 @@ def _amd_gpu(amdsmi: Any, index: int, handle: Any) -> Gpu:
         temperature=_count(_try(lambda: amdsmi.amdsmi_get_temp_metric(
             handle, amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT))),
         memory_used=_count(_try(lambda: amdsmi.amdsmi_get_gpu_memory_usage(handle, amdsmi.AmdSmiMemoryType.VRAM))),
+        processes=_count(_try(lambda: len(amdsmi.amdsmi_get_gpu_process_list(handle)))),
     )  # fmt: skip
 
 
@@ -274,6 +277,7 @@ def _nvidia_gpu(nvml: Any, index: int) -> Gpu:
         pcie_replays=_count(_try(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle))),
         temperature=_count(_try(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
         memory_used=_count(used),
+        processes=_count(_try(lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))),
         recovery_action=_count(_try(lambda: _recovery_action(nvml, handle))),
     )
 

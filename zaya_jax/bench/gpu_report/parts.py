@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from zaya_jax.bench.gpu_report.decode import measure_decode
 from zaya_jax.bench.gpu_report.determinism import measure_determinism
 from zaya_jax.bench.gpu_report.figures import kernel_figures
+from zaya_jax.bench.gpu_report.state import measure_state
 from zaya_jax.bench.gpu_report.step import measure_step
+from zaya_jax.bench.gpu_report.supervisor import measure_supervisor
 from zaya_jax.bench.gpu_report.training import measure_training
 from zaya_jax.bench.kernels import bench_kernels
 from zaya_jax.machine import context
@@ -36,6 +38,8 @@ def make_parts(small: bool, devices: int) -> dict[str, Part]:
         "determinism": Part(110, functools.partial(measure_determinism, small)),
         "step": Part(100, functools.partial(measure_step, small, "data")),
         "training": Part(170, functools.partial(measure_training, small)),
+        "supervisor": Part(110, functools.partial(measure_supervisor, small)),
+        "state": Part(130, functools.partial(measure_state, small)),
         "kernels": Part(90, functools.partial(_kernels, small)),
         "decode": Part(70, functools.partial(measure_decode, small)),
     }
