@@ -226,9 +226,11 @@ def _open(path: Path, create: bool, links: int = 0) -> int:
                 status, place = os.fstat(link), os.fstat(here)
                 if stat.S_ISLNK(status.st_mode) and links < _MOST_LINKS:
                     is_private = status.st_uid == place.st_uid and not place.st_mode & 0o022
+                    target = path.parent / os.readlink("", dir_fd=link)
                     if is_private or status.st_uid == 0 or _is_mine(status.st_uid, here):
-                        return _open(path.parent / os.readlink("", dir_fd=link), False, links + 1)
-                    raise _refusal(path, status, "a folder, or a link of yours") from None
+                        return _open(target, False, links + 1)
+                    remedy = f"Name {printable(str(target))} itself if you trust it"
+                    raise _refusal(path, status, "a folder, or a link of yours", remedy) from None
     code = errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOTDIR
     raise OSError(code, os.strerror(code))
 
@@ -241,9 +243,9 @@ def _closing(descriptor: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _refusal(path: Path, status: os.stat_result, must: str) -> PermissionError:
+def _refusal(path: Path, status: os.stat_result, must: str, remedy: str = "Remove it") -> PermissionError:
     found = f"{status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
     is_backup = stat.S_ISREG(status.st_mode) and status.st_nlink > 1 and status.st_uid == os.geteuid()
-    remedy = "Replace it by a copy" if is_backup else "Remove it"
+    remedy = "Replace it by a copy" if is_backup else remedy
     text = f"{printable(str(path))} belongs to user {found}, but must be {must}. {remedy}, or choose another folder"
     return PermissionError(errno.EPERM, text)
