@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,17 @@ def test_compilations_are_kept_in_the_cache_of_the_person(tmp_path):
     environment = {}  # a process without a home
     keep_compilations(environment)
     assert environment == {}
+
+
+def test_folders_made_for_compiled_code_cannot_be_replaced_by_the_group(tmp_path):
+    """It is used by its name later, so nobody else may rename a folder on the way."""
+    mask = os.umask(0o002)
+    try:
+        keep_compilations({"HOME": str(tmp_path)})
+    finally:
+        os.umask(mask)
+    for folder in (tmp_path / ".cache", tmp_path / ".cache" / "zaya_jax"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_jax_knows_every_flag():

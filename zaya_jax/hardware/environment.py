@@ -39,7 +39,7 @@ def keep_compilations(environment: MutableMapping[str, str] = os.environ) -> Non
         return
     folder = Path(home) / "zaya_jax" / f"xla-{cpu_digest()}"
     # Compiled code is run from it, so it must be this user's; the home in a container may be another's.
-    with contextlib.suppress(OSError), private_folder(folder) as opened:
+    with contextlib.suppress(OSError), private_folder(folder, by_name=True) as opened:
         if os.access(opened, os.W_OK | os.X_OK):
             environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)
 

@@ -50,7 +50,7 @@ def make_folder(path: Path) -> None:
       PermissionError: another user placed a link in the path; the message says which.
       OSError: a folder cannot be created; the target of a link never is.
     """
-    with _opened(path, path, create=True):
+    with _opened(path, path, create=0o777):
         pass
 
 
@@ -72,19 +72,23 @@ def new_folder(path: Path, partial: Path) -> Iterator[None]:
 
 def hidden_folder(path: Path) -> None:
     """Create a folder that only this user may enter until `share`, so that a library can write there by names."""
-    with _opened(path.parent, path, create=True) as parent:
+    with _opened(path.parent, path, create=0o777) as parent:
         os.mkdir(path.name, 0o700, dir_fd=parent)
 
 
 @contextlib.contextmanager
-def private_folder(path: Path) -> Iterator[Path]:
+def private_folder(path: Path, *, by_name: bool = False) -> Iterator[Path]:
     """Create or open a folder that this user alone may write, and yield a path to it that renaming does not change.
+
+    Args:
+      path: of the folder.
+      by_name: it is used by its name, too, so only this user may enter the folders above it that are created.
 
     Raises:
       PermissionError: at `path` is a link, or anything that others own or may write.
       OSError: the folder cannot be created or opened.
     """
-    with _opened(path.parent, path, create=True) as parent:
+    with _opened(path.parent, path, create=0o700 if by_name else 0o777) as parent:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path.name, 0o700, dir_fd=parent)
         folder = os.open(path.name, _ANY, dir_fd=parent)
@@ -198,7 +202,7 @@ def remove(path: Path, *, ignore_errors: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, path: Path, *, create: bool = False) -> Iterator[int]:
+def _opened(folder: Path, path: Path, *, create: int = 0) -> Iterator[int]:
     """Yield a descriptor of a folder; put `path` into errors of the block that name no path."""
     try:
         descriptor = _open(folder, create)
@@ -210,15 +214,15 @@ def _opened(folder: Path, path: Path, *, create: bool = False) -> Iterator[int]:
         raise
 
 
-def _open(path: Path, create: bool, links: int = 0) -> int:
-    """Return a descriptor of a folder; `create` the folders of `path` that are missing, but not those of a link."""
+def _open(path: Path, create: int, links: int = 0) -> int:
+    """Return a descriptor of a folder; those of `path` that are missing get the mode `create`, but never a link's."""
     if path.parent in (path, Path("/proc/self/fd")):  # "/", "." or what `private_folder` yields
         return os.open(path, _FOLDER)
     name, here = path.name, _open(path.parent, create, links)
     with _closing(here):
         if create and not os.access(name, os.F_OK, dir_fd=here, follow_symlinks=False):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(name, dir_fd=here)
+                os.mkdir(name, create, dir_fd=here)
         try:
             return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
         except NotADirectoryError:
@@ -228,7 +232,7 @@ def _open(path: Path, create: bool, links: int = 0) -> int:
                     is_private = status.st_uid == place.st_uid and not place.st_mode & 0o022
                     target = path.parent / os.readlink("", dir_fd=link)
                     if is_private or status.st_uid == 0 or _is_mine(status.st_uid, here):
-                        return _open(target, False, links + 1)
+                        return _open(target, 0, links + 1)
                     remedy = f"Name {printable(str(target))} itself if you trust it"
                     raise _refusal(path, status, "a folder, or a link of yours", remedy) from None
     code = errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOTDIR
