@@ -19,7 +19,9 @@ Every path is walked from its start with one descriptor a folder, so renaming a 
 
 import contextlib
 import errno
+import grp
 import os
+import pwd
 import re
 import secrets
 import shutil
@@ -97,6 +99,23 @@ def private_folder(path: Path, *, by_name: bool = False) -> Iterator[Path]:
         if not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022 or not _is_mine(status.st_uid, folder):
             raise _refusal(path, status, "a folder of yours, and no link, that nobody else can write")
         yield Path(f"/proc/self/fd/{folder}")
+
+
+def replaceable_at(path: Path) -> Path | None:
+    """Return a folder in which others can replace what is on the way to `path`; None if there is none."""
+    for folder in (*path.absolute().parents, *path.resolve().parents):
+        status = folder.stat()
+        by_group = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
+        if (by_group or status.st_mode & stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
+            return folder
+    return None
+
+
+def _is_own_group(group: int) -> bool:
+    """Return whether only this user, or root, is in a group: by its name, as many systems have one for each user."""
+    with contextlib.suppress(KeyError):
+        return group in (0, os.geteuid()) or grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    return False
 
 
 @contextlib.contextmanager
