@@ -126,6 +126,21 @@ def test_another_member_of_the_team_goes_on_with_a_run():
 
 
 @needs_root
+def test_what_a_save_of_another_member_left_is_named_once_as_only_its_owner_can_remove_it():
+    with shared_run(0o2775) as (_, run):
+        with user(VICTIM):
+            assert train(run, 0) == []
+            for name in ("7.g1", "8.g1"):
+                (run / CHECKPOINTS / name).mkdir(0o700)
+                (run / CHECKPOINTS / name / "array").touch()
+        with user(OTHER):
+            said = [text for text in train(run, 2) if "8.g1" in text]
+        assert len(said) == 1
+        assert f"rm -r {run / CHECKPOINTS / '7.g1'} {run / CHECKPOINTS / '8.g1'}" in said[0]
+        assert (run / CHECKPOINTS / "8.g1").exists()
+
+
+@needs_root
 @pytest.mark.parametrize("kind", ["link to a folder", "folder"])
 def test_a_local_copy_that_cannot_be_private_is_reported_with_its_key_and_not_written(kind):
     with shared_run(0o1777) as (home, run):

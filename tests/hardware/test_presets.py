@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.users_helpers import TEAM, needs_root
 from zaya_jax.config import load_config
 from zaya_jax.hardware.detection import cpu_digest
 from zaya_jax.hardware.environment import APPLIED, apply_preset, describe_preset, keep_compilations, step_options
@@ -97,6 +99,31 @@ def test_compilations_are_kept_in_the_cache_of_the_person(tmp_path):
     environment = {}  # a process without a home
     keep_compilations(environment)
     assert environment == {}
+
+
+def test_folders_made_for_compiled_code_cannot_be_replaced_by_the_group(tmp_path):
+    """It is used by its name later, so nobody else may rename a folder on the way."""
+    mask = os.umask(0o002)
+    try:
+        keep_compilations({"HOME": str(tmp_path)})
+    finally:
+        os.umask(mask)
+    for folder in (tmp_path / ".cache", tmp_path / ".cache" / "zaya_jax"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@needs_root
+@pytest.mark.parametrize(("group", "mode", "kept"), [
+    (TEAM, 0o755, True), (TEAM, 0o775, False), (0, 0o775, True), (0, 0o777, False), (TEAM, 0o1777, True),
+])  # fmt: skip
+def test_compiled_code_is_not_kept_where_others_can_replace_its_folder(tmp_path, capsys, group, mode, kept):
+    (tmp_path / ".cache").mkdir()
+    os.chown(tmp_path / ".cache", -1, group)
+    (tmp_path / ".cache").chmod(mode)
+    environment = {"HOME": str(tmp_path)}
+    keep_compilations(environment)
+    assert ("JAX_COMPILATION_CACHE_DIR" in environment) == kept
+    assert (f"chmod go-w {tmp_path / '.cache'}" in capsys.readouterr().err) != kept
 
 
 def test_jax_knows_every_flag():

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -139,7 +140,9 @@ class CheckpointStore:
         if is_primary():
             try:
                 make_folder(self.folder)
-                names.clean(self.folder)
+                if left := names.clean(self.folder):
+                    self.say("Unfinished saves take space and cannot be removed here, perhaps only by their owner: "
+                             f"rm -r {shlex.join(map(str, left[:3]))}")  # fmt: skip
                 token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self._verified.intersection(self.steps()):
                     with contextlib.suppress(FileNotFoundError):  # a superseded process has removed it meanwhile

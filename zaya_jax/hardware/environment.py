@@ -8,7 +8,8 @@ from pathlib import Path
 
 from zaya_jax.hardware.detection import cpu_digest
 from zaya_jax.hardware.presets import DETERMINISTIC, PRESETS, Preset, Setting
-from zaya_jax.run.writing import private_folder
+from zaya_jax.run.signals import warn
+from zaya_jax.run.writing import private_folder, replaceable_at
 
 APPLIED = "ZAYA_PRESET"  # environment variable with the name of the applied preset
 
@@ -39,8 +40,11 @@ def keep_compilations(environment: MutableMapping[str, str] = os.environ) -> Non
         return
     folder = Path(home) / "zaya_jax" / f"xla-{cpu_digest()}"
     # Compiled code is run from it, so it must be this user's; the home in a container may be another's.
-    with contextlib.suppress(OSError), private_folder(folder) as opened:
-        if os.access(opened, os.W_OK | os.X_OK):
+    with contextlib.suppress(OSError), private_folder(folder, by_name=True) as opened:
+        if (open_folder := replaceable_at(folder)) is not None:
+            warn(f"Warning: others can write {open_folder}, so no compiled code is kept in {folder}. To keep it: "
+                 f"chmod go-w {open_folder}, or set JAX_COMPILATION_CACHE_DIR.")  # fmt: skip
+        elif os.access(opened, os.W_OK | os.X_OK):
             environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)
 
 

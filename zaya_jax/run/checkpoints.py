@@ -96,10 +96,12 @@ def unfinished_name(step: int, token: int) -> str:
     return f"{step}.g{token}"
 
 
-def clean(folder: Path) -> None:
-    """Remove leftovers of unfinished saves; no save may be in progress."""
-    for name in filter(_LEFT_OVER.fullmatch, list_names(folder)):
-        writing.remove(folder / name, ignore_errors=True)
+def clean(folder: Path) -> list[Path]:
+    """Remove leftovers of unfinished saves, and return those that stay; no save may be in progress."""
+    left = [folder / name for name in list_names(folder) if _LEFT_OVER.fullmatch(name)]
+    for path in left:
+        writing.remove(path, ignore_errors=True)
+    return [path for path in sorted(left) if os.path.lexists(path)]
 
 
 def remove(folder: Path, step: int) -> None:

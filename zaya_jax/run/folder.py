@@ -17,7 +17,7 @@ from zaya_jax.config.yaml_text import MAX_BYTES, parse_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, read_start, write_atomically
+from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, write_atomically
 from zaya_jax.run.manifest import Unreadable
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
@@ -139,7 +139,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        text = read_start(path, _MAX_CONFIG + 1)
+        with open_regular(path) as file:
+            text = file.read(_MAX_CONFIG + 1)
         if len(text) > _MAX_CONFIG:
             raise InputError(f"{path} is larger than the limit of {_MAX_CONFIG:,} bytes.")
         tree = with_current_keys(parse_yaml(text.decode(), str(path)))

@@ -19,7 +19,9 @@ Every path is walked from its start with one descriptor a folder, so renaming a 
 
 import contextlib
 import errno
+import grp
 import os
+import pwd
 import re
 import secrets
 import shutil
@@ -50,7 +52,7 @@ def make_folder(path: Path) -> None:
       PermissionError: another user placed a link in the path; the message says which.
       OSError: a folder cannot be created; the target of a link never is.
     """
-    with _opened(path, path, create=True):
+    with _opened(path, path, create=0o777):
         pass
 
 
@@ -72,19 +74,23 @@ def new_folder(path: Path, partial: Path) -> Iterator[None]:
 
 def hidden_folder(path: Path) -> None:
     """Create a folder that only this user may enter until `share`, so that a library can write there by names."""
-    with _opened(path.parent, path, create=True) as parent:
+    with _opened(path.parent, path, create=0o777) as parent:
         os.mkdir(path.name, 0o700, dir_fd=parent)
 
 
 @contextlib.contextmanager
-def private_folder(path: Path) -> Iterator[Path]:
+def private_folder(path: Path, *, by_name: bool = False) -> Iterator[Path]:
     """Create or open a folder that this user alone may write, and yield a path to it that renaming does not change.
+
+    Args:
+      path: of the folder.
+      by_name: it is used by its name, too, so only this user may enter the folders above it that are created.
 
     Raises:
       PermissionError: at `path` is a link, or anything that others own or may write.
       OSError: the folder cannot be created or opened.
     """
-    with _opened(path.parent, path, create=True) as parent:
+    with _opened(path.parent, path, create=0o700 if by_name else 0o777) as parent:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path.name, 0o700, dir_fd=parent)
         folder = os.open(path.name, _ANY, dir_fd=parent)
@@ -93,6 +99,23 @@ def private_folder(path: Path) -> Iterator[Path]:
         if not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022 or not _is_mine(status.st_uid, folder):
             raise _refusal(path, status, "a folder of yours, and no link, that nobody else can write")
         yield Path(f"/proc/self/fd/{folder}")
+
+
+def replaceable_at(path: Path) -> Path | None:
+    """Return a folder in which others can replace what is on the way to `path`; None if there is none."""
+    for folder in (*path.absolute().parents, *path.resolve().parents):
+        status = folder.stat()
+        by_group = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
+        if (by_group or status.st_mode & stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
+            return folder
+    return None
+
+
+def _is_own_group(group: int) -> bool:
+    """Return whether only this user, or root, is in a group: by its name, as many systems have one for each user."""
+    with contextlib.suppress(KeyError):
+        return group in (0, os.geteuid()) or grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    return False
 
 
 @contextlib.contextmanager
@@ -204,7 +227,7 @@ def remove_partials(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, path: Path, *, create: bool = False) -> Iterator[int]:
+def _opened(folder: Path, path: Path, *, create: int = 0) -> Iterator[int]:
     """Yield a descriptor of a folder; put `path` into errors of the block that name no path."""
     try:
         descriptor = _open(folder, create)
@@ -216,15 +239,15 @@ def _opened(folder: Path, path: Path, *, create: bool = False) -> Iterator[int]:
         raise
 
 
-def _open(path: Path, create: bool, links: int = 0) -> int:
-    """Return a descriptor of a folder; `create` the folders of `path` that are missing, but not those of a link."""
+def _open(path: Path, create: int, links: int = 0) -> int:
+    """Return a descriptor of a folder; those of `path` that are missing get the mode `create`, but never a link's."""
     if path.parent in (path, Path("/proc/self/fd")):  # "/", "." or what `private_folder` yields
         return os.open(path, _FOLDER)
     name, here = path.name, _open(path.parent, create, links)
     with _closing(here):
         if create and not os.access(name, os.F_OK, dir_fd=here, follow_symlinks=False):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(name, dir_fd=here)
+                os.mkdir(name, create, dir_fd=here)
         try:
             return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
         except NotADirectoryError:
@@ -232,9 +255,11 @@ def _open(path: Path, create: bool, links: int = 0) -> int:
                 status, place = os.fstat(link), os.fstat(here)
                 if stat.S_ISLNK(status.st_mode) and links < _MOST_LINKS:
                     is_private = status.st_uid == place.st_uid and not place.st_mode & 0o022
+                    target = path.parent / os.readlink("", dir_fd=link)
                     if is_private or status.st_uid == 0 or _is_mine(status.st_uid, here):
-                        return _open(path.parent / os.readlink("", dir_fd=link), False, links + 1)
-                    raise _refusal(path, status, "a folder, or a link of yours") from None
+                        return _open(target, 0, links + 1)
+                    remedy = f"Name {printable(str(target))} itself if you trust it"
+                    raise _refusal(path, status, "a folder, or a link of yours", remedy) from None
     code = errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.ENOTDIR
     raise OSError(code, os.strerror(code))
 
@@ -247,9 +272,9 @@ def _closing(descriptor: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _refusal(path: Path, status: os.stat_result, must: str) -> PermissionError:
+def _refusal(path: Path, status: os.stat_result, must: str, remedy: str = "Remove it") -> PermissionError:
     found = f"{status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
     is_backup = stat.S_ISREG(status.st_mode) and status.st_nlink > 1 and status.st_uid == os.geteuid()
-    remedy = "Replace it by a copy" if is_backup else "Remove it"
+    remedy = "Replace it by a copy" if is_backup else remedy
     text = f"{printable(str(path))} belongs to user {found}, but must be {must}. {remedy}, or choose another folder"
     return PermissionError(errno.EPERM, text)

@@ -62,7 +62,7 @@ def _build(plugin: Path) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax" / "rocm_stand_ins"
     key = f"{plugin.resolve()} {plugin.stat().st_size} {Path(__file__).read_text(encoding='utf-8')}"
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:16]
-    with private_folder(cache):  # code is run from it
+    with private_folder(cache, by_name=True):  # code is run from it
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=cache) as temporary:
                 made = Path(temporary) / "made"
