@@ -78,6 +78,9 @@ def test_memory_and_processes_that_stay_on_the_gpu_are_said(place, changed, prob
 def test_what_could_not_be_measured_is_said():
     unread = describe(CARD, None, EVENTS, [], "GPUs are not read: no library.", STEPS)
     assert unread["notes"] == ["GPUs are not read: no library.", "A CPU has no device memory that could run out."]
+    broken = describe(CARD, STOPPED, EVENTS, READINGS[:3], "GPUs are not read: it hung.", STEPS)
+    assert "failed" not in broken
+    assert "memory left at a restart" not in broken["figures"]
     silent = [reading(each.begun, None, None) for each in READINGS]
     notes = describe(CARD, STOPPED, EVENTS, silent, "", STEPS)["notes"]
     assert notes == ["The GPU does not report its used memory.", "The GPU does not report its processes."]

@@ -205,7 +205,7 @@ def describe(
       alone: how the run without device memory ended; None if it was not made.
       events: of the disturbed run.
       readings: of the GPUs: the first before the drill, the last after everything, the others in the disturbed run.
-      unread: why there are none, a sentence.
+      unread: why there are none, or no more, a sentence; empty if all were made.
       steps: seconds of the steps of the `undisturbed` run, without readings, and of the `disturbed` run, with them.
     """
     figures: dict[str, Any] = {}
@@ -231,7 +231,8 @@ def describe(
         figures["step beside readings of the GPU"] = [round(medians[0] / medians[1], 3), "×"]
         busiest = max(readings, key=lambda reading: reading.total("memory_used") or 0)
         result |= {"counters": busiest.gpus, "step_seconds": {run: list(each) for run, each in steps.items()}}
-        problems += _memory_problems(events, readings, figures, notes)
+        if not unread:  # the last reading is then the one after everything
+            problems += _memory_problems(events, readings, figures, notes)
     return result | ({"failed": " ".join(problems)} if problems else {})
 
 
