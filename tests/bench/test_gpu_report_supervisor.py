@@ -56,7 +56,7 @@ def test_faults_and_readings_become_figures():
     ({"identical": False}, "not bitwise the undisturbed one"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_drill_is_said(card, problem):
-    assert problem in describe({**CARD, **card}, None, EVENTS, [], "GPUs are not read.", STEPS)["failed"]
+    assert problem in describe({**CARD, **card}, "No time.", EVENTS, [], "GPUs are not read.", STEPS)["failed"]
 
 
 @pytest.mark.parametrize("end", [{"status": 0}, {"class": "crash"}])
@@ -76,8 +76,11 @@ def test_memory_and_processes_that_stay_on_the_gpu_are_said(place, changed, prob
 
 
 def test_what_could_not_be_measured_is_said():
-    unread = describe(CARD, None, EVENTS, [], "GPUs are not read: no library.", STEPS)
-    assert unread["notes"] == ["GPUs are not read: no library.", "A CPU has no device memory that could run out."]
+    unread = describe(CARD, "No time.", EVENTS, [], "GPUs are not read: no library.", STEPS)
+    assert unread["notes"] == ["GPUs are not read: no library.", "No time."]
+    broken = describe(CARD, STOPPED, EVENTS, READINGS[:3], "GPUs are not read: it hung.", STEPS)
+    assert "failed" not in broken
+    assert "memory left at a restart" not in broken["figures"]
     silent = [reading(each.begun, None, None) for each in READINGS]
     notes = describe(CARD, STOPPED, EVENTS, silent, "", STEPS)["notes"]
     assert notes == ["The GPU does not report its used memory.", "The GPU does not report its processes."]
@@ -131,6 +134,18 @@ def test_host_memory_runs_out_as_it_does_in_python():
     fault = "from zaya_jax.aegis.faults import FAULTS\ntry: FAULTS['host-memory']()\nexcept MemoryError: print('out')"
     done = subprocess.run([sys.executable, "-c", fault], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "out\n", done.stderr
+
+
+@pytest.mark.parametrize(("seconds", "note"), [(1.0, ["There was no time to let device memory run out."]), (99.0, [])])
+def test_device_memory_runs_out_if_there_is_time(monkeypatch, seconds, note):
+    monkeypatch.setattr(GpuReadings, "read", lambda gpus: setattr(gpus, "problem", ""))
+    monkeypatch.setattr(part, "_drill", lambda *_: CARD)
+    monkeypatch.setattr(part, "_run_out_of_device_memory", lambda *_: STOPPED)
+    monkeypatch.setattr(part, "_step_seconds", lambda _: [])
+    result = measure_supervisor(False, seconds)
+    assert "failed" not in result
+    assert result["notes"] == note
+    assert ("device-memory: detected" in result["figures"]) == (not note)
 
 
 @pytest.mark.soak

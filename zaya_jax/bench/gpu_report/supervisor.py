@@ -96,17 +96,19 @@ class GpuReadings:
                 self.read()
 
 
-def measure_supervisor(small: bool) -> dict[str, Any]:
+def measure_supervisor(small: bool, seconds: float = 105.0) -> dict[str, Any]:
     """Make the faults, each once; everything is in a temporary folder.
 
     Args:
       small: whether to train a tiny model on a CPU, which has no memory of its own to run out of.
+      seconds: that this may take on a GPU; if the drill takes them, device memory does not run out.
 
     Returns:
       For JSON: the score-card of the `drill`, the end of the run without device memory (`device_memory`), the
       `counters` of the GPUs beside a step, what the supervisor said of them (`gpu_events`), `figures` (value and unit
       by name), and `notes`, sentences on what could not be measured. `failed`: a sentence, if something is wrong.
     """
+    start = time.monotonic()
     with temporary_folder("supervisor") as folder, restored_environment():
         apply_preset(select_preset(None))  # like zaya_jax.main
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_CUDA_VISIBLE_DEVICES": "0",
@@ -118,7 +120,13 @@ def measure_supervisor(small: bool) -> dict[str, Any]:
         try:
             with readings.beside():
                 card = _drill(folder, config, _HANG_SECONDS[small])
-            alone = None if small else _run_out_of_device_memory(folder, config)
+            needed = 1.2 * max((row["recover"] or 0.0 for row in card["times"]), default=0.0)  # as a restart takes
+            if small:
+                alone = "A CPU has no device memory that could run out."
+            elif time.monotonic() + needed > start + seconds:
+                alone = "There was no time to let device memory run out."
+            else:
+                alone = _run_out_of_device_memory(folder, config)
         except InputError as error:
             return {"figures": {}, "notes": [], "failed": str(error)}
         if not readings.problem:
@@ -195,17 +203,17 @@ def _step_seconds(run_dir: Path) -> list[float]:
 
 
 def describe(
-    card: Mapping[str, Any], alone: Mapping[str, Any] | None, events: Sequence[Mapping[str, Any]],
+    card: Mapping[str, Any], alone: Mapping[str, Any] | str, events: Sequence[Mapping[str, Any]],
     readings: Sequence[Reading], unread: str, steps: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:  # fmt: skip
     """Describe a drill and the run without device memory.
 
     Args:
       card: score-card of the drill.
-      alone: how the run without device memory ended; None if it was not made.
+      alone: how the run without device memory ended; if it was not made, a sentence.
       events: of the disturbed run.
       readings: of the GPUs: the first before the drill, the last after everything, the others in the disturbed run.
-      unread: why there are none, a sentence.
+      unread: why there are none, or no more, a sentence; empty if all were made.
       steps: seconds of the steps of the `undisturbed` run, without readings, and of the `disturbed` run, with them.
     """
     figures: dict[str, Any] = {}
@@ -216,8 +224,8 @@ def describe(
     figures["false alarms"] = [card["false_alarms"], ""]
     figures["bitwise identical"] = [int(card["identical"]), ""]
     problems, notes = _drill_problems(card), [unread] if unread else []
-    if alone is None:
-        notes.append("A CPU has no device memory that could run out.")
+    if isinstance(alone, str):
+        notes.append(alone)
     else:
         figures["device-memory: detected"] = [alone["seconds"], "s"]
         if (alone["status"], alone["class"]) != (_STOPPED, "device_memory"):
@@ -231,7 +239,8 @@ def describe(
         figures["step beside readings of the GPU"] = [round(medians[0] / medians[1], 3), "×"]
         busiest = max(readings, key=lambda reading: reading.total("memory_used") or 0)
         result |= {"counters": busiest.gpus, "step_seconds": {run: list(each) for run, each in steps.items()}}
-        problems += _memory_problems(events, readings, figures, notes)
+        if not unread:  # the last reading is then the one after everything
+            problems += _memory_problems(events, readings, figures, notes)
     return result | ({"failed": " ".join(problems)} if problems else {})
 
 
