@@ -213,7 +213,8 @@ def _convert_unit(work: Work, job: Job, add: Callable[[int], None]) -> UnitNote:
             lengths[record.split].append(record.tokens)
             text_bytes[record.split] += record.text_bytes
             lost_bytes[record.split] += record.lost
-            unread.update(record.unread)
+            if record.unread:  # seldom, and an update takes a microsecond
+                unread.update(record.unread)
             if record.outcome is not None:
                 outcomes[record.outcome] += 1
         finished: dict[Split, ShardEntry | None] = {split: writers[split].finish() for split in SPLITS}

@@ -57,11 +57,11 @@ def column_documents(
     is_small = array.nbytes <= values.LONGEST and not _SHARED.search(str(array.type))
     for i, row in enumerate(array):  # one at a time: in a dictionary, a few bytes can stand for many megabytes
         value, others = _value(row, is_small), {name: _value(other[i]) for name, other in beside.items()}
-        bad = values.sibling_rejection(others, field)
+        bad = values.sibling_rejection(others, field) if others else None
         if bad is None and values.is_document(value):
             whole = with_tools(value, others.get(values.TOOLS))
             yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first,
-                           values.unread_keys(others, field))  # fmt: skip
+                           values.unread_keys(others, field) if others else ())  # fmt: skip
             continue
         if isinstance(value, UnicodeDecodeError):
             bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
