@@ -11,7 +11,7 @@ from tests.machine.compilers.test_schedule import TEXT
 from tests.machine.helpers import Program
 from tests.train_helpers import CONFIG, change
 from zaya_jax.bench.gpu_report.figures import step_figures
-from zaya_jax.config import BatchConfig
+from zaya_jax.config import BatchConfig, load_config
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
@@ -195,7 +195,7 @@ def test_each_device_gets_the_batch_of_one(layout, devices, monkeypatch):
 
 @pytest.mark.soak
 def test_the_8b_s_step_fits_the_gpus_that_have_a_data_sheet():
-    full = module.load_config(module.EIGHT_B)
+    full = load_config(module.EIGHT_B)
     depths = {}
     for name in ("mi300x", "h100"):
         config = reduce_to_fit(spread(full, "data", 1), 1, FRACTIONS[0] * HARDWARE[name].memory)

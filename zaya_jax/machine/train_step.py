@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from zaya_jax.config import Config, ParallelConfig, load_config
+from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
@@ -50,14 +50,14 @@ _TRACED = 2  # steps
 _INSTRUCTIONS = 60  # in the result
 
 
-def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict[str, Any]:
+def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, Any]:
     """Time the first step of `config` on random tokens, on all devices, and trace two further ones.
 
     Each device gets the tokens of `config`, so the batch grows with the number of devices. Depth and micro-batch are
     reduced until the step fits.
 
     Args:
-      config: model and batch of one device; None for the layers of ZAYA1-8B (configs/bench_8b.yaml).
+      config: model and batch of one device.
       layout: mesh axis that all devices lie along: 'data' (the default layout) or 'fsdp'.
       repeats: number of timed steps, after one warm-up step.
 
@@ -72,7 +72,7 @@ def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict
     """
     kind, devices = jax.devices()[0].device_kind, jax.device_count()
     hardware = find_hardware(kind)
-    config = spread(config or load_config(EIGHT_B), layout, devices)
+    config = spread(config, layout, devices)
     config, estimate, programs, compiled, seconds = compile_fitting(config, devices, hardware, available_memory())
     program, stage, model = programs[0], stages(config)[0], config.model
     print(f"   {model.num_layers} layers, {total_parameters(model):,} parameters, {stage.tokens:,} tokens per step on "

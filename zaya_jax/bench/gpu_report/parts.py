@@ -43,6 +43,8 @@ def make_parts(small: bool, devices: int) -> dict[str, Part]:
         "kernels": Part(90, functools.partial(_kernels, small)),
         "decode": Part(70, functools.partial(measure_decode, small)),
     }
+    if not small:  # on a CPU it is the same program
+        parts["step_deterministic"] = Part(100, functools.partial(measure_step, small, "data", True))
     if devices > 1:
         sizes = context.Sizes((512,), "float32", degrees=(1, 4)) if small else context.GPU
         parts |= {

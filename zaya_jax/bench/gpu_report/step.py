@@ -7,21 +7,24 @@ import jax
 
 from zaya_jax.bench.gpu_report.figures import step_figures
 from zaya_jax.bench.gpu_report.training import small_config
+from zaya_jax.config import load_config
 from zaya_jax.machine.breakdown.trace import WITHOUT_COMMAND_BUFFERS
-from zaya_jax.machine.train_step import Layout, time_train_step
+from zaya_jax.machine.train_step import EIGHT_B, Layout, time_train_step
 
 
-def measure_step(small: bool, layout: Layout) -> dict[str, Any]:
+def measure_step(small: bool, layout: Layout, deterministic: bool = False) -> dict[str, Any]:
     """Time and trace the step of configs/bench_8b.yaml, with as many layers as fit; or of a small model.
 
     Args:
       small: whether to take the small model.
       layout: mesh axis that all devices lie along.
+      deterministic: value of `train.deterministic`.
 
     Returns:
       For JSON: the result of `time_train_step`, and `figures`.
     """
     # Before XLA reads its flags. A step takes as long without command buffers (6.04 and 6.03 s on an H200).
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {WITHOUT_COMMAND_BUFFERS}"
-    result = time_train_step(small_config() if small else None, layout, 2 if small else 5)
+    config = small_config() if small else load_config(EIGHT_B, [f"train.deterministic={str(deterministic).lower()}"])
+    result = time_train_step(config, layout, 2 if small else 5)
     return result | {"figures": step_figures(result, jax.devices()[0].device_kind)}

@@ -6,7 +6,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.bench.gpu_report.figures import Figures
+from zaya_jax.bench.gpu_report.tiny import text_folder
 from zaya_jax.config import Config, DataConfig, ModelConfig, from_dict, to_dict, to_yaml
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.run.folder import METRICS, TIMINGS
@@ -77,7 +77,7 @@ def small_config() -> Config:
         vocab_size=512, hidden_size=64, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=32,
         num_experts=4, expert_size=64, router_size=16, max_positions=64, rope_base=1.0e4,
     )  # fmt: skip
-    data = DataConfig(corpus=str(Path(sysconfig.get_path("stdlib"), "asyncio")), heldout_fraction=0.2, context=64)
+    data = DataConfig(corpus=text_folder(), heldout_fraction=0.2, context=64)
     return _run(model, data, 4, 50, "float32", 25)
 
 
