@@ -38,8 +38,8 @@ def make_parts(small: bool, devices: int) -> dict[str, Part]:
         "determinism": Part(110, functools.partial(measure_determinism, small)),
         "step": Part(100, functools.partial(measure_step, small, "data")),
         "training": Part(170, functools.partial(measure_training, small)),
-        "supervisor": Part(110, functools.partial(measure_supervisor, small)),
-        "state": Part(130, functools.partial(measure_state, small)),
+        "supervisor": Part(150, functools.partial(measure_supervisor, small, 145)),
+        "state": Part(230, functools.partial(measure_state, small, 220)),
         "kernels": Part(90, functools.partial(_kernels, small)),
         "decode": Part(70, functools.partial(measure_decode, small)),
     }
