@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.users_helpers import OTHER, needs_root, public_folder, user
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import follow as module
 from zaya_jax.evaluate.follow import check_followed, follow, has_ended
@@ -109,6 +110,24 @@ def test_a_training_that_starts_has_not_ended(tmp_path):
         with track_status(tmp_path):
             assert not has_ended(tmp_path)
     assert has_ended(tmp_path)
+
+
+@needs_root
+def test_another_user_who_may_read_a_run_sees_that_its_training_has_ended():
+    seen = []
+
+    def look(run):
+        with user(OTHER):
+            seen.append(has_ended(run))
+
+    with public_folder() as run:
+        with lock_folder(run):
+            (run / CONFIG).write_text("")
+            look(run)  # it has not written its status yet
+            with track_status(run):
+                look(run)
+        look(run)
+    assert seen == [False, False, True]
 
 
 def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, said):

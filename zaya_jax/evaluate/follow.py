@@ -64,7 +64,7 @@ def check_followed(run: Path) -> None:
     """Raise `InputError` unless a folder has a run, or nothing that keeps a training from starting in it."""
     if not run.is_dir():
         raise InputError(f"--follow {run} is not a folder, but must be the folder of a run.")
-    if (run / CONFIG).exists() or is_locked(run):
+    if (run / CONFIG).exists() or is_locked(run) is not False:
         return
     if any(not entry.name.startswith(".") and entry.name not in (STATUS, FOLDER) for entry in run.iterdir()):
         raise InputError(f"--follow {run} has files but no run. Name the folder of a run, or an empty one in which a "
@@ -73,8 +73,9 @@ def check_followed(run: Path) -> None:
 
 def has_ended(run: Path) -> bool:
     """Return whether a training has started and ended; its lock shows one that has not written its status yet."""
-    status = read_status(run)
-    return (run / CONFIG).exists() and not is_locked(run) and (status is None or status.state != RUNNING)
+    status, held = read_status(run), is_locked(run)
+    is_over = held is False if status is None else status.state != RUNNING
+    return (run / CONFIG).exists() and not held and is_over
 
 
 def finished_steps(run: Path) -> list[int]:

@@ -59,13 +59,18 @@ def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[N
     return locked(folder / _LOCK, what, wait=False)
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares."""
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares.
+
+    None if only other users may know.
+    """
     try:
         with open_regular(folder / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
-    except (BlockingIOError, PermissionError):  # or another user's, who may hold it
+    except BlockingIOError:
         return True
+    except PermissionError:
+        return None
     except OSError:  # no lock file, or a file system without locks
         pass
     return False
@@ -73,7 +78,7 @@ def is_locked(folder: Path) -> bool:
 
 def why_unlocked(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Return why the lock that this process holds does not keep others out, here or elsewhere; empty if it does."""
-    if not is_locked(folder):
+    if is_locked(folder) is False:
         return "file locks do not work"
     number, text = folder.stat().st_dev, mounts.read_text(errors="replace") if mounts.exists() else ""
     options = re.findall(rf"^\d+ \d+ {os.major(number)}:{os.minor(number)} .* (\S+)$", text, re.MULTILINE)

@@ -64,7 +64,7 @@ def read_status(folder: Path) -> Status | None:
         status = Status(**read_json(folder / STATUS))
     except (InputError, TypeError):
         return None
-    if status.state == RUNNING and status.host == os.uname().nodename and not is_locked(folder):
+    if status.state == RUNNING and status.host == os.uname().nodename and is_locked(folder) is False:
         return status._replace(state=KILLED)
     return status
 
