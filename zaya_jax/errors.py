@@ -126,7 +126,9 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirect
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_DISK_FAULTS = (*_DISK_FULL, errno.EIO, errno.EROFS)
+# What NFS, FUSE and Lustre return while a file server is away.
+_SERVER_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO)
+_DISK_FAULTS = (*_DISK_FULL, errno.EIO, errno.EROFS, *_SERVER_AWAY)
 _LIMITS = {  # the error of a limit → what to change
     errno.EMFILE: "Raise the limit of this process (ulimit -n).",
     errno.ENFILE: "Raise the limit of this machine (sysctl fs.file-max).",

@@ -82,6 +82,9 @@ def test_what_the_machine_shows_decides_between_ends_without_a_record(status, ob
      FaultClass.HOST_MEMORY),
     # A broken GPU outranks the reason of the trainer.
     (ended(0, 1, 5.0, said="x", reason=Reason.DEVICE_MEMORY), FaultClass.GPU, Severity.ERROR, FaultClass.GPU),
+    # But it damages no checkpoint, and fills no disk.
+    (ended(0, 1, 5.0, said="x", reason=Reason.NO_CHECKPOINT), FaultClass.GPU, Severity.ERROR, FaultClass.CHECKPOINT),
+    (ended(0, 1, 5.0, said="x", reason=Reason.DISK), FaultClass.GPU, Severity.ERROR, FaultClass.DISK),
     # A warning explains nothing.
     (RankEnd(0, -signal.SIGSEGV, 1.0), FaultClass.GPU, Severity.WARNING, FaultClass.CRASH),
 ])  # fmt: skip

@@ -126,13 +126,18 @@ def test_whoever_ends_orphans_can_spare_the_commands():
                                     "(env -i setsid sh -c 'sleep 60 & exit 0' &); exec sleep 60"])  # fmt: skip
 def test_what_leaves_the_session_of_a_command_ends_at_its_timeout_too(tmp_path, flight):
     script = f"""
-import time, sys, psutil
+import contextlib, sys, time
+import psutil
 from zaya_jax.aegis.notify import Notifier, NotifyPolicy
 from zaya_jax.aegis.processes import adopt_orphans
 
 def sleepers():
-    return [child for child in psutil.Process().children(recursive=True)
-            if child.status() != psutil.STATUS_ZOMBIE and child.name() == "sleep"]
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if child.status() != psutil.STATUS_ZOMBIE and child.name() == "sleep":
+                left.append(child)
+    return left
 
 adopt_orphans()
 sent = Notifier(NotifyPolicy(("/bin/sh", "-c", {flight!r}), "fatal", 2.0))
@@ -141,6 +146,9 @@ while not sleepers():
     time.sleep(0.01)
 assert {{child.pid for child in sleepers()}} <= sent.pids
 while sent.poll() or sent.pids:
+    time.sleep(0.01)
+deadline = time.monotonic() + 5  # a killed process may take a moment to end
+while sleepers() and time.monotonic() < deadline:
     time.sleep(0.01)
 assert not sleepers()
 """

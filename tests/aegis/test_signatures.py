@@ -97,6 +97,17 @@ def test_a_message_that_another_program_quotes_is_no_sign(quote):
             assert code_of(source, line) is None, line
 
 
+@pytest.mark.parametrize(
+    "rest", ["[16460]: segfault at 0 ip 0000000000000000", "[1] bad frame in ] RAS poison consumption"]
+)
+def test_a_message_about_a_program_is_no_sign_whatever_its_name(rest):
+    """Whoever can run a program chooses its name, of up to 15 bytes; the kernel escapes some."""
+    starts = {text[:length] for source, _, text in SAMPLES if source == "kernel" for length in range(16)}
+    starts |= {"EDAC MC0: 1 UE", "EDAC MC0: 1 CE", "a: Link down", "a1: Link is Up", "[drm", r"[drm" + r"\x01" * 11}
+    for start in starts:
+        assert code_of("kernel", start + rest) is None, start
+
+
 @pytest.mark.parametrize("source", SIGNATURES)
 def test_no_repetition_is_unbounded_or_nested_and_no_group_hides_a_signature(source):
     for sign in SIGNATURES[source]:

@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +15,14 @@ import pytest
 
 from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, check_events, left_running, supervise_light
 from tests.train_helpers import ROOT
+from zaya_jax.aegis import __main__ as command
 from zaya_jax.aegis import shared as shared_module
 from zaya_jax.aegis.__main__ import main
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.policy import Policy, TimeoutPolicy
 from zaya_jax.aegis.shared import Shared
 from zaya_jax.aegis.timeouts import Timeouts
+from zaya_jax.run.files import locked
 
 
 def time_of(folder, fault):
@@ -159,6 +163,18 @@ def test_signals_within_a_second_are_one_request_but_for_ctrl_c(tmp_path, monkey
         shared.note_signal(number)
     assert shared.signals == [15, 15, 2, 2]
     shared.log.close()
+
+
+def test_the_lock_that_a_dead_supervisor_left_at_a_file_server_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_LEASE", 1.5, raising=False)
+    monkeypatch.setattr(command, "Supervisor", lambda *_: SimpleNamespace(run=lambda: SupervisorExit.DONE))
+    arguments = ["run", "--run-dir", str(tmp_path), "--", "true"]
+    with locked(tmp_path / "aegis" / os.uname().nodename / ".lock"):
+        assert main(arguments) == SupervisorExit.RETRY_ELSEWHERE
+    held = ExitStack()
+    held.enter_context(locked(tmp_path / "aegis" / os.uname().nodename / ".lock"))
+    threading.Timer(0.5, held.close).start()
+    assert main(arguments) == SupervisorExit.DONE
 
 
 def test_nothing_outlives_the_supervisor_and_its_command_resumes(tmp_path):

@@ -13,7 +13,7 @@ from tests.checkpoint.saved_helpers import save_run
 from tests.checkpoint.test_store import ABOUT, make_state, newest, open_store, restored, save_all
 from zaya_jax.checkpoint import reader
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.errors import ExitCode, InputError, Reason, exit_reason, last_words
 from zaya_jax.run.checkpoints import checkpoint_folder, has_checkpoint, list_checkpoints, named_steps, saved_steps
 from zaya_jax.run.manifest import Damaged, Unreadable
 
@@ -194,5 +194,18 @@ def test_a_newest_checkpoint_that_is_not_used_is_said(tmp_path, capsys):
 
 def test_resuming_from_what_cannot_be_read_may_be_tried_again(tmp_path, no_pauses):
     save_all(tmp_path / "checkpoints", [2])
-    with looped(manifest_file(tmp_path / "checkpoints" / "2")), pytest.raises(Unreadable):
+    with looped(manifest_file(tmp_path / "checkpoints" / "2")), pytest.raises(Unreadable) as caught:
         restored(open_store(tmp_path / "checkpoints"), make_state())
+    assert exit_reason(caught.value) is Reason.DISK  # which a supervisor lets repeat
+
+
+def test_arrays_that_a_file_server_does_not_return_leave_the_reason_of_a_disk(tmp_path, monkeypatch, no_pauses):
+    save_all(tmp_path / "checkpoints", [2])
+
+    def read(self, name, where=()):  # as tensorstore raises it
+        raise ValueError("Error reading local file [os_error_code='116']: OS error 116 Stale file handle")
+
+    monkeypatch.setattr(reader.CheckpointReader, "_array", read)
+    with pytest.raises(Unreadable) as caught:
+        restored(open_store(tmp_path / "checkpoints"), make_state())
+    assert exit_reason(caught.value) is Reason.DISK

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.parallel.processes_helpers import free_port
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.parallel import rendezvous
 from zaya_jax.parallel.peer import end_connections
 from zaya_jax.parallel.rendezvous import Job, meet, split_address
+from zaya_jax.run.job_secret import secret_path
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,6 +86,28 @@ def test_a_port_in_use_is_named():
         launched = outcome(Job("127.0.0.1", port, "Slurm's coordinator", 2, 0))
         assert f"Slurm's coordinator 127.0.0.1:{port}" in launched
         assert "JAX_COORDINATOR_PORT" in launched
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_secret_of_another_users_start_is_waited_for(monkeypatch, tmp_path, process):
+    """In a team's run folder: that start has the port of this job, or left its secret there."""
+    monkeypatch.setattr(rendezvous, "_ANSWER", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve():
+            with contextlib.suppress(OSError):  # the test has ended
+                while True:
+                    connection, _ = other.accept()
+                    connection.sendall(b"zaya_jax 00112233\n")
+                    connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        job = Job("127.0.0.1", other.getsockname()[1], "--coordinator", 2, process, tmp_path)
+        path = secret_path(tmp_path, job.address)
+        path.write_text("theirs")
+        path.chmod(0o644)
+        with pytest.raises(PeersMissing, match=re.escape(str(path)) if process else "Address already in use"):
+            meet(job, 0.3)
 
 
 def test_an_address_where_nobody_listens_is_named():

@@ -146,6 +146,8 @@ def test_a_limit_is_named_whatever_a_library_says_around_it_or_raises_from_it(ki
     (RunStopped("x", Reason.SPIKE), Reason.SPIKE), (copy.copy(RunStopped("x", Reason.DISK)), Reason.DISK),
     (OSError(errno.ENOSPC, "x"), Reason.DISK), (OSError(errno.EIO, "x"), Reason.DISK), (OSError("x"), Reason.OTHER),
     (MemoryError(), Reason.HOST_MEMORY), (OSError(errno.ENOMEM, "x"), Reason.HOST_MEMORY),
+    *[(OSError(code, "x"), Reason.DISK)  # of a file server that is away: NFS, FUSE, Lustre
+      for code in (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO)],
     (RuntimeError("Out of memory: No space left on device"), Reason.OTHER),  # of its type, not of its text
 ])  # fmt: skip
 def test_the_reason_of_an_error_is_that_of_its_type(error, reason):

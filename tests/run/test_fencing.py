@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.test_store import ABOUT, check, make_state, newest, open_store, save_all
 from tests.train_helpers import ROOT
+from tests.users_helpers import PLANTED
 from zaya_jax.checkpoint import store
 from zaya_jax.errors import ExitCode, Superseded
 from zaya_jax.run import fencing
@@ -212,3 +214,16 @@ def test_a_process_that_computes_for_hours_ends_at_once_and_with_its_own_status(
     assert said.startswith(f"Stopped: Other processes have resumed this run: {SUPERSEDED}. Process {os.getpid()} on ")
     assert said.count("\n") == 1
     assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to itself"])
+def test_a_check_waits_for_nothing_that_lies_in_the_place_of_the_file(tmp_path, kind):
+    fence, path = Fence(tmp_path), tmp_path / FENCE
+    fence.take({})
+    path.unlink()
+    PLANTED[kind](path, tmp_path)
+    checking = threading.Thread(target=fence.check, daemon=True)
+    checking.start()
+    checking.join(20)
+    assert not checking.is_alive()
+    assert "cannot be read; restart the run" in fence.check()

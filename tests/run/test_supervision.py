@@ -3,7 +3,7 @@
 import json
 import time
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zaya_jax.aegis.report import format_report, format_status
@@ -43,7 +43,7 @@ def test_a_fault_that_ended_nothing_counts():
     assert len(list_faults([event(1, "detect", 1.0, fault="gpu"), event(2, "end", 2.0, code="finished")])) == 1
 
 
-STEPS, SECONDS = st.integers(-1, 5), st.one_of(st.floats(0, 9), st.floats(), st.just(""))
+STEPS, SECONDS = st.integers(-1, 5), st.one_of(st.floats(0, 9), st.floats(), st.just(""), st.just(10**400))
 FIELDS = st.fixed_dictionaries(
     {"kind": st.sampled_from(["start", "end", "end", "detect", "decide", "recover", "inject"])},
     optional={"monotonic": SECONDS, "first_step": STEPS, "last_step": STEPS, "cause": STEPS, "attempt": st.just(2),
@@ -67,20 +67,25 @@ ANY = st.one_of(
     st.none(), st.integers(-1, 10**400), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=1)
 )
 RANKS = st.one_of(ANY, st.lists(st.one_of(ANY, st.fixed_dictionaries(
-    {"phase": st.just("data"), "rank": st.one_of(st.just(0), ANY), "step": st.one_of(st.just(1), ANY)},
-    optional={"loss": ANY, "first_step": st.one_of(st.just(0), ANY),
+    {"phase": st.just("data"), "rank": st.one_of(st.just(0), ANY)},
+    optional={"step": st.one_of(st.just(1), ANY), "loss": ANY, "first_step": st.one_of(st.just(0), ANY),
               "times": st.one_of(ANY, st.dictionaries(st.sampled_from(["data", "\x1b[2J"]), ANY))},
 )), max_size=2))  # fmt: skip
 
 
 @settings(max_examples=200)
-@given(RANKS, ANY, ANY)
-def test_a_state_of_any_content_is_described_or_left_out(tmp_path_factory, ranks, attempt, pid):
+@given(RANKS, st.one_of(st.just(1), ANY), ANY, st.one_of(st.just(0.0), ANY))
+@example([{"phase": "data", "rank": 0, "times": {}}], 1, 1, 0.0)
+@example([{"phase": "data", "rank": 0, "times": {}, "first_step": 0, "step": None}], 1, 1, 0.0)
+@example([{"phase": "data", "rank": 0, "times": {"data": 10**400}, "first_step": 0, "step": 1}], 1, 1, 0.0)
+@example([], 1, 1, 10**400)
+def test_a_state_of_any_content_is_described_or_left_out(tmp_path_factory, ranks, attempt, pid, unix):
     run = tmp_path_factory.mktemp("run")
     folder = run / "aegis" / "node"
     folder.mkdir(parents=True)
     (folder / EVENTS).write_text(json.dumps({"v": 1, "monotonic": 1.0} | event(1, "start", time.time())) + "\n")
-    state = {"unix": time.time(), "state": "running", "attempt": attempt, "pid": pid, "ranks": ranks}
+    unix = time.time() if unix == 0 else unix
+    state = {"unix": unix, "state": "running", "attempt": attempt, "pid": pid, "ranks": ranks}
     (folder / "state.json").write_text(json.dumps(state))
     for text in (format_status(run), format_report(run)):
         assert "Node node: " in text

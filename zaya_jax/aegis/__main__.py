@@ -24,14 +24,17 @@ from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
-from zaya_jax.errors import ExitCode, InputError
+from zaya_jax.errors import ExitCode, InputError, Reason
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.command import prepare_streams, run_command
 from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
-from zaya_jax.run.supervision import AEGIS
+from zaya_jax.run.signals import warn
+from zaya_jax.run.supervision import AEGIS, is_running, read_state
 from zaya_jax.run.writing import remove_partials
+
+_LEASE = 120.0  # seconds to wait for the lock of a dead supervisor, which an NFSv4 server keeps for 90
 
 _EXAMPLES = """examples:
   python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml
@@ -77,10 +80,33 @@ def _run(options: argparse.Namespace) -> int:
     folder = command.run_dir / AEGIS / node
     environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(Unlockable):  # training says so
-            stack.enter_context(locked(folder / ".lock", "The folder of the supervisor", wait=False))
-            remove_partials(folder)
+        if not _lock(folder, stack):
+            return SupervisorExit.RETRY_ELSEWHERE
         return Supervisor(command, policy, folder, node, environment).run()
+
+
+def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:
+    """Lock the folder of the supervisor; False if another one that no longer runs has the lock for too long.
+
+    Raises:
+      InputError: another supervisor runs there, or the folder cannot be written.
+    """
+    end = time.monotonic() + _LEASE
+    while True:
+        try:
+            stack.enter_context(locked(folder / ".lock", "The folder of the supervisor", wait=False))
+        except Unlockable:  # training says so
+            return True
+        except InputError as error:
+            if error.reason is not Reason.PEERS_MISSING or is_running(read_state(folder)):
+                raise
+            if time.monotonic() >= end:
+                warn(f"Stopped: {error}")
+                return False
+            time.sleep(1)
+        else:
+            remove_partials(folder)
+            return True
 
 
 def _status(options: argparse.Namespace) -> int:

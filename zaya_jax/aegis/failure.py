@@ -25,6 +25,7 @@ _REASONS = {
     Reason.HOST_MEMORY: (FaultClass.HOST_MEMORY, "host-out-of-memory"),
     Reason.DEVICE_MEMORY: (FaultClass.DEVICE_MEMORY, "device-out-of-memory"),
 }
+_NO_GPU = (Reason.NO_CHECKPOINT, Reason.DISK, Reason.SAVE_FAILED)  # what no GPU causes
 _SEVERE = (Severity.ERROR, Severity.FATAL)
 
 
@@ -130,7 +131,7 @@ def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[Fau
         return FaultClass.PREEMPTION, f"exit-{status}", None
     cause = _cause(origin, observations)
     reason = Reason.OTHER if origin.record is None or status is None else origin.record.reason
-    if reason in _REASONS and (cause is None or cause.fault is not FaultClass.GPU):
+    if reason in _REASONS and (cause is None or cause.fault is not FaultClass.GPU or reason in _NO_GPU):
         return *_REASONS[reason], None
     if cause is not None:
         return cause.fault, cause.code, cause.device

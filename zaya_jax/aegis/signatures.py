@@ -66,7 +66,7 @@ def observe_line(source: Source, line: str, rank: int | None = None) -> Observat
     line = line[:LONGEST_LINE]
     start = _KERNEL_PREFIX.match(line) if source == "kernel" else None
     found = _PATTERNS[source].match(line, start.end() if start else 0)
-    if found is None or found.lastindex is None:
+    if found is None or found.lastindex is None or (start and _ABOUT_PROGRAM.match(line, start.end())):
         return None
     signature = SIGNATURES[source][found.lastindex - 1]
     return Observation(signature.code, signature.fault, signature.severity, line, rank)
@@ -247,6 +247,8 @@ _TRAINER = [
 SIGNATURES: dict[Source, list[Signature]] = {
     "kernel": [Signature(*fields) for fields in _KERNEL], "trainer": [Signature(*fields) for fields in _TRAINER],
 }  # fmt: skip
+# NAME[PID]: the kernel's message about a program, which chooses its name of up to 15 bytes; some are escaped.
+_ABOUT_PROGRAM = re.compile(r"(?:\\x[0-9a-f]{2}|.){0,15}\[\d{1,10}\]")
 # The group that matches tells the signature. re.ASCII: digits of other scripts are text, not numbers.
 _PATTERNS = {source: re.compile("|".join(f"({sign.pattern})" for sign in signatures), re.ASCII)
              for source, signatures in SIGNATURES.items()}  # fmt: skip

@@ -296,8 +296,8 @@ def _enter(job: Job, channel: str, start: float, seconds: float, lines: socket.s
                     _exchange_proofs(connection, job, channel)
                     stack.pop_all()
                     return connection
-            except OSError as error:
-                problem = error.strerror or str(error)
+            except (OSError, InputError) as error:  # InputError: a secret of another user's start
+                problem = getattr(error, "strerror", None) or str(error)
         if lines is not None:
             poll.register(lines, select.POLLIN)
             if poll.poll(0):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from zaya_jax.errors import InputError, Superseded
 from zaya_jax.run.digests import digest
-from zaya_jax.run.files import read_json, write_atomically
+from zaya_jax.run.files import read_file, read_json, write_atomically
 from zaya_jax.run.signals import warn_once
 
 FENCE = "GENERATION"  # file in a folder of checkpoints
@@ -87,7 +87,7 @@ class Fence:
         """
         with self._lock:
             with contextlib.suppress(OSError):  # `read_token` explains it
-                if not self._number or (self._folder / FENCE).read_bytes() == self._content:
+                if not self._number or read_file(self._folder / FENCE) == self._content:
                     return ""
             newest = read_token(self._folder)
             if newest is None or newest.number < self._number:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import with_current_keys
-from zaya_jax.errors import ExitCode, InputError
+from zaya_jax.errors import ExitCode, InputError, Reason
 from zaya_jax.run.digests import Digests, digest, joined, read_slice
 from zaya_jax.run.files import read_file, sync_folder, write_atomically
 
@@ -36,6 +36,7 @@ class Unreadable(InputError):
     """The checkpoint could not be read, but may be intact, also for the next attempt."""
 
     status = ExitCode.STOPPED
+    reason = Reason.DISK
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ _NUMBER = int | float | None
 _RANK = {"rank": int, "phase": str, "step": int | None, "first_step": int | None, "loss": _NUMBER, "times": dict}
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 SAME_FAULT = 120.0  # seconds before the end of an attempt in which a fault may have ended it
+_LARGEST = 1e300  # of a number in a state, which may have any
 _STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
 
 
@@ -53,7 +54,7 @@ def parse_events(content: bytes) -> list[dict[str, Any]]:
             event = json.loads(line[:_LONGEST_LINE])
             if event["v"] == VERSION and _is_whole(event):
                 events.append({"cause": None, **{key: value for key, value in event.items() if value is not None}})
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             continue
     return events
 
@@ -79,7 +80,8 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
 def read_state(folder: Path) -> dict[str, Any]:
     """Return what the supervisor of a node does now; {} if there is nothing, or not what a supervisor writes."""
     state = _read(folder / STATE, {"unix": int | float, "ranks": list})
-    return state if all(_is_rank(rank, state) for rank in state.get("ranks", ())) else {}
+    is_whole = abs(state.get("unix", 0)) < _LARGEST and all(_is_rank(rank, state) for rank in state.get("ranks", ()))
+    return state if is_whole else {}
 
 
 def _is_rank(rank: Any, state: Mapping[str, Any]) -> bool:
@@ -88,7 +90,8 @@ def _is_rank(rank: Any, state: Mapping[str, Any]) -> bool:
     filled = {"first_step": None, "loss": None, "times": {}, **rank}
     numbers = (filled["loss"] or 0, *filled["times"].values()) if isinstance(filled["times"], dict) else (None,)
     return (all(isinstance(filled.get(key), kind) for key, kind in _RANK.items())
-            and all(isinstance(each, int | float) and abs(each) < math.inf for each in numbers)
+            and all(isinstance(each, int | float) and abs(each) < _LARGEST for each in numbers)
+            and (filled["first_step"] is None or filled.get("step") is not None)
             and ("times" not in rank or isinstance(state.get("attempt"), int)))  # fmt: skip
 
 
@@ -103,8 +106,8 @@ def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     process, running = next(iter(state.get("ranks", ())), {}), None
     if "times" in process:
-        running = {"attempt": state["attempt"], "times": process["times"], "first_step": process["first_step"],
-                   "last_step": process["step"]}  # fmt: skip
+        running = {"attempt": state["attempt"], "times": process["times"], "first_step": process.get("first_step"),
+                   "last_step": process.get("step")}  # fmt: skip
     return {"now": float(state["unix"]), "running": running}
 
 

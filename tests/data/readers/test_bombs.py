@@ -1,10 +1,12 @@
 """Files in which a few bytes stand for gigabytes: the documents are read, one after the other, in little memory."""
 
+import bz2
 import gzip
 import json
 import struct
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.prepare_helpers import ROOT
+from zaya_jax.data.readers.inputs import list_units
 
 MEBI = 2**20
 TEXT = "word " * (2 * MEBI)  # 10 MiB
@@ -98,6 +101,24 @@ def test_only_a_conversation_that_stands_for_too_much_is_bad(tmp_path, store_sch
     assert read_back[0] == "too large"
     assert [text for _, text in read_back[1:]] == [" word '}]"] * rest
     assert peak < MOST
+
+
+def test_a_few_bytes_of_bz2_are_decompressed_part_by_part(tmp_path):
+    compressor, blank = bz2.BZ2Compressor(), b" " * (10 * MEBI) + b"\n"
+    parts = [compressor.compress(part) for part in (*[blank] * 48, b'{"text": "a"}\n')]
+    (tmp_path / "in.jsonl.bz2").write_bytes(b"".join(parts) + compressor.flush())
+    read_back, peak = read(tmp_path / "in.jsonl.bz2")
+    assert read_back == [[1, "a"]]
+    assert peak < MOST
+
+
+def test_a_file_of_very_many_blank_lines_is_listed_at_once(tmp_path):
+    compressor = bz2.BZ2Compressor()
+    parts = [compressor.compress(b"\n" * (16 * MEBI)) for _ in range(8)]
+    (tmp_path / "in.jsonl.bz2").write_bytes(b"".join(parts) + compressor.flush())
+    start = time.process_time()
+    assert len(list_units([tmp_path / "in.jsonl.bz2"])) == 1
+    assert time.process_time() - start < 5  # 100 s line by line
 
 
 @pytest.mark.soak

@@ -65,9 +65,13 @@ def cut_jsonl(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
 
 
 def _has_lines(file: InputFile) -> bool:
-    """Return whether a file has a line that is not blank, or is larger than a compressed file of nothing."""
-    lines = _compressed_lines(file.path) if file.path.endswith(COMPRESSED) else plain_lines(file.path, 0, file.bytes)
-    return file.bytes > _EMPTY_BYTES or any(line.strip() for line, _ in lines)
+    """Return whether a file may have a line that is not blank, by its first MiB if it could be one of nothing."""
+    if file.bytes > _EMPTY_BYTES:
+        return True
+    compressed = file.path.endswith(COMPRESSED)
+    with _open(file.path, buffering=0) as raw, reading(f"The file {file.path}", *_damage()):
+        start = (_decompress(file.path, raw) if compressed else raw).read(_READ_BYTES)
+    return len(start) == _READ_BYTES or bool(start.removeprefix(BOM_UTF8).strip())
 
 
 def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
@@ -196,13 +200,18 @@ class _Frames(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._output and (data := self._input or self._raw.read(_FRAME_READ_BYTES)):
-            self._input = b""
+        while not self._output:
+            rest = self._frame is not None and not self._frame.eof and not getattr(self._frame, "needs_input", True)
+            data = b"" if rest else self._input or self._raw.read(_FRAME_READ_BYTES)
+            if not data and not rest:
+                break
             if self._frame is None or self._frame.eof:
                 data = data.lstrip(b"\0") if self._frame else data  # padding between frames
                 self._frame = self._begin() if data else self._frame
-            if data:
-                self._output = memoryview(self._frame.decompress(data))
+            self._input = b""
+            if data or rest:
+                most = [_READ_BYTES] if hasattr(self._frame, "needs_input") else []  # of bz2, 4 KiB can be 5 GB
+                self._output = memoryview(self._frame.decompress(data, *most))
                 self._input = self._frame.unused_data if self._frame.eof else b""
         if not self._output and self._frame is not None and not self._frame.eof:
             raise EOFError("it ends too early")
