@@ -146,8 +146,10 @@ def test_a_damaged_recording_is_made_again(report):
 def test_parts_that_need_several_devices_are_left_out_on_one():
     one, two = make_parts(True, 1), make_parts(True, 2)
     assert two.keys() - one.keys() == {"collectives", "step_fsdp", "context"}
-    # On one GPU, all of them together.
-    assert sum(part.seconds for part in make_parts(False, 1).values()) < 2 * 9 * 60
+    # On one GPU: each in a call, and all of them in three.
+    limits = [part.seconds for part in make_parts(False, 1).values()]
+    assert max(limits) < 9 * 60
+    assert sum(limits) < 2.5 * 9 * 60
     assert total_parameters(small_config().model) < 1e6
     assert total_parameters(large_config().model) > 1e8
     assert total_steps(small_config()) == 50
