@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from zaya_jax.errors import ExitCode, InputError, Superseded, last_words
 from zaya_jax.run.files import read_json, write_atomically
 from zaya_jax.run.folder import STATUS, is_locked
@@ -66,19 +68,11 @@ def read_status(folder: Path) -> Status | None:
         return None
     if status.state == RUNNING and status.host == os.uname().nodename:
         held = is_locked(folder)
-        if not (_exists(status.pid) if held is None else held):
+        if held is None:  # the lock is another user's
+            held = isinstance(status.pid, int) and status.pid < 2**31 and psutil.pid_exists(status.pid)
+        if not held:
             return status._replace(state=KILLED)
     return status
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # another user's process
-        return True
-    except (OSError, OverflowError, TypeError):
-        return False
-    return True
 
 
 def _write(folder: Path, state: str, exit_status: int | None = None, message: str = "") -> None:

@@ -23,8 +23,7 @@ _TYPES = {
     "fault": str, "rank": int, "step": int, "seconds": dict, "times": dict, "first_step": int, "last_step": int,
     "exit_statuses": list, "monotonic": int | float, "action": str, "explanation": str, "files": list,
 }  # fmt: skip
-_NUMBER = int | float | None
-_RANK = {"rank": int, "phase": str, "step": int | None, "first_step": int | None, "loss": _NUMBER, "times": dict}
+_RANK = {"rank": int, "phase": str, "step": int | None, "first_step": int | None, "loss": int | float | None}
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 SAME_FAULT = 120.0  # seconds before the end of an attempt in which a fault may have ended it
 _LARGEST = 1e300  # of a number in a state, which may have any
@@ -87,11 +86,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 def _is_rank(rank: Any, state: Mapping[str, Any]) -> bool:
     if not isinstance(rank, dict):
         return False
-    filled = {"first_step": None, "loss": None, "times": {}, **rank}
-    numbers = (filled["loss"] or 0, *filled["times"].values()) if isinstance(filled["times"], dict) else (None,)
-    return (all(isinstance(filled.get(key), kind) for key, kind in _RANK.items())
+    times, first_step = rank.get("times", {}), rank.get("first_step")
+    numbers = (rank.get("loss") or 0, *times.values()) if isinstance(times, dict) else (None,)
+    return (all(isinstance(rank.get(key), kind) for key, kind in _RANK.items())
             and all(isinstance(each, int | float) and abs(each) < _LARGEST for each in numbers)
-            and (filled["first_step"] is None or filled.get("step") is not None)
+            and (first_step is None or rank.get("step") is not None)
             and ("times" not in rank or isinstance(state.get("attempt"), int)))  # fmt: skip
 
 
