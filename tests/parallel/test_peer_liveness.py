@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -178,3 +179,10 @@ def test_lines_to_a_peer_that_does_not_read_arrive_whole_and_in_order():
     assert received == lines
     sender.close()
     receiver.close()
+
+
+def test_a_full_disk_of_temporary_files_keeps_no_process_from_joining(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with private_address() as path, socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
