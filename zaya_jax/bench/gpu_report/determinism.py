@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.bench.gpu_report.figures import Figures
+from zaya_jax.bench.gpu_report.tiny import ONE_DEVICE
 from zaya_jax.bench.gpu_report.training import large_config, small_config
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stages
 from zaya_jax.machine.step import place_rows, random_tokens
-from zaya_jax.machine.subprocesses import run_in_subprocess
+from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.train.autotuning import Autotuning
 from zaya_jax.train.initialization import initialize
@@ -60,7 +62,8 @@ def measure_determinism(small: bool) -> dict[str, Any]:
     config = small_config() if small else large_config()
     sides = {name: side for name, side in _SIDES.items() if not small or side.folder == "kept"}
     digests, seconds = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, restored_environment():
+        os.environ |= ONE_DEVICE
         for name, side in sides.items():
             kept = Path(folder, side.folder)
             kept.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ from zaya_jax.bench.checkpoint import describe_disk
 from zaya_jax.bench.corpora import write_drawn
 from zaya_jax.bench.gpu_report.observed_training import SAVED
 from zaya_jax.bench.gpu_report.temporary import temporary_folder
-from zaya_jax.bench.gpu_report.tiny import CONTEXT, TINY, text_folder
+from zaya_jax.bench.gpu_report.tiny import CONTEXT, ONE_DEVICE, TINY, text_folder
 from zaya_jax.bench.saving import make_methods, peak_memory, restart_peak, timed_save
 from zaya_jax.config import Config, DataConfig, from_dict, load_config, to_dict, to_yaml
 from zaya_jax.data.corpus import find_corpus
@@ -93,8 +93,8 @@ def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
     problems: list[str] = []
     with temporary_folder("state") as folder, restored_environment():
         apply_preset(select_preset(None))  # like zaya_jax.main
-        os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_CUDA_VISIBLE_DEVICES": "0",
-                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_ROCM_VISIBLE_DEVICES": "0"}  # fmt: skip
+        os.environ |= {**ONE_DEVICE, "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
         result["disk"] = disk = describe_disk(folder)
         for name, measure in {"training": _measure_training, "methods": _measure_methods}.items():
             try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.bench.gpu_report.temporary import temporary_folder
-from zaya_jax.bench.gpu_report.tiny import CONTEXT, TINY, text_folder
+from zaya_jax.bench.gpu_report.tiny import CONTEXT, ONE_DEVICE, TINY, text_folder
 from zaya_jax.config import from_dict, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
@@ -111,8 +111,8 @@ def measure_supervisor(small: bool, seconds: float = 105.0) -> dict[str, Any]:
     start = time.monotonic()
     with temporary_folder("supervisor") as folder, restored_environment():
         apply_preset(select_preset(None))  # like zaya_jax.main
-        os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_CUDA_VISIBLE_DEVICES": "0",
-                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_ROCM_VISIBLE_DEVICES": "0"}  # fmt: skip
+        os.environ |= {**ONE_DEVICE, "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
         config = folder / "run.yaml"
         config.write_text(_make_config(folder, small), encoding="utf-8")
         readings = GpuReadings(folder / "drill" / "disturbed")

@@ -4,6 +4,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+# Of a process that uses one device, so that what it trains is the same on every machine.
+ONE_DEVICE = {"JAX_CUDA_VISIBLE_DEVICES": "0", "JAX_ROCM_VISIBLE_DEVICES": "0"}
 CONTEXT = 64  # tokens
 # The keys of a configuration that say what is trained. Fewer kinds of parameters compile in half the time.
 TINY: dict[str, Any] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.bench.gpu_report.figures import Figures
-from zaya_jax.bench.gpu_report.tiny import text_folder
+from zaya_jax.bench.gpu_report.tiny import ONE_DEVICE, text_folder
 from zaya_jax.config import Config, DataConfig, ModelConfig, from_dict, to_dict, to_yaml
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.run.folder import METRICS, TIMINGS
@@ -121,8 +121,8 @@ def _train(
         command = [sys.executable, "-m", "zaya_jax.main", "--config", str(file), f"run_dir={run}",
                    f"data.cache_dir={folder}/data"]  # fmt: skip
         with open(Path(folder, "output"), "w+b") as output:
-            process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, stdin=subprocess.DEVNULL,  # noqa: S603
-                                       stdout=output, stderr=output)  # fmt: skip
+            variables = {**os.environ, **ONE_DEVICE, **(environment or {})}
+            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output)  # noqa: S603
             while process.poll() is None and not _size(run / METRICS):
                 time.sleep(0.05)
             first = time.time()
