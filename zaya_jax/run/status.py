@@ -67,10 +67,9 @@ def read_status(folder: Path) -> Status | None:
     except (InputError, TypeError):
         return None
     if status.state == RUNNING and status.host == os.uname().nodename:
-        held = is_locked(folder)
-        if held is None:  # the lock is another user's
-            held = isinstance(status.pid, int) and status.pid < 2**31 and psutil.pid_exists(status.pid)
-        if not held:
+        held = is_locked(folder)  # None: the lock is another user's
+        exists = isinstance(status.pid, int) and status.pid < 2**31 and psutil.pid_exists(status.pid)
+        if not (exists if held is None else held):
             return status._replace(state=KILLED)
     return status
 

@@ -86,9 +86,11 @@ def _subtract(left: int, value: Any) -> int:
     """Return `left` less the bytes that a value has once converted. Raise `MemoryError` as soon as that is negative."""
     value = value.value if isinstance(value, pa.DictionaryScalar) else value
     left -= 8 + (value.as_buffer().size if isinstance(value, pa.BinaryScalar) and value.is_valid else 0)
+    parts = value.values if isinstance(value, pa.ListScalar) else ()
+    if parts and pa.types.is_primitive(parts.type):  # numbers, such as an embedding's
+        left, parts = left - 8 * len(parts), ()
     if left < 0:
         raise MemoryError
-    parts = value.values if isinstance(value, pa.ListScalar) else ()
     if isinstance(value, pa.StructScalar) and value.is_valid:
         parts = (value[i] for i in range(len(value)))
     return functools.reduce(_subtract, parts or (), left)
