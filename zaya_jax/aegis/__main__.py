@@ -94,8 +94,9 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:
     end = time.monotonic() + _LEASE
     while True:
         try:
-            stack.enter_context(locked(folder / ".lock", "The folder of the supervisor", wait=False))
-        except Unlockable:  # training says so
+            with contextlib.suppress(Unlockable):  # training says so
+                stack.enter_context(locked(folder / ".lock", "The folder of the supervisor", wait=False))
+                remove_partials(folder)
             return True
         except InputError as error:
             if error.reason is not Reason.PEERS_MISSING or is_running(read_state(folder)):
@@ -104,9 +105,6 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:
                 warn(f"Stopped: {error}")
                 return False
             time.sleep(1)
-        else:
-            remove_partials(folder)
-            return True
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -38,12 +38,10 @@ def memory_groups(root: Path = ROOT, own: Path = OWN) -> list[tuple[Path, int]]:
     """
     groups = []
     for line in sorted(read_group(own).splitlines()):  # `0::/group`, or `4:memory:/group`
-        _, _, rest = line.partition(":")
-        controllers, _, name = rest.partition(":")
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
         inside = Path(name.lstrip("/"))
-        if ".." in inside.parts:  # the group is outside of this container
-            continue
-        if not controllers or "memory" in controllers.split(","):
+        # With `..`, the group is outside of this container.
+        if ".." not in inside.parts and (not controllers or "memory" in controllers.split(",")):
             mount, version = (root / "memory", 1) if controllers else (root, 2)
             groups += [(mount / each, version) for each in (inside, *inside.parents)]
     return groups
