@@ -118,6 +118,6 @@ def repeat_step(config: Config, folder: str) -> tuple[Digests, list[float]]:
         seconds.append(time.perf_counter() - start)
         for path, leaf in jax.tree_util.tree_leaves_with_path(results):
             values = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-            digest = hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=8).hexdigest()
+            digest = hashlib.blake2b(np.asarray(values).tobytes(), digest_size=8).hexdigest()
             digests.setdefault(jax.tree_util.keystr(path), []).append(digest)
     return digests, seconds

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from zaya_jax.bench.gpu_report.parts import Part, make_parts
 from zaya_jax.config.checks import require
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.machine.describe import describe_machine
@@ -60,6 +60,8 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         apply_preset(select_preset(None))  # like zaya_jax.main
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
         machine = run_part("machine", _MACHINE, _MACHINE.seconds)
+        if "platform" not in machine:
+            raise RunStopped(f"This machine cannot be described: {machine['failed']}")
         device, small = machine.get("device", "unknown"), machine.get("platform", "cpu") == "cpu"
         parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1))}
         if unknown := [name for name in only if name not in parts]:
@@ -76,10 +78,13 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         except OSError as error:
             raise InputError(f"--folder ({folder}) cannot be written: {error.strerror}.") from error
         recordings, left = {}, []
-        for name, part in parts.items():
-            path = target / f"{name}.json"
-            before = _read(path)
-            if not only and name != "machine" and _origin(before) == origin and "failed" not in before:
+        recorded = {name: _read(target / f"{name}.json") for name in parts}
+        # What has failed with this code comes last, so that it keeps no time from the others.
+        for name in sorted(parts, key=lambda name: "failed" in recorded[name] and _origin(recorded[name]) == origin):
+            part, path, before = parts[name], target / f"{name}.json", recorded[name]
+            is_known = origin.commit is not None and not origin.commit.endswith("-dirty")
+            is_recorded = is_known and _origin(before) == origin and "failed" not in before
+            if not only and name != "machine" and is_recorded:
                 print(f"== {name}: recorded before", flush=True)
                 recordings[name] = before
             elif only and name not in only:
@@ -178,8 +183,11 @@ def _commit() -> str | None:
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    git = ["git", "-C", str(root)]
     try:
-        return subprocess.run(command, text=True, capture_output=True, check=True).stdout.strip()  # noqa: S603
+        head = subprocess.run([*git, "rev-parse", "HEAD"], text=True, capture_output=True, check=True)  # noqa: S603
+        # Without the recordings themselves.
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/gpu"], check=False)  # noqa: S603
     except (OSError, subprocess.CalledProcessError):
         return None
+    return head.stdout.strip() + ("-dirty" if changed.returncode else "")
