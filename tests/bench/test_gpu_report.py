@@ -83,7 +83,7 @@ def test_a_failed_part_leaves_the_others_to_run_and_the_status_is_one(report, ca
 def test_a_second_call_goes_on_with_what_failed_or_was_left(report, capsys):
     assert report("--minutes", "0.5") == 0
     assert report.made == ["machine"], "each part may take a minute"
-    assert "No time for: bad; good. Run the command again to go on." in capsys.readouterr().out
+    assert "No time for: bad; good. Run the command again to resume." in capsys.readouterr().out
     report()
     report.works["bad"] = {}
     assert report() == 0

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def private_address() -> Iterator[str]:
     """Yield the path of a Unix socket that only this user's processes can reach, once somebody has made it."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None  # noqa: S108 (in a folder of its own)
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None  # noqa: S108 (in a private folder)
     # Not where temporary files are, if possible: that disk may be full, or not there for a container.
     with tempfile.TemporaryDirectory(prefix="zaya_jax_", dir=memory) as folder:
         # The way over the descriptor is short, as such a path must be, and contains nothing that gRPC would decode.

@@ -40,7 +40,7 @@ def measure_decode(small: bool) -> dict[str, Any]:
         figures[f"{len(prompts)} × {prompt} tokens, then {count}"] = [round(1e3 * seconds, 2), "ms"]
     result: dict[str, Any] = {"batches": {}}
     for batch in _BATCHES[: 1 if small else None]:
-        # In a process of its own: XLA reads its flags once.
+        # In a new process, since XLA reads its flags once.
         with restored_environment():
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {WITHOUT_COMMAND_BUFFERS}"
             source = str(shipped("tiny.yaml") if small else EIGHT_B)

@@ -1,4 +1,4 @@
-"""Whether a training step gives the same bits each time, tensor by tensor, also in another process."""
+"""Compare the results of a repeated training step bit by bit, within a process and between processes."""
 
 import functools
 import hashlib
@@ -72,8 +72,8 @@ def measure_determinism(small: bool) -> dict[str, Any]:
                 digests[name], seconds[name] = ask()
     differ = {name: differing([each]) for name, each in digests.items()}
     pairs = [("first", "resumed"), ("first", "chosen again"), ("deterministic", "deterministic, again")]
-    differ |= {f"{one}; {other}": differing([digests[one], digests[other]])
-               for one, other in pairs if other in digests}  # fmt: skip
+    differ |= {f"{first}; {second}": differing([digests[first], digests[second]])
+               for first, second in pairs if second in digests}  # fmt: skip
     figures: Figures = {f"differing tensors, {name}": [len(names), f"of {len(digests['first'])}"]
                         for name, names in differ.items()}  # fmt: skip
     steps = {name: statistics.median(each) for name, each in seconds.items()}

@@ -30,7 +30,7 @@ _MACHINE = Part(60.0, describe_machine)
 
 
 class Origin(NamedTuple):
-    """What a recording is of; one of the same origin need not be made again."""
+    """The code, device and size of a recording; the same origin is not measured again."""
 
     commit: str | None
     device: str
@@ -152,7 +152,7 @@ def summary(recordings: Mapping[str, Mapping[str, Any]], left: Sequence[str]) ->
     for name, part in recordings.items():
         by_end["Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"].append(name)
     lines = [f"{end}: {'; '.join(names)}" for end, names in by_end.items() if names]
-    return [*lines, f"No time for: {'; '.join(left)}. Run the command again to go on."] if left else lines
+    return [*lines, f"No time for: {'; '.join(left)}. Run the command again to resume."] if left else lines
 
 
 def _read(path: Path) -> dict[str, Any]:

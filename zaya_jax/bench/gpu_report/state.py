@@ -63,7 +63,7 @@ class Room(NamedTuple):
 
     disk: float
     host: float
-    time: float  # as much as the disk writes and reads in the time that there is
+    time: float  # what the disk can write and read in the remaining time
 
     @property
     def size(self) -> float:
@@ -174,7 +174,7 @@ def fit(config: Config, room: Room) -> dict[str, Any]:
 
 
 def _train(folder: Path, config: Path, name: str) -> dict[str, Any]:
-    """Train in a process of its own until it kills itself; return its notes, and when it `started`."""
+    """Train in a new process, which kills itself; return its notes, and when it `started`."""
     output, checkpoint = folder / f"{name}.json", folder / "run" / CHECKPOINTS / str(SAVED)
     command = [sys.executable, "-m", "zaya_jax.bench.gpu_report.observed_training", str(output), str(checkpoint), "--",
                "--config", str(config)]  # fmt: skip

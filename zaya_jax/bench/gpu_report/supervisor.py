@@ -100,7 +100,7 @@ def measure_supervisor(small: bool, seconds: float = 105.0) -> dict[str, Any]:
     """Make the faults, each once; everything is in a temporary folder.
 
     Args:
-      small: whether to train a tiny model on a CPU, which has no memory of its own to run out of.
+      small: whether to train a tiny model on a CPU, whose memory is that of the host.
       seconds: that this may take on a GPU; if the drill takes them, device memory does not run out.
 
     Returns:
