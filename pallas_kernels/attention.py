@@ -30,11 +30,12 @@ from pallas_kernels.attention_tiles import (
 )
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
+from pallas_kernels.tiles import Architecture
 
 
 def attention_forward(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array, *,
-    window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
+    window: int | None, dtype: jax.typing.DTypeLike, architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute causal attention.
 

@@ -29,11 +29,12 @@ from pallas_kernels.attention_tiles import (
 )
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
+from pallas_kernels.tiles import Architecture
 
 
 def backward_ranges(
     q_bshc: jax.Array, k_btkc: jax.Array, segments: Segments, offset: jax.Array, *, window: int | None,
-    architecture: str,
+    architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute the `ranges` of both kernels of `attention_backward`, which depend on documents only."""
     b, s, h, _ = q_bshc.shape
@@ -48,7 +49,7 @@ def backward_ranges(
 def attention_backward(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array,
     bounds: tuple[jax.Array, jax.Array], lse_bsh: jax.Array, delta_bsh: jax.Array, do_bshc: jax.Array, *,
-    window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
+    window: int | None, dtype: jax.typing.DTypeLike, architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute the gradients of q, k and v.
 

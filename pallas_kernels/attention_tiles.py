@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.tiles import Tile, tile
+from pallas_kernels.tiles import Architecture, Tile, tile
 
 # HIDDEN is the score of a hidden key. FLOOR is the initial maximum of a row, above HIDDEN and far below every real
 # score; it is also the log-sum-exp of a row that sees no key.
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     segment: Any  # document of the query; None without documents
 
 
-def tile_of(kernel: str, architecture: str, q_bshc: jax.Array) -> Tile:
+def tile_of(kernel: str, architecture: Architecture, q_bshc: jax.Array) -> Tile:
     """Return the tile sizes of `kernel`, smaller for wide heads."""
     entry, c = tile(kernel, architecture, q_bshc.dtype), q_bshc.shape[3]
     return entry._replace(sizes=tuple(max(size * WIDEST // max(c, WIDEST), 16) for size in entry.sizes))

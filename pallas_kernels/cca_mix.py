@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
-from pallas_kernels.tiles import tile
+from pallas_kernels.tiles import Architecture, tile
 
 
 class MixArrays(NamedTuple):
@@ -74,7 +74,7 @@ def with_none(kind: Any, present: tuple[bool, ...], refs: Any) -> Any:
     return kind(*(next(refs) if there else None for there in present))
 
 
-def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
 
     Args:

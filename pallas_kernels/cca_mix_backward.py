@@ -21,7 +21,7 @@ from pallas_kernels.cca_mix_heads import Head, Inputs, head_gradient
 from pallas_kernels.cca_mix_tile import finish_tile, reach
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
-from pallas_kernels.tiles import tile
+from pallas_kernels.tiles import Architecture, tile
 
 MOST_PARTS = 16  # partial sums of the grouped gradient, each written in fp32 (1.3 MB for the 8B)
 
@@ -55,7 +55,7 @@ class _Out(NamedTuple):
 
 
 def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, *,
-                     architecture: str) -> MixGradients:  # fmt: skip
+                     architecture: Architecture) -> MixGradients:  # fmt: skip
     """Compute the gradients of the inputs of `cca_mix`.
 
     Args:

@@ -13,10 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
-from pallas_kernels.tiles import tile
+from pallas_kernels.tiles import Architecture, tile
 
 
-def class_sort(class_t: jax.Array, classes: int, *, architecture: str) -> tuple[jax.Array, jax.Array]:
+def class_sort(class_t: jax.Array, classes: int, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Sort tokens by class.
 
     Args:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 from pallas_kernels.attention import attend, finish, nothing
 from pallas_kernels.attention_tiles import Segments, load_rows, rows_of, tile_of
 from pallas_kernels.launch import launch
-from pallas_kernels.tiles import tile
+from pallas_kernels.tiles import Architecture, tile
 
 ROWS = 64  # maximum rows (query heads of a key head × queries) for this kernel
 LEAST_ROWS = 16  # minimum rows of a matmul
@@ -29,7 +29,7 @@ def decodes(q_bshc: jax.Array, k_btkc: jax.Array) -> bool:
 
 def attention_decode(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array, *,
-    window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
+    window: int | None, dtype: jax.typing.DTypeLike, architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute the same as `attention_forward`, for queries for which `decodes` is true."""
     b, s, h, c = q_bshc.shape

@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
-from pallas_kernels.tiles import platform, tile
+from pallas_kernels.tiles import Architecture, platform, tile
 
 TOGETHER = 8  # tiles of rows that run concurrently, so that a matrix is read from memory once for all of them
 CHIPLETS = 8  # of an MI300X or MI355X, each with its own cache; program i runs on chiplet i mod 8
@@ -72,7 +72,7 @@ def row_tile(tiles_ref: Any, index: jax.Array, block: int, groups: int) -> RowTi
     return RowTile(rows, rows < end, (layer, jnp.minimum(group, groups - 1)), (group < groups).astype(jnp.int32))
 
 
-def place(index: jax.Array, rows: int, columns: int, architecture: str) -> tuple[jax.Array, jax.Array]:
+def place(index: jax.Array, rows: int, columns: int, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Return which of `rows` × `columns` tiles program `index` processes.
 
     `TOGETHER` tiles of rows go through all columns before the next ones, so that concurrent programs share rows and
@@ -143,7 +143,8 @@ def rows_times_matrix(
 
 
 def _product_kernel(
-    tiles_ref: Any, x_ref: Any, w_ref: Any, *refs: Any, sizes: tuple[int, ...], transpose: bool, architecture: str
+    tiles_ref: Any, x_ref: Any, w_ref: Any, *refs: Any, sizes: tuple[int, ...], transpose: bool,
+    architecture: Architecture,
 ) -> None:  # fmt: skip
     m, n, depth = sizes
     *moved, out_ref = refs
@@ -170,7 +171,7 @@ def grouped_product(
     transpose: bool = False,
     order_t: jax.Array | None = None,
     scale_t: jax.Array | None = None,
-    architecture: str,
+    architecture: Architecture,
 ) -> jax.Array:
     """Compute `x_tp[rows of e] @ w_lepq[layer, e]` for every group e.
 
@@ -187,7 +188,8 @@ def grouped_product(
     Returns:
       [t, q] (with `transpose` [t, p]) in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
     """
-    chosen = tile("grouped_product", architecture, x_tp.dtype)
+    name = "grouped_product_transposed" if transpose else "grouped_product"
+    chosen = tile(name, architecture, x_tp.dtype)
     m, n, _ = chosen.sizes
     t, width = x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
     tiles = row_tiles(sizes_e, t, m, layer)
@@ -195,7 +197,7 @@ def grouped_product(
     return launch(
         functools.partial(_product_kernel, sizes=chosen.sizes, transpose=transpose, architecture=architecture),
         tiles, x_tp, w_lepq, *moved,
-        name="grouped_product_transposed" if transpose else "grouped_product",
+        name=name,
         grid=(tiles.shape[1] * pl.cdiv(width, n),),
         out_shape=jax.ShapeDtypeStruct((t, width), x_tp.dtype),
         warps=chosen.warps, stages=chosen.stages, architecture=architecture,
@@ -203,7 +205,7 @@ def grouped_product(
 
 
 def _outer_kernel(
-    bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, architecture: str
+    bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, architecture: Architecture
 ) -> None:
     m, n, depth = sizes
     *inputs, out_ref = refs
@@ -244,7 +246,7 @@ def grouped_outer(
     moved: str = "",
     total_lepq: jax.Array | None = None,
     layer: jax.Array | int = 0,
-    architecture: str,
+    architecture: Architecture,
 ) -> jax.Array:
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 

@@ -15,14 +15,14 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.grouped_matmul import both, load, piece, place, row_tile, row_tiles, rows_times_matrix
 from pallas_kernels.launch import launch
-from pallas_kernels.tiles import tile
+from pallas_kernels.tiles import Architecture, tile
 
 HALVES = 2  # parts of a tile that the backward kernel processes in turn, since registers cannot hold it whole
 
 
 def _forward_kernel(
     tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, *kept: Any, sizes: tuple[int, ...],
-    architecture: str,
+    architecture: Architecture,
 ) -> None:  # fmt: skip
     m, n, depth = sizes
     f = hidden_ref.shape[1]
@@ -48,7 +48,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 def grouped_swiglu(
     x_td: jax.Array, order_t: jax.Array, gate_up_ledf: jax.Array, sizes_e: jax.Array, *, layer: jax.Array | int = 0,
-    keep: bool, architecture: str,
+    keep: bool, architecture: Architecture,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Multiply sorted rows by the gate and up matrices of their group, and apply SwiGLU.
 
@@ -82,7 +82,7 @@ def grouped_swiglu(
 
 def _backward_kernel(
     tiles_ref: Any, order_ref: Any, scale_ref: Any, dout_ref: Any, down_ref: Any, gate_up_ref: Any, dgate_up_ref: Any,
-    hidden_ref: Any, dscale_ref: Any, *, sizes: tuple[int, ...], architecture: str,
+    hidden_ref: Any, dscale_ref: Any, *, sizes: tuple[int, ...], architecture: Architecture,
 ) -> None:  # fmt: skip
     m, n, depth = sizes
     f = hidden_ref.shape[1]
@@ -119,7 +119,7 @@ def grouped_swiglu_backward(
     sizes_e: jax.Array,
     *,
     layer: jax.Array | int = 0,
-    architecture: str,
+    architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the gradient of gate and up from the gradient of `scale_t · (hidden @ down)`.
 

@@ -11,6 +11,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.tiles import Architecture, architecture_name
+
 WHOLE = pl.BlockSpec(memory_space=pl.ANY)  # a whole array, for masked loads and stores at any index
 
 
@@ -25,7 +27,7 @@ def launch(
     in_specs: Sequence[pl.BlockSpec] | None = None,
     out_specs: Any = None,
     aliases: Mapping[int, int] | None = None,
-    architecture: str,
+    architecture: Architecture,
 ) -> Any:
     """Run one program of `kernel` for each point of `grid`.
 
@@ -40,7 +42,7 @@ def launch(
       in_specs: block of each array; None for whole arrays.
       out_specs: block of each output; None for whole arrays.
       aliases: index of an array → index of the output that reuses its memory.
-      architecture: see `tiles.tile`; 'interpret' emulates the kernel with jax operations, on any device.
+      architecture: 'interpret' emulates the kernel with jax operations, on any device.
 
     Returns:
       Arrays of `out_shape`.
@@ -54,7 +56,7 @@ def launch(
         in_specs=specs,
         out_specs=out,
         input_output_aliases=dict(aliases or {}),
-        interpret=architecture == "interpret",
+        interpret=architecture_name(architecture) == "interpret",
         name=name,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
     )

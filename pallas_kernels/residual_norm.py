@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
-from pallas_kernels.tiles import tile
+from pallas_kernels.tiles import Architecture, tile
 
 WIDEST = 8192  # maximum lanes that a program of 1,024 threads can hold in registers
 
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
     warps: int  # warps of a program
 
 
-def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: str) -> Cut:
+def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: Architecture) -> Cut:
     """Split for the forward pass: one step per program; the vectors are read from cache."""
     (elements,), warps, _ = tile("residual_norm", architecture, dtype)
     lanes = pl.next_power_of_2(width)
@@ -38,7 +38,7 @@ def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architectu
     return Cut(1, pl.cdiv(tokens, rows), 1, rows, lanes, warps * max(lanes // elements, 1))
 
 
-def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: str) -> Cut:
+def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: Architecture) -> Cut:
     """Split for the backward pass: few programs with many rows, since each writes partial sums of all gradients."""
     (elements, programs, fewest, widest), warps, _ = tile("residual_norm_backward", architecture, dtype)
     lanes = min(pl.next_power_of_2(width), widest)
@@ -56,7 +56,7 @@ def residual_norm_forward(
     *,
     eps: float,
     dtype: jax.typing.DTypeLike,
-    architecture: str,
+    architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the new residual stream and its norm.
 
@@ -94,7 +94,7 @@ def residual_norm_backward(
     d_normed_td: jax.Array | None,
     *,
     eps: float,
-    architecture: str,
+    architecture: Architecture,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Compute the gradients of the inputs of `residual_norm_forward`, also without an output, or without a norm.
 

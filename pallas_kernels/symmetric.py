@@ -15,10 +15,10 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
-from pallas_kernels.tiles import Tile, tile
+from pallas_kernels.tiles import Architecture, Tile, tile
 
 
-def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: str) -> tuple[jax.Array, jax.Array]:
+def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Compute G = s² X Xᵀ for each matrix, in the form that `polynomial` takes.
 
     Args:
@@ -36,7 +36,9 @@ def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: str) -> tuple[ja
     return low, kept
 
 
-def polynomial(low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *, architecture: str) -> jax.Array:
+def polynomial(
+    low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *, architecture: Architecture
+) -> jax.Array:
     """Compute b G + c G² for each symmetric matrix.
 
     Args:
@@ -59,13 +61,13 @@ def upper_tiles(p: int, cut: Tile) -> tuple[np.ndarray, np.ndarray]:
     return first.astype(np.int32), second.astype(np.int32)
 
 
-def _tile(x: jax.Array, architecture: str) -> Tile:
+def _tile(x: jax.Array, architecture: Architecture) -> Tile:
     return tile("symmetric", architecture, x.dtype)
 
 
 def _symmetric(
     epilogue: Callable[..., jax.Array], x_npq: jax.Array, operands: tuple[jax.Array, ...],
-    further: tuple[jax.ShapeDtypeStruct, ...], name: str, depth: int, architecture: str,
+    further: tuple[jax.ShapeDtypeStruct, ...], name: str, depth: int, architecture: Architecture,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Apply `epilogue` to every upper tile of X Xᵀ, in chunks of `depth` columns of X.
 

@@ -1,4 +1,4 @@
-"""The table of tile sizes of all kernels, by architecture and dtype."""
+"""The tile sizes of all kernels, by architecture and dtype."""
 
 from typing import NamedTuple
 
@@ -17,8 +17,18 @@ class Tile(NamedTuple):
     stages: int = 1  # stages of the software pipeline for loops with matmuls
 
 
-# Kernel → architecture → bytes per element → tile. gfx950 uses the tiles of gfx942 until better ones are measured.
-# Interpreted kernels have small tiles, so that the arrays of tests have several tiles, some of them partial.
+class Tuned(NamedTuple):
+    """An architecture, and the tiles that were measured to be fastest on a device."""
+
+    name: str
+    tiles: tuple[tuple[str, Tile], ...]  # by kernel; others use their defaults
+
+
+# 'gfx942', 'gfx950', 'sm_90', …; 'rocm' or 'cuda' if it is not known; 'interpret' emulates kernels on any device.
+Architecture = str | Tuned
+
+# Kernel → architecture → bytes per element → default tile. gfx950 uses the tiles of gfx942. Interpreted
+# kernels have small tiles, so that the arrays of tests have several tiles, some of them partial.
 TILES: dict[str, dict[str, dict[int, Tile]]] = {
     "residual_norm": {  # elements per program; for longer rows, warps grow with the row
         "sm_90": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
@@ -34,11 +44,6 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "sm_90": {2: Tile((128, 64, 32), 8, 3), 4: Tile((64, 32, 32), 4, 2)},
         "gfx942": {2: Tile((128, 64, 64), 4, 2), 4: Tile((64, 32, 32), 4, 2)},
         "interpret": {2: Tile((16, 16, 16), 1), 4: Tile((16, 16, 16), 1)},
-    },
-    "momentum": {  # elements per program
-        "sm_90": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
-        "gfx942": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
-        "interpret": {2: Tile((64,), 1), 4: Tile((64,), 1)},
     },
     "class_sort": {  # tokens per program
         "sm_90": {2: Tile((256,), 4), 4: Tile((256,), 4)},
@@ -92,17 +97,6 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "gfx942": {2: Tile((64, 1024), 4), 4: Tile((32, 1024), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
-    # Router: tokens, columns of a hidden layer per step. In fp32, its tiles would not fit a GPU's registers.
-    "router": {
-        "sm_90": {2: Tile((32, 64), 8)},
-        "gfx942": {2: Tile((32, 32), 4)},
-        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
-    },
-    "router_backward": {
-        "sm_90": {2: Tile((16, 32), 8)},
-        "gfx942": {2: Tile((16, 32), 4)},
-        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
-    },
     # CCA mix: tokens, channels per step of a matmul.
     "cca_mix": {
         "sm_90": {2: Tile((32, 64), 8), 4: Tile((16, 32), 8)},
@@ -119,28 +113,43 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
 }
 
 
-def platform(architecture: str) -> str:
+# The down and the transposed gate and up matrices have different shapes, and so different best tiles.
+TILES["grouped_product_transposed"] = TILES["grouped_product"]
+# Further tiles to time, kernel → architecture → tiles, in bfloat16; each compiles there without spills.
+ALTERNATIVES: dict[str, dict[str, tuple[Tile, ...]]] = {
+    "residual_norm": {"interpret": (Tile((128,), 1),)},
+}
+
+
+def architecture_name(architecture: Architecture) -> str:
+    """Return the name of an architecture without its tiles."""
+    return architecture.name if isinstance(architecture, Tuned) else architecture
+
+
+def platform(architecture: Architecture) -> str:
     """Return the platform of an architecture ('sm_90' → 'cuda', 'gfx942' → 'rocm')."""
-    for prefix, name in (("sm_", "cuda"), ("gfx", "rocm")):
-        if architecture.startswith(prefix):
-            return name
-    return architecture
+    name = architecture_name(architecture)
+    return {"sm_": "cuda", "gfx": "rocm"}.get(name[:3], name)
 
 
-def tile(kernel: str, architecture: str, dtype: jax.typing.DTypeLike) -> Tile:
-    """Look up the tile of `kernel` for elements of `dtype`; 8-byte elements use the tile for 4 bytes.
+def tile(kernel: str, architecture: Architecture, dtype: jax.typing.DTypeLike) -> Tile:
+    """Return the tile of `kernel` for elements of `dtype`: the tuned one, or the first of `tiles`."""
+    tuned = dict(architecture.tiles) if isinstance(architecture, Tuned) else {}
+    return tuned.get(kernel) or tiles(kernel, architecture_name(architecture), dtype)[0]
 
-    Args:
-      kernel: key of `TILES`.
-      architecture: 'gfx942', 'gfx950', 'sm_90', …; or 'rocm' or 'cuda' if it is not known. An unlisted one uses the
-        tiles of its platform or of `DEFAULT`, on NVIDIA with at most two stages, which fit 99 KiB of shared memory.
-      dtype: dtype of the elements.
+
+def tiles(kernel: str, architecture: str, dtype: jax.typing.DTypeLike) -> tuple[Tile, ...]:
+    """Return the tiles of `kernel` for elements of `dtype`, the default first.
+
+    8-byte elements use the tile for 4 bytes. An unlisted architecture uses the default of its platform or of `DEFAULT`,
+    on NVIDIA with at most two stages, which fit 99 KiB of shared memory.
     """
-    by_architecture, of_platform = TILES[kernel], platform(architecture)
+    by_architecture, of_platform, size = TILES[kernel], platform(architecture), jnp.dtype(dtype).itemsize
     known = architecture in by_architecture
     other = of_platform if of_platform in by_architecture else DEFAULT.get(of_platform, "")
     by_size = by_architecture[architecture if known else other]
-    entry = by_size[min(jnp.dtype(dtype).itemsize, max(by_size))]
-    if known or of_platform != "cuda":
-        return entry
-    return entry._replace(stages=min(entry.stages, 2))
+    entry = by_size[min(size, max(by_size))]
+    if not known and of_platform == "cuda":
+        return (entry._replace(stages=min(entry.stages, 2)),)
+    further = ALTERNATIVES.get(kernel, {}).get(architecture if known else other, ()) if size == 2 else ()
+    return (entry, *further)

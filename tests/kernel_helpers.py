@@ -1,5 +1,6 @@
 """Lower programs without a GPU, for both platforms, and list their kernels."""
 
+import dataclasses
 import functools
 
 import jax
@@ -20,9 +21,16 @@ def kernels(platform: str) -> KernelSelection:
     return preferred_kernels(_ALL[platform])
 
 
-def kernel(operation: str, platform: str):
-    """Return the implementation of an operation on a platform."""
-    return kernels(platform).implementation(operation)
+def with_kernel(platform: str, operation: str, name: str) -> KernelSelection:
+    """All kernels for a platform, with another one of an operation."""
+    selection = kernels(platform)
+    return dataclasses.replace(selection, chosen={**selection.chosen, operation: name})
+
+
+def kernel(operation: str, platform: str, name: str | None = None):
+    """Return the implementation of an operation on a platform: the default one, or one by name."""
+    selection = kernels(platform) if name is None else with_kernel(platform, operation, name)
+    return selection.implementation(operation)
 
 
 def shape(*sizes, dtype):

@@ -25,7 +25,7 @@ from zaya_jax.model.arithmetic import total_parameters
 
 KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {
     "attention": {"bytes": 4e9, "flops": 80e12, "median_seconds": {"kernel": 0.2}, "reference": 5.0, "peer": None},
-    "momentum": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"kernel": 0.02}},
+    "residual_norm": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"kernel": 0.02}},
     "muon": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"reference": 0.02}},
 }}  # fmt: skip
 
@@ -158,9 +158,9 @@ def test_parts_that_need_several_devices_are_left_out_on_one():
 def test_a_kernel_is_predicted_from_the_data_sheet():
     near = functools.partial(pytest.approx, rel=1e-3)
     h200, figures = HARDWARE["h200"], kernel_figures(KERNELS, "NVIDIA H200")
-    assert figures.keys() == {"attention", "attention against XLA", "momentum"}
+    assert figures.keys() == {"attention", "attention against XLA", "residual_norm"}
     assert figures["attention"] == [200, "ms", near(1e3 * 80e12 / (h200.peak * ASSUMPTIONS.kernel))]
-    assert figures["momentum"] == [20, "ms", near(1e3 * 40e9 / (h200.bandwidth * ASSUMPTIONS.memory))]
+    assert figures["residual_norm"] == [20, "ms", near(1e3 * 40e9 / (h200.bandwidth * ASSUMPTIONS.memory))]
     assert figures["attention against XLA"] == [5.0, "×"]
     assert kernel_figures(KERNELS, "cpu")["attention"] == [200, "ms", None]
 

@@ -9,7 +9,7 @@ import pytest
 from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import kernels as bench
 from zaya_jax.errors import InputError
-from zaya_jax.machine import subprocesses
+from zaya_jax.machine import queued_calls, subprocesses
 from zaya_jax.machine.kernel_cases import SMALL, Aim, Case, cases
 from zaya_jax.machine.subprocesses import Passes
 from zaya_jax.ops.target import Target
@@ -79,20 +79,22 @@ def test_a_pass_has_as_many_calls_as_it_takes_and_one_wait(monkeypatch):
         now[0] += 0.003
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    one_pass = bench.repeated(call, lambda: waits.append(len(calls)), 8)
+    one_pass = queued_calls.repeated(call, lambda: waits.append(len(calls)), 8)
     calls.clear(), waits.clear()
     number = one_pass()
     assert number == 8 * len(calls)
     assert waits == [len(calls)]
-    assert bench.PASS <= 0.003 * len(calls) <= 2.1 * bench.PASS
+    assert queued_calls.PASS <= 0.003 * len(calls) <= 2.1 * queued_calls.PASS
 
 
 def test_calls_of_one_program_are_all_done(monkeypatch):
     programs = []
-    monkeypatch.setattr(bench, "repeated", lambda call, wait, counts: programs.append(counts) or call)
-    monkeypatch.setattr(bench.jax, "jit", lambda run: programs.append(jax.make_jaxpr(run)) or (lambda sets: sets))
+    monkeypatch.setattr(queued_calls, "repeated", lambda call, wait, counts: programs.append(counts) or call)
+    monkeypatch.setattr(
+        queued_calls.jax, "jit", lambda run: programs.append(jax.make_jaxpr(run)) or (lambda sets: sets)
+    )
     x = jnp.ones((8, 8))
-    bench.queued(jnp.dot, (x, x), 3)()
+    queued_calls.queued(jnp.dot, (x, x), 3)()
     traced, counts = programs
     sets = [(jnp.copy(x), jnp.copy(x)) for _ in range(3)]
     equations = traced(sets).eqns
@@ -103,36 +105,33 @@ def test_calls_of_one_program_are_all_done(monkeypatch):
 
 def test_what_is_held_is_given_away_and_is_the_next_call_s(monkeypatch):
     seen, donated = [], []
-    monkeypatch.setattr(bench, "repeated", lambda call, wait, counts: call)
-    monkeypatch.setattr(bench.jax, "jit", lambda run, donate_argnums: donated.append(donate_argnums) or run)
+    monkeypatch.setattr(queued_calls, "repeated", lambda call, wait, counts: call)
+    monkeypatch.setattr(queued_calls.jax, "jit", lambda run, donate_argnums: donated.append(donate_argnums) or run)
 
     def function(held, given):
         seen.append(held)
         return held + given, "not held"
 
-    call = bench.stepped(function, (0, 2), 1)
+    call = queued_calls.stepped(function, (0, 2), 1)
     for _ in range(3):
         call()
     assert seen == [0, 2, 4]
     assert donated == [0]
 
 
-@pytest.mark.parametrize("name", ["momentum", "muon"])
-def test_what_training_updates_in_place_is_timed_so(monkeypatch, name):
+def test_what_training_updates_in_place_is_timed_so(monkeypatch):
     found = []
     monkeypatch.setattr(bench, "stepped", lambda function, arguments, held: found.append(held))
-    bench.our_side(name, SMALL, "bfloat16", False, False)
-    assert found == [cases(SMALL, "bfloat16")[name].held] != [0]
+    bench.our_side("muon", SMALL, "bfloat16", False, False)
+    assert found == [cases(SMALL, "bfloat16")["muon"].held] != [0]
 
 
-@pytest.mark.parametrize(("short", "calls"), [(2**28, 8), (8, 1)])
-def test_short_calls_are_many_of_one_program(monkeypatch, short, calls):
-    found = []
-    monkeypatch.setattr(bench, "SHORT", short)
-    monkeypatch.setattr(bench, "queued", lambda function, arguments, calls: found.append(calls))
-    bench.our_side("gram_polynomial", SMALL, "bfloat16", False, False)
-    bench.our_side("gram_polynomial", SMALL, "bfloat16", False, True)
-    assert found == [calls, 1]
+def test_short_calls_are_many_of_one_program_on_a_gpu(monkeypatch):
+    small, large = ([jax.ShapeDtypeStruct((size,), jnp.int8)] for size in (8, queued_calls.SHORT))
+    monkeypatch.setattr(jax.ShapeDtypeStruct, "nbytes", property(lambda x: x.size), raising=False)
+    assert queued_calls.calls_together(small) == 1
+    monkeypatch.setattr(queued_calls.jax, "default_backend", lambda: "gpu")
+    assert [queued_calls.calls_together(arrays) for arrays in (small, large)] == [8, 1]
 
 
 def in_this_process(make, *arguments):
@@ -202,17 +201,17 @@ def test_a_process_that_ends_in_a_timed_pass_costs_one_case(sides, monkeypatch, 
         return interleave(steps, repeats)
 
     monkeypatch.setattr(bench, "interleave", ends_once)
-    assert command.main(["kernels", "--only", "momentum", "gram_polynomial"]) == 1
+    assert command.main(["kernels", "--only", "residual_norm", "gram_polynomial"]) == 1
     assert "gram_polynomial: 1000 ms" in capsys.readouterr().out
     monkeypatch.setattr(bench, "interleave", interleave)
-    assert command.main(["kernels", "--only", "momentum", "gram_polynomial"]) == 0
+    assert command.main(["kernels", "--only", "residual_norm", "gram_polynomial"]) == 0
 
 
 def test_a_device_without_kernels_does_not_fail(sides, monkeypatch):
     monkeypatch.setattr(bench, "current_target", lambda: Target("cuda", "NVIDIA A10", "sm_86"))
     monkeypatch.setattr(bench, "_selection", lambda *_: bench.KernelSelection(Target("cuda", "NVIDIA A10"), {}))
     monkeypatch.setattr(bench, "time_sides", lambda *_: ({}, {"kernel": "It has none."}))
-    assert "failed" not in bench.bench_kernels(["momentum"], 1, None)
+    assert "failed" not in bench.bench_kernels(["residual_norm"], 1, None)
 
 
 @pytest.mark.parametrize(

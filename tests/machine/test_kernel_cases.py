@@ -19,16 +19,15 @@ KERNELS = {
     "attention": ["attention"],
     "attention backward": ["attention", "attention_backward_keys", "attention_backward_queries"],
     "attention of a decode": ["attention_decode", "attention_join"],
-    "router": ["router_forward"],
-    "router backward": ["router_forward", "router_backward"],
+    "router": [],
+    "router backward": [],
     "grouped_matmul": ["grouped_product"],
     "grouped_matmul backward": ["grouped_product", "grouped_product_transposed", "grouped_outer"],
     "experts": ["class_sort", "grouped_swiglu", "grouped_product"],
     "experts backward": ["class_sort", "grouped_swiglu", "grouped_product", "grouped_swiglu_backward", "grouped_outer",
                          "grouped_outer", "grouped_product_transposed"],
-    "momentum": ["momentum"],
     "gram_polynomial": ["gram", "gram_polynomial"],
-    "muon": ["momentum", "gram", "gram_polynomial"],
+    "muon": ["gram", "gram_polynomial"],
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import abstract_model, init_cache, logits
 from zaya_jax.ops import LOCAL
+from zaya_jax.ops.registry import OPERATIONS, KernelSelection
 
 SHAPES = ModelConfig(
     vocab_size=37, hidden_size=48, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=64, num_experts=3,
@@ -44,13 +45,26 @@ def loss(params, biases, tokens, segments, ops, config=SHAPES, remat="dots"):
     return (out.hidden_bsd * weights * (segments != 0)[..., None]).sum(), out.stats.expert_counts_le
 
 
+# Every kernel alone beside references, and the default ones together.
+FORCED = {
+    "default": kernels("interpret"),
+    **{f"{operation.name} {kernel.name}": KernelSelection(kernels("interpret").target, {operation.name: kernel.name})
+       for operation in OPERATIONS.values() for kernel in operation.kernels
+       if operation.name in ("residual_norm", "cca_mix", "attention", "experts", *OPERATIONS["experts"].uses)},
+}  # fmt: skip
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("config", [SLIDING, SHAPES], ids=["sliding", "both"])
-def test_forward_and_backward_are_those_of_the_references(config):
+@pytest.mark.parametrize(("selection", "config"), [
+    *(pytest.param(selection, SLIDING, id=name) for name, selection in FORCED.items()),
+    pytest.param(kernels("interpret"), SHAPES, id="default, both kinds of layers"),
+])  # fmt: skip
+def test_forward_and_backward_are_those_of_the_references(selection, config):
+    """In rows of packed documents and padding."""
     params, biases = values(0, config)
     results = [
         jit(jax.value_and_grad(functools.partial(loss, ops=ops, config=config), has_aux=True))(params, biases, *batch())
-        for ops in (LOCAL, kernels("interpret").ops)
+        for ops in (LOCAL, selection.ops)
     ]
     ((expected, counts), wanted), ((value, counts_there), grads) = results
     np.testing.assert_array_equal(counts_there, counts)
@@ -104,8 +118,8 @@ def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twi
     tokens, segments = (jax.ShapeDtypeStruct((2, LENGTH), jnp.int32) for _ in range(2))
     launches = launched(platform, gradient, *shapes(config), tokens, segments)
     layers = len(config.period)  # those in the body of the scan
-    once = ("attention", "attention_backward_keys", "attention_backward_queries", "router_forward", "router_backward",
-            "cca_mix_backward", "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
+    once = ("attention", "attention_backward_keys", "attention_backward_queries", "cca_mix_backward",
+            "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
     assert {name: launches[name] for name in once} == dict.fromkeys(once, layers)
     assert launches["cca_mix"] == launches["residual_norm_forward"] == launches["class_sort"] == 2 * layers
     assert launches["residual_norm_backward"] == 3 * layers  # a merge with a norm, a norm alone, a merge alone

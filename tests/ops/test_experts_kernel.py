@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import kernel, kernels, lower, lowered_kernels, shape
-from zaya_jax.ops.experts import MOST_SORTED, dispatch_experts
+from zaya_jax.ops.experts import EXPERTS, MOST_SORTED, dispatch_experts
 from zaya_jax.ops.stacked import StackedLayer
 
 # The largest error of a result over the largest of its values. Between a token and its output in bf16 stand four
@@ -24,8 +24,8 @@ BACKWARD = ["grouped_swiglu_backward", "grouped_outer", "grouped_outer", "groupe
 
 
 @functools.cache
-def compiled(platform):
-    return both_passes(kernel("experts", platform))
+def compiled(platform, name=None):
+    return both_passes(kernel("experts", platform, name))
 
 
 def both_passes(function):
@@ -61,9 +61,9 @@ def in_float64(expert, h, weight, gate_up, down, cotangent):
         return [np.asarray(array) for array in found]
 
 
-def check(dims, dtype, expert, seed):
+def check(dims, dtype, expert, seed, name=None):
     h, weight, gate_up, down, cotangent = draw(dims, dtype, seed)
-    ours = compiled("interpret")(h, expert, weight, gate_up, down, cotangent)
+    ours = compiled("interpret", name)(h, expert, weight, gate_up, down, cotangent)
     wants = in_float64(expert, h, weight, gate_up, down, cotangent)
     scales = [np.abs(want).max() for want in wants]
     # The gradient of a weight is a sum that may cancel, and is one number where there is one token.
@@ -83,11 +83,12 @@ def check(dims, dtype, expert, seed):
         assert not ddown[e].any()
 
 
+@pytest.mark.parametrize("name", [each.name for each in EXPERTS.kernels])
 @settings(max_examples=4)
 @example(expert=(np.arange(37) % 5).astype(np.int32), seed=0)
 @given(expert=choices(SHAPE[0], SHAPE[3]), seed=seeds())
-def test_equals_dispatch_in_double_precision(expert, seed):
-    check(SHAPE, "float32", expert, seed)
+def test_equals_dispatch_in_double_precision(name, expert, seed):
+    check(SHAPE, "float32", expert, seed, name)
 
 
 @pytest.mark.soak
@@ -145,9 +146,9 @@ def test_without_a_gradient_gate_and_up_are_not_written():
 
 
 @pytest.mark.parametrize("experts", [
-    kernel("experts", "interpret"), dispatch_experts,
+    kernel("experts", "interpret"), kernel("experts", "interpret", "pallas_gathered"), dispatch_experts,
     pytest.param(kernels("interpret").without(("experts",)).ops.experts, marks=pytest.mark.soak),
-], ids=["kernel", "reference", "products"])  # fmt: skip
+], ids=["kernel", "gathered", "reference", "products"])  # fmt: skip
 def test_in_the_stack_of_all_layers_a_gradient_is_added_to_its_layer_alone(experts):
     (t, *_, e), layers = SHAPE, (2, 0)  # of three; each adds to the sums
     h, weight, gate_up, down, cotangent = draw(SHAPE, "float32", 3)

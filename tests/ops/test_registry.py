@@ -36,9 +36,7 @@ def test_a_gpu_has_all_kernels_for_the_released_shapes():
     assert selection == preferred_kernels(GPU)
     assert list(selection.chosen) == WITH_KERNELS
     assert not selection.reasons
-    exact = select_kernels(GPU, EXAMPLE, "float32")
-    assert [*exact.chosen] == [name for name in WITH_KERNELS if name != "router"]
-    assert "needs matrices in bfloat16" in exact.reasons["router", "pallas"]
+    assert [*select_kernels(GPU, EXAMPLE, "float32").chosen] == WITH_KERNELS
     assert "AMD Instinct MI300X: residual_norm, cca_mix, attention" in str(selection)
 
 
@@ -58,8 +56,8 @@ def test_double_precision_is_left_to_the_references_and_the_reasons_are_said():
 
 
 @pytest.mark.parametrize(("changes", "reasons"), [
-    ({"convolutions": False, "router_layers": 1}, {"cca_mix": "needs convolutions", "router": "two hidden layers"}),
-    ({"query_key_mean": False, "router_layers": 2}, {"cca_mix": "QK-mean", "router": "two hidden layers"}),
+    ({"convolutions": False}, {"cca_mix": "needs convolutions"}),
+    ({"query_key_mean": False}, {"cca_mix": "QK-mean"}),
     ({"value_shift": False}, {"cca_mix": "value shift"}),
 ])  # fmt: skip
 def test_an_ablation_that_a_kernel_lacks_is_left_to_the_reference(changes, reasons):
@@ -109,10 +107,10 @@ def supported(*_, **__):
 
 def operation(monkeypatch, *runs):
     """A registry of one operation, which has these kernels in order of preference."""
-    checks = {"momentum": Check(lambda implementation, x: implementation(x), (Input((8, 16)),), 1)}
+    checks = {"gram_polynomial": Check(lambda implementation, x: implementation(x), (Input((8, 16)),), 1)}
     made = tuple(Kernel(run.__name__, run, supported) for run in runs)
-    found = Operation("momentum", lambda x: x, lambda *_: checks, made)
-    monkeypatch.setattr(registry, "OPERATIONS", {"momentum": found})
+    found = Operation("gram_polynomial", lambda x: x, lambda *_: checks, made)
+    monkeypatch.setattr(registry, "OPERATIONS", {"gram_polynomial": found})
     return select_kernels(EMULATED, SMALL, "float32")
 
 
@@ -130,20 +128,20 @@ def test_a_kernel_that_is_right_is_kept_and_tried_once(monkeypatch):
 ])  # fmt: skip
 def test_a_kernel_that_fails_is_rejected_in_the_process_and_the_next_one_takes_its_place(monkeypatch, run, reason):
     selection = operation(monkeypatch, run, right)
-    with pytest.warns(UserWarning, match=f"{run.__name__} kernel for momentum .* any: {reason}"):
+    with pytest.warns(UserWarning, match=f"{run.__name__} kernel for gram_polynomial .* any: {reason}"):
         found = validate_kernels(selection, SMALL, "float32", large=2**12)
-    assert found.chosen == {"momentum": "right"}
-    assert select_kernels(EMULATED, EXAMPLE, "bfloat16").chosen == {"momentum": "right"}
-    assert [rejected[:2] for rejected in rejections(EMULATED)] == [["momentum", run.__name__]]
+    assert found.chosen == {"gram_polynomial": "right"}
+    assert select_kernels(EMULATED, EXAMPLE, "bfloat16").chosen == {"gram_polynomial": "right"}
+    assert [rejected[:2] for rejected in rejections(EMULATED)] == [["gram_polynomial", run.__name__]]
     assert rejections(GPU) == []
 
 
 def test_with_no_kernel_left_the_reference_is_used(monkeypatch):
     selection = operation(monkeypatch, wrong)
-    with pytest.warns(UserWarning, match="wrong kernel for momentum"):
+    with pytest.warns(UserWarning, match="wrong kernel for gram_polynomial"):
         found = validate_kernels(selection, SMALL, "float32")
-    assert found.implementation("momentum")(2) == 2
-    assert "No wrong kernel for momentum: its error is 0.1, above the tolerance" in str(found)
+    assert found.implementation("gram_polynomial")(2) == 2
+    assert "No wrong kernel for gram_polynomial: its error is 0.1, above the tolerance" in str(found)
 
 
 def test_large_arrays_that_do_not_fit_are_told(monkeypatch):
@@ -151,8 +149,8 @@ def test_large_arrays_that_do_not_fit_are_told(monkeypatch):
     monkeypatch.setattr(registry, "free_memory", lambda: 1000)
     for _ in range(2):
         found = validate_kernels(selection, SMALL, "float32", large=2**12)
-        assert found.untried == ("momentum",)
-    assert "Not checked on arrays above 4 GiB, for lack of memory: momentum." in str(found)
+        assert found.untried == ("gram_polynomial",)
+    assert "Not checked on arrays above 4 GiB, for lack of memory: gram_polynomial." in str(found)
 
 
 def test_a_failed_whole_is_replaced_by_kernels_of_its_parts(monkeypatch):
@@ -174,7 +172,7 @@ def test_checks_have_the_widths_of_the_model_and_follow_what_is_done():
             assert sizes & widths, operation.name
     for name in ("attention", "partial_attention"):
         assert f"{name}, decode" in OPERATIONS[name].checks(EXAMPLE, False)
-    assert not OPERATIONS["momentum"].checks(EXAMPLE, False)
+    assert not OPERATIONS["gram_polynomial"].checks(EXAMPLE, False)
 
 
 def test_an_operation_that_rounds_is_within_its_tolerance():
@@ -186,19 +184,19 @@ def test_an_operation_that_rounds_is_within_its_tolerance():
 
 def test_an_operation_that_is_wrong_fails_with_a_sentence(monkeypatch):
     target = operation(monkeypatch, wrong).target
-    found = check_operations(target, SMALL, ["float32"], ["momentum"])
-    assert found["failed"] == "momentum by wrong in float32 has error 0.1, tolerance 0.001."
+    found = check_operations(target, SMALL, ["float32"], ["gram_polynomial"])
+    assert found["failed"] == "gram_polynomial by wrong in float32 has error 0.1, tolerance 0.001."
 
 
 def test_a_kernel_that_refuses_a_dtype_is_named_and_the_reference_is_checked(monkeypatch):
     target = operation(monkeypatch, wrong, right).target
     monkeypatch.setattr(registry, "_unsupported", lambda _operation, kernel, *_: "too wide" * (kernel.name == "wrong"))
-    found = check_operations(target, SMALL, ["float32"], ["momentum"])
-    assert found["refused"] == {"momentum by wrong float32": "too wide"}
-    assert list(found["errors"]) == ["momentum by right float32"]
+    found = check_operations(target, SMALL, ["float32"], ["gram_polynomial"])
+    assert found["refused"] == {"gram_polynomial by wrong float32": "too wide"}
+    assert list(found["errors"]) == ["gram_polynomial by right float32"]
     monkeypatch.setattr(registry, "_unsupported", lambda *_: "too wide")
-    found = check_operations(target, SMALL, ["float32"], ["momentum"])
-    assert list(found["errors"]) == ["momentum float32"]
+    found = check_operations(target, SMALL, ["float32"], ["gram_polynomial"])
+    assert list(found["errors"]) == ["gram_polynomial float32"]
     assert "failed" not in found
 
 

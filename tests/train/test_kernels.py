@@ -33,11 +33,11 @@ def test_what_is_used_is_said_once(capsys, monkeypatch):
     assert capsys.readouterr().out == f"{selection}\n"
 
 
-@pytest.mark.filterwarnings("ignore:The pallas kernel for momentum")
+@pytest.mark.filterwarnings("ignore:The pallas kernel for residual_norm")
 def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
     """And what takes its place is tried before all are of one mind."""
     rounds = []
-    other = ["momentum", "pallas", "its error is 2, above the tolerance 0.001."]
+    other = ["residual_norm", "pallas", "its error is 2, above the tolerance 0.001."]
 
     def all_gather(topic, value, seconds):
         rounds.append(value)
@@ -49,6 +49,6 @@ def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
     monkeypatch.setattr(room, "validate_kernels", lambda selection, *_: selection)
     selection = validated_kernels(CONFIG)
     assert rounds == [[], [other]]
-    assert "momentum" not in selection.chosen
+    assert "residual_norm" not in selection.chosen
     assert "gram_polynomial" in selection.chosen
-    assert f"No pallas kernel for momentum: {other[2]}" in capsys.readouterr().out
+    assert f"No pallas kernel for residual_norm: {other[2]}" in capsys.readouterr().out

@@ -5,29 +5,21 @@ launch overhead.
 """
 
 import contextlib
-import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from zaya_jax.bench.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
 from zaya_jax.machine.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
 from zaya_jax.machine.preflight import probes
+from zaya_jax.machine.queued_calls import calls_together, queued, repeated, stepped
 from zaya_jax.machine.result import describe_run, write_result
 from zaya_jax.machine.subprocesses import Passes, interleave, interleave_subprocesses, run_in_subprocess
-from zaya_jax.machine.timing import elapsed
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target, current_target
 
-PASS = 0.1  # seconds that a pass takes at least, with at most `MOST` calls
-MOST = 1000
-TOGETHER = 8  # calls in one program, so that launching does not dominate short kernels
-SHORT = 2**28  # bytes of arrays below which a call counts as short
 _ROOFLINES = {"copy": "memory", "dense": "matmul"}  # names of the probes that measure them
 
 
@@ -131,8 +123,7 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
         function, arguments = program(case, kernels if kernel else kernels.without(case.operations))
         if case.held:
             return stepped(function, arguments, case.held)
-        short = not emulated and sum(leaf.nbytes for leaf in jax.tree.leaves(arguments)) < SHORT
-        return queued(function, arguments, TOGETHER if short else 1)
+        return queued(function, arguments, calls_together(arguments))
     except Exception as error:  # not every error can be sent to another process
         raise InputError(f"{type(error).__name__}: {str(error)[:500]}") from error
 
@@ -149,49 +140,6 @@ def peer_side(name: str, sizes: Sizes, dtype: str, device: str) -> Callable[[], 
         raise
     except Exception as error:  # not every error can be sent to another process
         raise InputError(f"{type(error).__name__}: {str(error)[:500]}") from error
-
-
-def queued(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> Callable[[], int]:
-    """Make a pass of `function`, with `calls` of its calls in one program.
-
-    Each of these calls has its own arrays: with shared arrays, the compiler would compute the result only once, and the
-    second call would find them in the cache.
-    """
-    sets = [arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(calls - 1))]
-    run, last = jax.jit(lambda sets: [function(*arrays) for arrays in sets]), []
-
-    def call() -> None:
-        last[:] = [run(sets)]
-
-    return repeated(call, lambda: jax.block_until_ready(last), calls)
-
-
-def stepped(function: Callable[..., Any], arguments: tuple[Any, ...], held: int) -> Callable[[], int]:
-    """Make a pass of `function` that donates its first `held` arguments, and feeds the first `held` outputs back."""
-    run = jax.jit(lambda state, inputs: function(*state, *inputs), donate_argnums=0)
-    state, inputs = [arguments[:held]], arguments[held:]
-
-    def call() -> None:
-        state[0] = run(state[0], inputs)[:held]
-
-    return repeated(call, lambda: jax.block_until_ready(state), 1)
-
-
-def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
-    """Make a pass with enough calls to take `PASS` seconds; it returns their number, each counted as `counts`."""
-    number = 1
-
-    def one_pass() -> int:
-        for _ in range(number):
-            call()
-        wait()
-        return number * counts
-
-    one_pass()  # compiles
-    while number < MOST and (seconds := elapsed(one_pass)) < PASS:
-        number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
-
-    return one_pass
 
 
 def per_call(passes: Passes) -> list[float]:

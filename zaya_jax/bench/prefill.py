@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.generate.placement import generation_kernels
 from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses
 from zaya_jax.model.attention import Context
 from zaya_jax.model.layers import rotary_table
 from zaya_jax.model.zaya import ATTENTION
-from zaya_jax.ops.registry import validate_kernels
-from zaya_jax.parallel.placement import device_kernels
 
 # The attention of ZAYA1-8B, and attention whose heads are as wide as the residual stream.
 CCA = ModelConfig(
@@ -67,7 +66,7 @@ def bench_prefill(lengths: Sequence[int], dtype: str, repeats: int) -> dict[str,
 def make_layer(config: ModelConfig, length: int, dtype: str) -> Callable[[], float]:
     """Make a function that applies an attention layer to a prompt, and returns an element of the result."""
     (layer,), segments = config.layer_kinds, jnp.ones((1, length), jnp.int32)
-    ops = validate_kernels(device_kernels(config, dtype), config, dtype, training=False).ops
+    ops = generation_kernels(config, dtype).ops
     attention = ATTENTION[layer.attention](config, layer, jax.random.key(0))
     attention = jax.tree.map(lambda x: x.astype(dtype), attention)
     hidden = jax.random.normal(jax.random.key(1), (1, length, config.hidden_size)).astype(dtype)

@@ -10,8 +10,12 @@ from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.versions import package_version
 
 
-def environment() -> dict[str, Any]:
-    """Describe what two runs must share for bitwise equal results."""
+def environment(kernels: str | None = None) -> dict[str, Any]:
+    """Describe what two runs must share for bitwise equal results.
+
+    Args:
+      kernels: digest of the measurements that decide which kernels run; None without any.
+    """
     return {
         "jax": jax.__version__,
         "jaxlib": package_version("jaxlib"),
@@ -20,6 +24,7 @@ def environment() -> dict[str, Any]:
         "devices": jax.device_count(),
         "cpu": cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
+        "kernels": kernels,
     }
 
 

@@ -15,6 +15,7 @@ from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.optimizer import ComputeDtype, Matrices, OptimizerConfig
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
+from zaya_jax.config.table import Table
 from zaya_jax.config.weight_source import HF, parse_source
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.presets import PRESETS, PresetName
@@ -128,6 +129,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    # Implementations of operations, by name, instead of the fastest measured ones: `attention: reference`.
+    ops: Table[str] = field(default_factory=Table)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # default of all phases
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -5,11 +5,13 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from zaya_jax.config import ParallelConfig
+from zaya_jax.config import ModelConfig, ParallelConfig
 from zaya_jax.config.checks import require
 from zaya_jax.model.tree import compute_dtypes, roles
 from zaya_jax.model.zaya import Zaya, abstract_model
-from zaya_jax.ops.registry import validate_kernels
+from zaya_jax.ops.kernel_table import find_table
+from zaya_jax.ops.registry import KernelSelection, validate_kernels
+from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.placement import Placement, device_kernels
 
@@ -31,9 +33,15 @@ def decode_placement(model: Zaya, parallel: ParallelConfig) -> Placement:
     """
     config, dtype = model.config, model.dtype.name
     mesh = decode_mesh(parallel)
-    kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
-    return Placement(dataclasses.replace(parallel, data=mesh.shape["data"]), mesh, {},
-                     compute_dtypes(roles(abstract_model(config)), dtype), kernels)  # fmt: skip
+    dtypes = compute_dtypes(roles(abstract_model(config)), dtype)
+    return Placement(dataclasses.replace(parallel, data=mesh.shape["data"]), mesh, {}, dtypes,
+                     generation_kernels(config, dtype))  # fmt: skip
+
+
+def generation_kernels(config: ModelConfig, dtype: str) -> KernelSelection:
+    """Select the fastest kernels for generation on this process' devices, and validate them."""
+    selection = device_kernels(config, dtype, find_table(current_target(), print))
+    return validate_kernels(selection, config, dtype, training=False)
 
 
 def decode_mesh(parallel: ParallelConfig, where: str = "parallel.") -> Mesh:

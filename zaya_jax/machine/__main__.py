@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.config.checks import counted
+from zaya_jax.errors import InputError
 from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.machine.breakdown import command as step
 from zaya_jax.machine.collectives import command as collectives
@@ -41,7 +42,10 @@ def _parser() -> Parser:
     kernels = add_verb(verbs, _PROGRAM, _kernels)
     kernels.add_argument("--compile-for", nargs="+", default=[], metavar="GPU",
                          help="mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)")  # fmt: skip
-    add_flags(kernels)
+    kernels.add_argument("--tune", nargs="*", metavar="CONFIG", help="time the implementations of each operation on "
+                         "this machine's device instead, at the sizes of this configuration, with section.key=value "
+                         "to override (default: configs/bench_8b.yaml)")  # fmt: skip
+    add_flags(kernels, repeats=5)
     parser.epilog = verb_examples(verbs)
     return parser
 
@@ -77,14 +81,21 @@ def _context(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Compile each Pallas kernel for GPUs that need not be here.
+    """Compile each Pallas kernel for GPUs that need not be here, or measure which are fastest on this machine's GPU.
 
     Reports registers, shared memory, spills and scratch memory of each kernel, and launches and bytes of each operation
     with kernels and with references, from XLA's compilers. Needs the extra compile-cuda or compile-rocm, and no GPU.
-    Takes minutes for each GPU.
+    Takes minutes for each GPU. With --tune, times XLA and each kernel with each of its tiles, and writes a table to
+    ~/.cache/zaya_jax, which training on this machine reads when a run begins.
 
-    kernels --compile-for mi300x h200 --output kernels.json
+    kernels --tune configs/zaya1_8b.yaml
     """
+    if parsed.tune is not None:
+        if parsed.compile_for:
+            raise InputError("--compile-for cannot be combined with --tune, which measures this machine's device.")
+        from zaya_jax.machine.tune import tune
+
+        return tune(parsed.tune[0] if parsed.tune else None, parsed.tune[1:], parsed.repeats)
     from zaya_jax.machine.compilers.kernels import bench_kernels
 
     return bench_kernels(parsed.compile_for, parsed.output)

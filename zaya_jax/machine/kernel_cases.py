@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from zaya_jax.ops.registry import OPERATIONS, KernelSelection
 from zaya_jax.ops.residual_norm import MergeVectors
 from zaya_jax.ops.router import RouterWeights
 from zaya_jax.ops.selfcheck import EXAMPLE
+from zaya_jax.ops.stacked import StackedLayer
 from zaya_jax.optim.muon import scale_by_muon
 
 TAPS = 2  # taps of each convolution
@@ -80,6 +82,8 @@ class Case(NamedTuple):
     further: tuple[str, ...] = ()  # other operations that are part of the case
     # number of leading floats that are donated, and of leading outputs that reuse their memory, like the training state
     held: int = 0
+    # integer arguments that take another time, by what they are: `integers` are rows of one document, or even groups
+    further_integers: Mapping[str, tuple[np.ndarray, ...]] = MappingProxyType({})
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -90,7 +94,7 @@ class Case(NamedTuple):
 def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
     """Return all cases by name; `dtype` is the dtype of activations, 'bfloat16' or 'float32'."""
     by_name: dict[str, Case] = {}
-    for make in (_residual_norm, _cca_mix, _attention, _router, _grouped, _experts, _momentum, _gram_polynomial):
+    for make in (_residual_norm, _cca_mix, _attention, _router, _grouped, _experts, _gram_polynomial):
         by_name |= make(sizes, jnp.dtype(dtype))
     return by_name
 
@@ -194,7 +198,8 @@ def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     products = 2.0 * b * s * n * c * c * TAPS
     inputs = _size(*floats, segments, *tables)
     aim = Aim("roofline", 0.5)
-    case = Case("cca_mix", run, floats, (segments, *tables), False, products, inputs + _size(*out), aim)
+    case = Case("cca_mix", run, floats, (segments, *tables), False, products, inputs + _size(*out), aim,
+                further_integers={"packed documents": (packed_documents(b, s), *tables)})  # fmt: skip
     backward = case._replace(backward=True, flops=2 * products, bytes=inputs + _size(*out) + _size(*floats))
     return {"cca_mix": case, "cca_mix backward": backward}
 
@@ -217,7 +222,7 @@ def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     q, kv = _array(b, s, h, c, dtype=dtype), _array(b, s, k, c, dtype=dtype)
     flops, sums = 4.0 * b * h * c * s * (s + 1) / 2, 4 * b * s * h
     case = Case("attention", run, (q, kv, kv), (segments,), False, flops, _size(q, q, kv, kv, segments),
-                Aim("tflops", 400))  # fmt: skip
+                Aim("tflops", 400), further_integers={"packed documents": (packed_documents(b, s),)})  # fmt: skip
     backward = case._replace(backward=True, flops=2.5 * flops, aim=Aim("tflops", 300),
                              bytes=_size(*(q, kv, kv) * 2, q, q, segments) + sums)  # fmt: skip
     rows, keys = sizes.decoded
@@ -263,7 +268,12 @@ def _grouped(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     e, d, f = sizes.experts, sizes.width, sizes.expert_width
     t = e * sizes.per_expert
-    expert = np.random.default_rng(0).permutation(np.repeat(np.arange(e, dtype=np.int32), sizes.per_expert))
+    shuffled = np.random.default_rng(0).permutation
+    expert = shuffled(np.repeat(np.arange(e, dtype=np.int32), sizes.per_expert))
+    # As many as a router gives that is little trained: in proportion to 1, 1/2, 1/3, …
+    shares = np.cumsum(1 / np.arange(1, e + 1)) * t / np.sum(1 / np.arange(1, e + 1))
+    uneven = np.searchsorted(shares, np.arange(t), side="right").clip(max=e - 1).astype(np.int32)
+    further = {"uneven groups": (shuffled(uneven),), "one group": (np.zeros(t, np.int32),)}
 
     def run(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
         h, weight, gate_up, down, expert = arrays
@@ -272,22 +282,33 @@ def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     h, weight = _array(t, d, dtype=dtype), _array(t, dtype=jnp.float32)
     floats = (h, weight, _array(e, d, 2 * f, dtype=dtype), _array(e, f, d, dtype=dtype))
     kept = _array(t, 2 * f, dtype=dtype)
-    case = Case("experts", run, floats, (expert,), False, 6.0 * t * d * f, _size(*floats, expert, h), None, PRODUCTS)
+    totals = tuple(_array(1, *w.shape, dtype=jnp.float32) for w in floats[2:])
+
+    def trained(kernels: KernelSelection, up: jax.Array, down: jax.Array, *arrays: jax.Array) -> Any:
+        """Run both passes, and add the gradients of the matrices to their totals, as a training step does."""
+        h, weight, *stacks, dout, expert = arrays
+        refs = jax.new_ref(up), jax.new_ref(down)
+
+        def forward(h: jax.Array, weight: jax.Array, *probes: jax.Array) -> jax.Array:
+            layers = (StackedLayer(w[None], 0, *rest) for w, *rest in zip(stacks, refs, probes, strict=True))
+            return kernels.ops.experts(h, expert, weight, *layers)
+
+        out, pull = jax.vjp(forward, h, weight, *(jnp.zeros((), jnp.float32),) * 2)
+        return *map(jax.freeze, refs), out, pull(dout)[:2]
+
+    case = Case("experts", run, floats, (expert,), False, 6.0 * t * d * f, _size(*floats, expert, h), None, PRODUCTS,
+                further_integers=further)  # fmt: skip
     backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(*floats, expert, kept, h, *floats))
-    return {"experts": case, "experts backward": backward}
+    step = case._replace(run=trained, floats=(*totals, *floats, h), flops=3 * case.flops, held=2,
+                         bytes=2 * _size(*totals) + case.bytes + backward.bytes - _size(*floats[2:]))  # fmt: skip
+    return {"experts": case, "experts backward": backward, "experts of a step": step}
 
 
-def _momentum(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
-    m, direction = (_array(*sizes.matrices, dtype=kind) for kind in (jnp.float32, dtype))
-    numbers = np.array([0.5, 0, 0.95, 1, 0.95, 1], np.float32)  # a clipped step with Nesterov momentum
-
-    def step(kernels: KernelSelection, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        momentum, gradient, numbers = arrays
-        return kernels.ops.momentum(gradient, momentum, numbers, dtype)
-
-    case = Case("momentum", step, (m, m), (numbers,), False, 7.0 * m.size, _size(m, m, numbers, m, direction),
-                Aim("copy", 0.8), held=1)  # fmt: skip
-    return {"momentum": case}
+def packed_documents(rows: int, tokens: int) -> np.ndarray:
+    """Return the documents of packed rows, int32 [rows, tokens]; lengths vary around an eighth of a row."""
+    lengths = np.random.default_rng(0).lognormal(np.log(max(tokens / 8, 1)), 1.0, rows * 64).astype(np.int64) + 1
+    document = np.repeat(np.arange(len(lengths)), lengths)[: rows * tokens].reshape(rows, tokens)
+    return (document - document[:, :1] + 1).astype(np.int32)
 
 
 def _gram_polynomial(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
@@ -303,7 +324,7 @@ def _gram_polynomial(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
                 Aim("reference", 1.5))  # fmt: skip
     m = _array(n, p, q, dtype=jnp.float32)
     muon = Case("gram_polynomial", functools.partial(_muon_step, dtype), (m, m, m), (), False,
-                STEPS * (full + 2.0 * n * p * p * q), _size(m, m, m, m, m), None, ("momentum",), 2)  # fmt: skip
+                STEPS * (full + 2.0 * n * p * p * q), _size(m, m, m, m, m), None, held=2)  # fmt: skip
     return {"gram_polynomial": case, "muon": muon}
 
 

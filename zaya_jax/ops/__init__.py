@@ -14,7 +14,6 @@ from zaya_jax.ops.attention import PartialAttention, attention, partial_attentio
 from zaya_jax.ops.cached_attention import cached_attention
 from zaya_jax.ops.cca_mix import Halo, cca_mix
 from zaya_jax.ops.experts import dispatch_experts
-from zaya_jax.ops.momentum import step_momentum
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.residual_norm import residual_norm
@@ -44,7 +43,6 @@ class Ops:
     residual_norm: Callable[..., tuple[jax.Array, Any]] = residual_norm  # `ops.residual_norm.residual_norm`
     router: Callable[..., tuple[jax.Array, jax.Array]] = router  # `ops.router.router`
     experts: Callable[..., jax.Array] = dispatch_experts  # `ops.experts.dispatch_experts`
-    momentum: Callable[..., tuple[jax.Array, jax.Array]] = step_momentum  # `ops.momentum.step_momentum`
     orthogonalize: Callable[..., jax.Array] = orthogonalize  # `ops.orthogonalize.orthogonalize`
     # returns the rows before this device's piece of the sequence, for convolutions and the delayed value; None for a
     # sequence that is not split

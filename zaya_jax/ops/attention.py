@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.attention import attention_forward
 from pallas_kernels.attention_backward import attention_backward, backward_ranges
 from pallas_kernels.decode import attention_decode, decodes
+from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.blockwise import FLOOR, backward, blockwise, fold, fold_queries, forward, unfold
 from zaya_jax.ops.few_queries import MAX_QUERIES, few_queries
@@ -135,7 +136,7 @@ def _unsupported(
 
 
 def _attention_kernel(
-    architecture: str, q: jax.Array, k: jax.Array, v: jax.Array, *, query_segments_bs: jax.Array | None = None,
+    architecture: Architecture, q: jax.Array, k: jax.Array, v: jax.Array, *, query_segments_bs: jax.Array | None = None,
     key_segments_bt: jax.Array | None = None, query_offset: jax.Array | int = 0, window: int | None = None,
 ) -> jax.Array:  # fmt: skip
     segments, offset = _integers(query_segments_bs, key_segments_bt, query_offset)
@@ -143,7 +144,7 @@ def _attention_kernel(
 
 
 def _partial_kernel(
-    architecture: str, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array,
+    architecture: Architecture, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array,
     key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None,
 ) -> PartialAttention:  # fmt: skip
     integers = _integers(query_segments_bs, key_segments_bt, query_offset)
@@ -152,7 +153,7 @@ def _partial_kernel(
 
 
 def _partial_gradient_kernel(
-    architecture: str, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array,
+    architecture: Architecture, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array,
     key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None, whole: PartialAttention,
     do_bshc: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
@@ -163,7 +164,7 @@ def _partial_gradient_kernel(
 
 class _Static(NamedTuple):
     window: int | None
-    architecture: str
+    architecture: Architecture
 
 
 def _integers(queries: jax.Array | None, keys: jax.Array | None, offset: jax.Array | int) -> tuple[Any, jax.Array]:
@@ -263,11 +264,25 @@ def _partial_gradient_checks(model: ModelConfig, training: bool) -> dict[str, Ch
     return {"partial_attention_gradient": check} if training else {}
 
 
-ATTENTION = Operation("attention", attention, _checks, (Kernel("pallas", _attention_kernel, _unsupported),))
+def _shape(
+    q: jax.Array, k: jax.Array, _v: Any, _queries: Any = None, _keys: Any = None, _offset: Any = None,
+    window: int | None = None, *_: Any, **options: Any,
+) -> tuple[int, ...]:  # fmt: skip
+    queries, seen = q.shape[1], options.get("window", window) or q.shape[1]
+    return min(queries, seen), q.shape[2], k.shape[2], q.shape[3]
+
+
+_FORWARD, _BACKWARD = ("attention", "decode"), ("attention_backward_keys", "attention_backward_queries")
+ATTENTION = Operation(
+    "attention", attention, _checks,
+    (Kernel("pallas", _attention_kernel, _unsupported, (*_FORWARD, *_BACKWARD)),), shape=_shape,
+)  # fmt: skip
 PARTIAL_ATTENTION = Operation(
-    "partial_attention", partial_attention, _partial_checks, (Kernel("pallas", _partial_kernel, _unsupported),)
-)
+    "partial_attention", partial_attention, _partial_checks,
+    (Kernel("pallas", _partial_kernel, _unsupported, (*_FORWARD, *_BACKWARD)),), shape=_shape, measured_as="attention",
+)  # fmt: skip
 PARTIAL_ATTENTION_GRADIENT = Operation(
     "partial_attention_gradient", partial_attention_gradient, _partial_gradient_checks,
-    (Kernel("pallas", _partial_gradient_kernel, _unsupported),),
+    (Kernel("pallas", _partial_gradient_kernel, _unsupported, (*_FORWARD, *_BACKWARD)),), shape=_shape,
+    measured_as="attention",
 )  # fmt: skip

@@ -18,6 +18,7 @@ import numpy as np
 from pallas_kernels.cca_mix import MixArrays
 from pallas_kernels.cca_mix import cca_mix as mix_forward
 from pallas_kernels.cca_mix_backward import cca_mix_backward
+from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
@@ -201,7 +202,7 @@ def _unsupported(
 
 
 def _kernel(
-    architecture: str, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
+    architecture: Architecture, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
     rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
     _parts: MixParts = ALL_PARTS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
@@ -220,7 +221,7 @@ def _kernel(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(architecture: str, x: MixArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _mix(architecture: Architecture, x: MixArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
     return mix_forward(_rounded(x), architecture=architecture)
 
 
@@ -229,11 +230,11 @@ def _rounded(x: MixArrays) -> MixArrays:
     return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype))
 
 
-def _mix_forward(architecture: str, x: MixArrays) -> tuple[tuple[jax.Array, jax.Array, jax.Array], MixArrays]:
+def _mix_forward(architecture: Architecture, x: MixArrays) -> tuple[tuple[jax.Array, jax.Array, jax.Array], MixArrays]:
     return _mix(architecture, x), x
 
 
-def _mix_backward(architecture: str, x: MixArrays, cotangents: tuple[jax.Array, ...]) -> tuple[MixArrays]:
+def _mix_backward(architecture: Architecture, x: MixArrays, cotangents: tuple[jax.Array, ...]) -> tuple[MixArrays]:
     gradients = cca_mix_backward(_rounded(x), *cotangents, architecture=architecture)._asdict()
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
     parts = {name: None if gradients.get(name) is None else gradients[name].astype(part.dtype)
@@ -264,4 +265,14 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
     return {"cca_mix": Check(run, (Input((2, ROWS, (n + k) * c)), *weights), 1)}
 
 
-CCA_MIX = Operation("cca_mix", cca_mix, _checks, (Kernel("pallas", _kernel, _unsupported),))
+def _shape(
+    packed: jax.Array, _halo: Any, _segments: Any, _rotary: Any, weights: MixWeights, *_: Any
+) -> tuple[int, ...]:
+    taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
+    return packed.shape[0] * packed.shape[1], *weights.depthwise_bias_nc.shape, weights.temperature_k.shape[0], *taps
+
+
+CCA_MIX = Operation(
+    "cca_mix", cca_mix, _checks, (Kernel("pallas", _kernel, _unsupported, ("cca_mix", "cca_mix_backward")),),
+    shape=_shape,
+)  # fmt: skip

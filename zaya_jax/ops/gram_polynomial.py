@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.symmetric import gram, polynomial
+from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.operation import DTYPES, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
@@ -46,7 +47,7 @@ def _unsupported(_architecture: str, x: jax.Array, b: jax.Array, _c: jax.Array, 
             f"{x.dtype} with sums in {b.dtype}.")  # fmt: skip
 
 
-def _kernel(architecture: str, x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:
+def _kernel(architecture: Architecture, x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:
     *stack, p, q = x_xpq.shape
     low, exact = gram(x_xpq.reshape(math.prod(stack), p, q), scale_x.reshape(-1), architecture=architecture)
     return polynomial(low, exact, jnp.stack([b, c]), architecture=architecture).reshape(*stack, p, p)
@@ -62,4 +63,11 @@ def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     return {"gram_polynomial": Check(run, (matrix,), 1, gradient=False)} if training else {}
 
 
-GRAM_POLYNOMIAL = Operation("gram_polynomial", gram_polynomial, _checks, (Kernel("pallas", _kernel, _unsupported),))
+def _shape(x: jax.Array, *_: Any) -> tuple[int, ...]:
+    return (x.shape[-2],)
+
+
+GRAM_POLYNOMIAL = Operation(
+    "gram_polynomial", gram_polynomial, _checks, (Kernel("pallas", _kernel, _unsupported, ("symmetric",)),),
+    shape=_shape,
+)  # fmt: skip

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import grouped_matmul as kernels
+from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
@@ -187,13 +188,17 @@ def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: j
     return other_dtypes("grouped products", x, y)
 
 
-def _kernel(transpose: bool, architecture: str, x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array) -> jax.Array:
+def _kernel(
+    transpose: bool, architecture: Architecture, x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array
+) -> jax.Array:
     matrices = in_stack(w_epq)
     return kernels.grouped_product(x_tp, matrices.stack, sizes_e, layer=matrices.layer, transpose=transpose,
                                    architecture=architecture)  # fmt: skip
 
 
-def _outer_kernel(architecture: str, x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, **into: Any) -> jax.Array:
+def _outer_kernel(
+    architecture: Architecture, x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, **into: Any
+) -> jax.Array:
     return kernels.grouped_outer(x_tp, y_tq, sizes_e, architecture=architecture, **into)
 
 
@@ -223,13 +228,19 @@ def _operation(reference: Product, arrays: tuple[int, int], kernel: Kernel) -> O
         inputs = tuple(_inputs(model)[index] for index in arrays)
         return {name: Check(run, inputs, sum(x.shape[0] == ROWS for x in inputs), gradient=False)}
 
-    return Operation(name, reference, checks, (kernel,))
+    return Operation(name, reference, checks, (kernel,), shape=_shape)
+
+
+def _shape(x: jax.Array, _y: Any, sizes: jax.Array, **_: Any) -> tuple[int, ...]:
+    return (max(x.shape[0] // sizes.shape[0], 1),)
 
 
 GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED = (
     _operation(reference, arrays, Kernel("pallas", functools.partial(_kernel, transpose),
-                                         functools.partial(_unsupported, 1 + transpose)))
+                                         functools.partial(_unsupported, 1 + transpose), (reference.__name__,)))
     for reference, arrays, transpose in
     ((grouped_product, (0, 2), False), (grouped_product_transposed, (1, 2), True))
 )  # fmt: skip
-GROUPED_OUTER = _operation(grouped_outer, (0, 1), Kernel("pallas", _outer_kernel, _outer_unsupported))
+GROUPED_OUTER = _operation(
+    grouped_outer, (0, 1), Kernel("pallas", _outer_kernel, _outer_unsupported, ("grouped_outer",))
+)

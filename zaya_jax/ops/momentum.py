@@ -1,15 +1,9 @@
-"""Muon's momentum update and direction, which a kernel does in one pass over memory (docs/reference.md §3.1)."""
+"""Muon's momentum update and direction, one pass over memory (docs/reference.md §3.1)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from pallas_kernels.momentum import momentum_and_direction
-from zaya_jax.config import ModelConfig
-from zaya_jax.ops.operation import DTYPES, Check, Input, Kernel, Operation
-from zaya_jax.ops.precision import accumulation_dtype
 
 Scalar = jax.Array | float | bool
 Pair = tuple[jax.Array, jax.Array]
@@ -57,38 +51,3 @@ def step_momentum(
     scaled = factor * gradient.astype(momentum.dtype)
     new = a * momentum + b * scaled
     return jnp.where(skip != 0, momentum, new), (c * new + d * scaled).astype(dtype)
-
-
-def _unsupported(
-    _architecture: str, gradient: jax.Array, momentum: jax.Array, _numbers: jax.Array, dtype: jax.typing.DTypeLike
-) -> str:
-    if gradient.dtype in DTYPES and jnp.dtype(dtype) in DTYPES and momentum.dtype == jnp.float32:
-        return ""
-    return ("The momentum kernel supports gradients and directions in bfloat16 or float32, with momentum in float32, "
-            f"not {gradient.dtype} and {jnp.dtype(dtype)}, with momentum in {momentum.dtype}."
-            )  # fmt: skip
-
-
-def _kernel(
-    architecture: str, gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    return momentum_and_direction(gradient, momentum, numbers, dtype=dtype, architecture=architecture)
-
-
-def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
-    def run(momentum: Any, gradient: jax.Array, old: jax.Array) -> Any:
-        """Run one step, and one that is skipped because of a NaN gradient, in the dtypes of training."""
-        exact = accumulation_dtype(old.dtype)
-
-        def step(gradient: jax.Array, *, skip: bool) -> tuple[jax.Array, jax.Array]:
-            numbers = momentum_numbers((0.95, 1.0, 0.95, 1.0), 0.5, skip, exact)
-            return momentum(gradient.astype(exact), old.astype(exact), numbers, gradient.dtype)
-
-        kept, _ = step(gradient + jnp.nan, skip=True)
-        return *step(gradient, skip=False), kept
-
-    matrix = Input((2, model.hidden_size, 2 * model.expert_size - 1))
-    return {"momentum": Check(run, (matrix, matrix), 2, gradient=False)} if training else {}
-
-
-MOMENTUM = Operation("momentum", step_momentum, _checks, (Kernel("pallas", _kernel, _unsupported),))

@@ -23,10 +23,11 @@ class Kernel:
     """An implementation of an operation for some platforms."""
 
     name: str  # unique among the kernels of its operation
-    run: Callable[..., Any]  # takes the architecture (`pallas_kernels.tiles.tile`), then the arguments of the reference
+    run: Callable[..., Any]  # takes the `pallas_kernels.tiles.Architecture`, then the arguments of the reference
     # takes the same arguments, and returns '' if `run` supports their shapes, dtypes and static values, else a sentence
     # that says why not
     supports: Callable[..., str]
+    tiles: tuple[str, ...]  # names of its tiles in `pallas_kernels.tiles.TILES`, in the order to time them
     platforms: tuple[str, ...] = PLATFORMS  # platforms that have it
 
 
@@ -60,6 +61,10 @@ class Operation:
     checks: Callable[[ModelConfig, bool], dict[str, Check]]
     kernels: tuple[Kernel, ...] = ()  # in order of preference
     uses: tuple[str, ...] = ()  # other operations that the reference takes as keyword arguments of the same names
+    # arguments of the reference → its size: first the rows that a measurement depends on (tokens, those of a group or
+    # of a sequence), then widths that are the same throughout a model
+    shape: Callable[..., tuple[int, ...]] = lambda *_, **__: (1,)
+    measured_as: str = ""  # the operation whose measurements apply to this one, too; '' for its own
 
     def kernels_for(self, platform: str) -> list[Kernel]:
         """Return the kernels for a platform, in order of preference."""

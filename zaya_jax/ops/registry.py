@@ -1,8 +1,9 @@
 """The registry of operations, and the selection of their implementations.
 
-For each operation it selects the first kernel that the device has, that supports the shapes, and that gives correct
-results. A kernel that fails validation is rejected for the whole process, in training, evaluation, generation and
-benchmarks; then the next kernel, or the reference, is used.
+For each operation it selects what the configuration pins, else what was measured to be fastest (`ops.kernel_table`),
+else the first kernel that the device has, that supports the shapes, and that gives correct results. A kernel that fails
+validation is rejected for the whole process, in training, evaluation, generation and benchmarks; then the next kernel,
+or the reference, is used.
 """
 
 import dataclasses
@@ -15,15 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tiles import PLATFORMS
+from pallas_kernels.tiles import PLATFORMS, Tuned
 from zaya_jax.config import ModelConfig
+from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.ops import Ops
 from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT
 from zaya_jax.ops.cca_mix import CCA_MIX
 from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
 from zaya_jax.ops.grouped_matmul import GROUPED_OUTER, GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED
-from zaya_jax.ops.momentum import MOMENTUM
+from zaya_jax.ops.kernel_table import REFERENCE, Choice, KernelTable, nearest
 from zaya_jax.ops.operation import Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
 from zaya_jax.ops.residual_norm import RESIDUAL_NORM
@@ -36,11 +38,11 @@ OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
         RESIDUAL_NORM, CCA_MIX, ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT, ROUTER, EXPERTS,
-        GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED, GROUPED_OUTER, MOMENTUM, ORTHOGONALIZE, GRAM_POLYNOMIAL,
+        GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED, GROUPED_OUTER, ORTHOGONALIZE, GRAM_POLYNOMIAL,
     )
 }  # fmt: skip
 
-_rejected: dict[tuple[Target, str, str], str] = {}  # (target, operation, kernel) → why
+_rejected: dict[tuple[Target, str, str], str] = {}  # (target, operation, `Choice.variant`) → why
 _passed: dict[tuple[Any, ...], bool] = {}  # what was validated → whether on large arrays, too
 
 
@@ -54,6 +56,11 @@ class KernelSelection:
     # a sentence why a preferred kernel is not used, by operation and kernel
     reasons: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     untried: tuple[str, ...] = ()  # operations whose kernel was not checked on arrays above 4 GiB
+    # what was measured to be fastest, by operation and size; takes the place of `chosen`
+    measured: Mapping[str, tuple[Choice, ...]] = dataclasses.field(default_factory=dict)
+    table: KernelTable | None = None  # with the measurements
+    notes: tuple[str, ...] = ()  # on measurements that cannot be used
+    pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # implementations, by operation
 
     @functools.cached_property
     def ops(self) -> Ops:
@@ -62,15 +69,41 @@ class KernelSelection:
 
     def implementation(self, name: str) -> Callable[..., Any]:
         """Return the implementation of an operation."""
+        if name not in self.measured:
+            return self.variant(name, Choice(1, self.chosen.get(name, REFERENCE)))
+        choices, operation = self.measured[name], OPERATIONS[name]
+        if len({choice[1:] for choice in choices}) == 1:
+            return self.variant(name, choices[0])
+
+        def by_size(*arguments: Any, **options: Any) -> Any:
+            choice = nearest(choices, operation.shape(*arguments, **options)[0])
+            return self.variant(name, choice)(*arguments, **options)
+
+        return by_size
+
+    def variant(self, name: str, choice: Choice) -> Callable[..., Any]:
+        """Return an implementation of an operation; a reference uses the selected implementations of its parts."""
         operation = OPERATIONS[name]
-        if name in self.chosen:
-            return _bound(operation.kernel(self.chosen[name]), self.target)
+        if choice.kernel != REFERENCE:
+            return _bound(operation.kernel(choice.kernel), self.target, choice)
         used = {part: self.implementation(part) for part in operation.uses if part in self.chosen}
         return functools.partial(operation.reference, **used) if used else operation.reference
 
     def without(self, names: Collection[str]) -> "KernelSelection":
         """Return the selection with references for the named operations."""
-        return dataclasses.replace(self, chosen={name: k for name, k in self.chosen.items() if name not in names})
+        chosen, measured = ({name: choice for name, choice in by_name.items() if name not in names}
+                            for by_name in (self.chosen, self.measured))  # fmt: skip
+        return dataclasses.replace(self, chosen=chosen, measured=measured)
+
+    def variants(self, name: str) -> list[Choice]:
+        """Return the distinct kernels with their tiles that an operation may run."""
+        every = self.measured.get(name) or (Choice(1, self.chosen[name]),)
+        return list({choice.variant: choice for choice in every if choice.kernel != REFERENCE}.values())
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the measurements; None without any."""
+        return None if self.table is None else self.table.digest
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -83,13 +116,18 @@ class KernelSelection:
         if self.target.platform not in PLATFORMS:
             return f"There are no kernels for {self.target.platform}: XLA runs all operations."
         said = [f"Kernels for {self.target.device_kind}: {', '.join(self.kernels) or 'none'}."]
+        if self.table is not None:
+            said.append(f"Measured in {self.table.source}: {', '.join(self.measured) or 'none of these'}.")
         said += [f"No {kernel} kernel for {name}: {reason}" for (name, kernel), reason in self.reasons.items()]
         if self.untried:
             said.append(f"Not checked on arrays above 4 GiB, for lack of memory: {', '.join(self.untried)}.")
+        if self.notes:
+            said.append(f"{'; '.join(self.notes)}: there the default runs. Measure again with {TUNE}.")
         return " ".join(said)
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Ops)}
+TUNE = "python -m zaya_jax.machine kernels --tune"
 
 
 def preferred_kernels(target: Target) -> KernelSelection:
@@ -98,8 +136,11 @@ def preferred_kernels(target: Target) -> KernelSelection:
     return KernelSelection(target, {name: of_platform[0].name for name, of_platform in kernels.items() if of_platform})
 
 
-def select_kernels(target: Target, model: ModelConfig, dtype: str) -> KernelSelection:
-    """Select the first kernel of each operation that supports the shapes of `model` and was not rejected.
+def select_kernels(
+    target: Target, model: ModelConfig, dtype: str, table: KernelTable | None = None,
+    pinned: Mapping[str, str] | None = None,
+) -> KernelSelection:  # fmt: skip
+    """Select an implementation of each operation that supports the shapes of `model` and was not rejected.
 
     Nothing is compiled.
 
@@ -107,17 +148,75 @@ def select_kernels(target: Target, model: ModelConfig, dtype: str) -> KernelSele
       target: kind of device.
       model: architecture, for the shapes.
       dtype: 'float32' or 'bfloat16'; 'float64' always uses the references.
+      table: measurements on this kind of device; None to take each operation's first kernel.
+      pinned: the configuration's `ops`: name of the implementation by operation, instead of what was measured.
+
+    Raises:
+      InputError: a pinned implementation does not exist, or cannot be used.
     """
     chosen: dict[str, str] = {}
     reasons: dict[tuple[str, str], str] = {}
+    measured: dict[str, tuple[Choice, ...]] = {}
+    notes, pinned = [], pinned or {}
+    check_pinned(pinned)
     for name, operation in OPERATIONS.items():
-        for kernel in operation.kernels_for(target.platform):
-            reason = _rejected.get((target, name, kernel.name)) or _unsupported(operation, kernel, target, model, dtype)
-            if not reason:
-                chosen[name] = kernel.name
-                break
-            reasons[name, kernel.name] = reason
-    return KernelSelection(target, chosen, reasons)
+        every, able = operation.kernels_for(target.platform), []
+        for kernel in every:
+            why = _rejected.get((target, name, kernel.name)) or _unsupported(operation, kernel, target, model, dtype)
+            if not why:
+                able.append(kernel)
+            elif not able:
+                reasons[name, kernel.name] = why
+        if pin := pinned.get(name):
+            able = [kernel for kernel in able if kernel.name == pin]
+            if not able and pin != REFERENCE:
+                why = next(
+                    (
+                        _rejected.get((target, name, pin)) or _unsupported(operation, kernel, target, model, dtype)
+                        for kernel in every
+                        if kernel.name == pin
+                    ),
+                    f"{target.device_kind} has no such kernel.",
+                )
+                raise InputError(f"ops.{name}={pin} cannot be used: {why} Set ops.{name}={REFERENCE}, or leave it out.")
+        elif table is not None and every:
+            found, note = table.choices(operation, target, dtype, widths(operation, model, dtype))
+            names = {REFERENCE, *(kernel.name for kernel in able)}
+            found = tuple(choice for choice in found
+                          if choice.kernel in names and (target, name, choice.variant) not in _rejected)  # fmt: skip
+            if found:
+                measured[name] = found
+                able = [kernel for kernel in able if kernel.name in {choice.kernel for choice in found}]
+            notes += [note] if note and able else []
+        if able:
+            chosen[name] = able[0].name
+    return KernelSelection(target, chosen, reasons, (), measured, table, tuple(dict.fromkeys(notes)), pinned)
+
+
+def check_pinned(pinned: Mapping[str, str]) -> None:
+    """Raise `InputError` if the configuration's `ops` names an operation or an implementation that does not exist."""
+    able = {name: [REFERENCE, *(x.name for x in operation.kernels)] for name, operation in OPERATIONS.items()
+            if operation.kernels}  # fmt: skip
+    for name, pin in pinned.items():
+        if name not in able:
+            hint = did_you_mean(name, able, "ops.")
+            raise InputError(f"ops.{name} is no operation with several implementations.{hint} There are: "
+                             f"{', '.join(able)}.")  # fmt: skip
+        if pin not in able[name]:
+            raise InputError(f"ops.{name} is {pin!r}, but must be one of {', '.join(able[name])}."
+                             f"{did_you_mean(pin, able[name])}")  # fmt: skip
+
+
+def widths(operation: Operation, model: ModelConfig, dtype: str) -> tuple[int, ...]:
+    """Return the widths of an operation in a model, from the arguments of its first check."""
+    shapes = []
+
+    def implementation(*arguments: Any, **options: Any) -> Any:
+        shapes.append(operation.shape(*arguments, **options)[1:])
+        return operation.reference(*arguments, **options)
+
+    _trace_checks(operation, implementation, model, dtype)
+    return shapes[0] if shapes else ()
 
 
 def _unsupported(operation: Operation, kernel: Kernel, target: Target, model: ModelConfig, dtype: str) -> str:
@@ -128,18 +227,24 @@ def _unsupported(operation: Operation, kernel: Kernel, target: Target, model: Mo
         reasons.append(kernel.supports(target.architecture, *arguments, **options))
         return operation.reference(*arguments, **options)
 
+    _trace_checks(operation, implementation, model, dtype)
+    return next(filter(None, reasons), "")
+
+
+def _trace_checks(operation: Operation, implementation: Callable[..., Any], model: ModelConfig, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         for check in operation.checks(model, True).values():
             arrays = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)) for x in check.inputs]
             jax.eval_shape(functools.partial(check.run, implementation), *arrays)
-    return next(filter(None, reasons), "")
 
 
-def _bound(kernel: Kernel, target: Target) -> Callable[..., Any]:
+def _bound(kernel: Kernel, target: Target, choice: Choice) -> Callable[..., Any]:
+    architecture = Tuned(target.architecture, choice.tiles) if choice.tiles else target.architecture
+
     def run(*arguments: Any, **options: Any) -> Any:
         if reason := kernel.supports(target.architecture, *arguments, **options):
             raise ValueError(reason)
-        return kernel.run(target.architecture, *arguments, **options)
+        return kernel.run(architecture, *arguments, **options)
 
     return run
 
@@ -170,29 +275,28 @@ def validate_kernels(
         host_cpu()
     large = (LARGE if selection.target.platform != "interpret" else 0) if large is None else large
     while True:
-        trials = {name: (selection.target, name, kernel, model, dtype, training, large)
-                  for name, kernel in selection.kernels.items()}  # fmt: skip
-        for name, trial in trials.items():
+        trials = {(selection.target, name, choice.variant, model, dtype, training, large): choice
+                  for name in selection.kernels for choice in selection.variants(name)}  # fmt: skip
+        for trial, choice in trials.items():
             if trial in _passed:
                 continue
-            reason, fits = _try(selection, name, model, dtype, training, large)
+            reason, fits = check_kernel(selection, trial[1], choice, model, dtype, training, large)
             if reason:
                 reject(*trial[:3], reason)
             else:
                 _passed[trial] = fits
-        if _passed.keys() >= set(trials.values()):
-            untried = tuple(name for name, trial in trials.items() if not _passed[trial])
+        if _passed.keys() >= trials.keys():
+            untried = tuple(dict.fromkeys(trial[1] for trial in trials if not _passed[trial]))
             return dataclasses.replace(selection, untried=untried)
-        left = select_kernels(selection.target, model, dtype)
-        chosen = {name: kernel for name, kernel in left.chosen.items() if name in selection.chosen}
-        selection = dataclasses.replace(left, chosen=chosen)
+        left = select_kernels(selection.target, model, dtype, selection.table, selection.pinned)
+        selection = left.without(OPERATIONS.keys() - selection.chosen.keys())
 
 
-def _try(
-    selection: KernelSelection, name: str, model: ModelConfig, dtype: str, training: bool, large: int
-) -> tuple[str, bool]:
+def check_kernel(
+    selection: KernelSelection, name: str, choice: Choice, model: ModelConfig, dtype: str, training: bool, large: int
+) -> tuple[str, bool]:  # fmt: skip
     """Check one kernel; returns why it is wrong ('' if it is not), and whether it was checked on large arrays."""
-    operation, implementation, fits = OPERATIONS[name], selection.implementation(name), True
+    operation, implementation, fits = OPERATIONS[name], selection.variant(name, choice), True
     try:
         for check in operation.checks(model, training).values():
             tried = check if training else check._replace(gradient=False)
@@ -208,7 +312,7 @@ def _try(
 
 
 def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
-    """Exclude a kernel from all later selections in this process, with a `UserWarning`."""
+    """Exclude a kernel, named by `Choice.variant`, from all later selections in this process, with a `UserWarning`."""
     if (target, operation, kernel) not in _rejected:
         _rejected[target, operation, kernel] = reason
         warnings.warn(f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}: {reason}",

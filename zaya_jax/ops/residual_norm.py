@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.residual_norm import WIDEST, residual_norm_backward, residual_norm_forward
+from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.operation import DTYPES, ROWS, Check, Input, Kernel, Operation
@@ -78,7 +79,7 @@ def _unsupported(
 
 
 def _kernel(
-    architecture: str, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
+    architecture: Architecture, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
     weight: jax.Array | None, eps: float, dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     if weight is None and vectors is None:  # at most a sum
@@ -88,7 +89,7 @@ def _kernel(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
 def _residual_norm(
-    architecture: str, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
+    architecture: Architecture, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
     weight: jax.Array | None, eps: float, dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     if output is None or weight is None:  # XLA makes one pass of a merge or a norm alone, but not of its gradient
@@ -99,12 +100,12 @@ def _residual_norm(
     return new.reshape(stream.shape), normed.reshape(stream.shape)
 
 
-def _forward(architecture: str, *arguments: Any) -> tuple:
+def _forward(architecture: Architecture, *arguments: Any) -> tuple:
     return _residual_norm(architecture, *arguments), arguments[:4]
 
 
 def _backward(
-    architecture: str, eps: float, _dtype: jax.typing.DTypeLike, saved: tuple[Any, ...], gradients: tuple
+    architecture: Architecture, eps: float, _dtype: jax.typing.DTypeLike, saved: tuple[Any, ...], gradients: tuple
 ) -> tuple:
     output, stream, vectors, weight = saved
     d_output, d_stream, d_parameters = residual_norm_backward(
@@ -146,4 +147,11 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
             "residual_norm, norm alone": check(False, True)}  # fmt: skip
 
 
-RESIDUAL_NORM = Operation("residual_norm", residual_norm, _checks, (Kernel("pallas", _kernel, _unsupported),))
+def _shape(_output: Any, stream: jax.Array, *_: Any) -> tuple[int, ...]:
+    return stream.size // stream.shape[-1], stream.shape[-1]
+
+
+RESIDUAL_NORM = Operation(
+    "residual_norm", residual_norm, _checks,
+    (Kernel("pallas", _kernel, _unsupported, ("residual_norm", "residual_norm_backward")),), shape=_shape,
+)  # fmt: skip

@@ -12,7 +12,7 @@ import optax
 
 from zaya_jax.config import MuonConfig
 from zaya_jax.ops import LOCAL, Ops
-from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair, Scalar, momentum_numbers
+from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair, Scalar, momentum_numbers, step_momentum
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.skippable import SkippableTransform
 
@@ -143,7 +143,7 @@ def _step(
     between = iterates if exact == jnp.float32 else exact  # fp64 runs stay in fp64
 
     def local(numbers: jax.Array, gradient: jax.Array, momentum: jax.Array) -> Pair:
-        return ops.momentum(gradient, momentum, numbers, between)
+        return step_momentum(gradient, momentum, numbers, between)
 
     def chunk(m_xpq: jax.Array) -> jax.Array:
         orthogonal = ops.orthogonalize(_split_parts(m_xpq, parts), steps=config.newton_schulz_steps, dtype=iterates,

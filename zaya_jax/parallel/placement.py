@@ -14,6 +14,7 @@ from zaya_jax.config import ModelConfig, ParallelConfig
 from zaya_jax.model.layers import Role
 from zaya_jax.model.tree import compute_dtypes
 from zaya_jax.ops import Ops
+from zaya_jax.ops.kernel_table import KernelTable
 from zaya_jax.ops.momentum import OnMatrices
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import KernelSelection, select_kernels
@@ -125,9 +126,11 @@ def device_bytes(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def device_kernels(model: ModelConfig, dtype: str) -> KernelSelection:
+def device_kernels(
+    model: ModelConfig, dtype: str, table: KernelTable | None, pinned: Mapping[str, str] | None = None
+) -> KernelSelection:  # fmt: skip
     """Select kernels for the devices of this process, see `registry.select_kernels`."""
-    return select_kernels(current_target(), model, dtype)
+    return select_kernels(current_target(), model, dtype, table, pinned)
 
 
 def make_placement(

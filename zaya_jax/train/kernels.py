@@ -1,27 +1,42 @@
 """Select kernels, validate them on the devices, and make all processes agree on them."""
 
-from zaya_jax.config import Config
-from zaya_jax.ops.registry import KernelSelection, reject, rejections, validate_kernels
-from zaya_jax.parallel.multihost import all_gather, is_primary
-from zaya_jax.parallel.placement import device_kernels
+from collections.abc import Callable
+from pathlib import Path
 
+from zaya_jax.config import Config
+from zaya_jax.errors import InputError
+from zaya_jax.ops.kernel_table import KernelTable, find_table, parse_table
+from zaya_jax.ops.registry import TUNE, KernelSelection, reject, rejections, validate_kernels
+from zaya_jax.ops.target import GPU_PLATFORMS, current_target
+from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
+from zaya_jax.parallel.placement import device_kernels
+from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
+from zaya_jax.run.files import read_object, write_atomically
+
+TABLE = "kernels.json"  # in the run folder: the measurements that the run began with
 _PATIENCE = 600  # seconds to wait for another process, which compiles the kernels it validates
 
 
-def validated_kernels(config: Config) -> KernelSelection:
+def validated_kernels(config: Config, folder: Path | None = None) -> KernelSelection:
     """Select the kernels that exist for the devices and give correct results in every process.
 
-    Process 0 prints the selection, on platforms that have kernels.
+    Process 0 reads the measurements that decide for all processes, and prints the selection, on platforms that have
+    kernels.
 
     Args:
       config: configuration of the run.
+      folder: run folder; None if nothing is resumed.
 
     Raises:
+      InputError: an implementation of `config.ops` does not exist, or cannot be used.
       TimeoutError: another process did not answer.
     """
-    dtype = config.train.compute_dtype
+    dtype, found = config.train.compute_dtype, _read_table(folder) if is_primary() else None
+    texts = broadcast([found.text, found.source] if found else [])
+    table = KernelTable(*texts) if texts else None
     while True:
-        selection = validate_kernels(device_kernels(config.model, dtype), config.model, dtype)
+        selection = device_kernels(config.model, dtype, table, config.ops)
+        selection = validate_kernels(selection, config.model, dtype)
         target = selection.target
         processes = all_gather("kernels", rejections(target), _PATIENCE)
         for operation, kernel, reason in (rejection for process in processes for rejection in process):
@@ -29,6 +44,28 @@ def validated_kernels(config: Config) -> KernelSelection:
         # A kernel that one process rejects is now rejected in all. Its replacement must be validated, too.
         if all({tuple(r[:2]) for r in process} == {tuple(r[:2]) for r in processes[0]} for process in processes):
             break
-    if is_primary() and (selection.kernels or selection.reasons):
+    if is_primary() and (selection.kernels or selection.reasons or table):
         print(selection)
+        if table is None and target.platform in GPU_PLATFORMS:
+            print(f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG")
     return selection
+
+
+def _read_table(folder: Path | None) -> KernelTable | None:
+    """Return the measurements that a run began with, or for a run that begins, those for this process' device."""
+    target = current_target()
+    if folder is not None and (folder / TABLE).exists():
+        try:
+            return parse_table(read_object(folder / TABLE), target.device_kind, str(folder / TABLE))
+        except InputError as error:  # such as after a change of devices
+            print(f"Not used: {error}")
+    elif folder is not None and has_checkpoint(folder / CHECKPOINTS):
+        return None  # it began without any
+    return find_table(target, print)
+
+
+def keep_table(folder: Path, table: KernelTable | None, check: Callable[[], object]) -> None:
+    """Write the measurements into the folder of a run that begins; `check` is called before."""
+    if is_primary() and table is not None and not (folder / TABLE).exists():
+        check()
+        write_atomically(folder / TABLE, table.text)

@@ -46,7 +46,7 @@ from zaya_jax.train.initialization import (
     open_init_from,
     record_base,
 )
-from zaya_jax.train.kernels import validated_kernels
+from zaya_jax.train.kernels import keep_table, validated_kernels
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.plot import plot_run
@@ -137,12 +137,13 @@ def run_training(
         # Not earlier, since validation is slow and input errors should come first; not later, when the state takes
         # memory.
         progress.enter(Phase.COMPILE)
-        programs = programs.with_kernels(validated_kernels(config))
+        programs = programs.with_kernels(kernels := validated_kernels(config, folder))
         progress.enter(Phase.RESTORE)
         chooses = current_target().platform in GPU_PLATFORMS and not config.train.deterministic
         kept = Autotuning(folder, chooses, is_primary(), store.fence.check, console.say)
         compiled = enter(CompiledSteps(programs, console.say, kept.write))
         state, first, base = _initialize_or_resume(config, compiled, folder, prepared, batches, store)
+        keep_table(folder, kernels.table, store.fence.check)
         if is_primary():
             stack.callback(store.fence.watch())
             enter(track_status(folder, store.fence.check))

@@ -176,7 +176,7 @@ class Programs:
 
 def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Programs:
     """Make the programs of a run on `devices` (None for all of this job), with the kernels that support its shapes."""
-    return Programs(config, device_kernels(config.model, config.train.compute_dtype), devices)
+    return Programs(config, device_kernels(config.model, config.train.compute_dtype, None, config.ops), devices)
 
 
 def _make_program(

@@ -35,7 +35,12 @@ _POSITION_KEYS = ("seed", "start_phase")
 
 
 def checkpoint_metadata(
-    config: Config, step: int, data: dict[str, Any], heldout_loss: float | None, first: int
+    config: Config,
+    step: int,
+    data: dict[str, Any],
+    heldout_loss: float | None,
+    first: int,
+    kernels: str | None = None,
 ) -> dict[str, Any]:
     """Make the metadata of a checkpoint, as a dict for JSON.
 
@@ -45,6 +50,7 @@ def checkpoint_metadata(
       data: position in the data.
       heldout_loss: nats/token after the step; None if it was not evaluated.
       first: number of steps done before this run folder's first.
+      kernels: digest of `KernelSelection.table`.
     """
     stage = stage_at(config, step - 1)
     return {
@@ -56,7 +62,7 @@ def checkpoint_metadata(
         "heldout_loss": heldout_loss,
         "config": to_dict(config),
         "config_digest": digest(to_yaml(config).encode()),
-        "environment": environment(),
+        "environment": environment(kernels),
         "versions": versions(),
     }
 
@@ -86,7 +92,7 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
     if restored.manifest.step < total_steps(config):
         store.take_over(restored.manifest.step)
     saved_on = restored.manifest.metadata["environment"]
-    for key, value in environment().items() if is_primary() else ():
+    for key, value in environment(programs.kernels.digest).items() if is_primary() else ():
         if saved_on.get(key) != value:
             print(f"Resuming with {key}={shown(value)}; the checkpoint was saved with "
                   f"{key}={shown(saved_on.get(key))}. Results will not be bitwise identical.")  # fmt: skip

@@ -135,7 +135,8 @@ class Trainer:
         self.progress.enter(Phase.SAVE)
         self.logger.record()
         loss = next((self.scores.get(each.name) for each in self.evaluators if each.ranks_checkpoints), None)
-        metadata = checkpoint_metadata(self._config, self.steps_done, self.batches.get_state(), loss, self.first_step)
+        metadata = checkpoint_metadata(self._config, self.steps_done, self.batches.get_state(), loss, self.first_step,
+                                       self.compiled.programs.kernels.digest)  # fmt: skip
         self.compiled.keep_choices()
         self.store.save(self.steps_done, self.state, metadata, self._sync)
 

@@ -173,7 +173,7 @@ def test_groups_that_are_no_product_of_axes_have_none():
         ("grouped_swiglu_backward", "bf16[512,128] bf16[16,256,128] bf16[512,512]", "bf16[512,512]",
          2 * 512 * 256 * 128),
         ("gram", "bf16[8,256,512]", "f32[8,256,256]", 8 * 256 * 256 * 512),
-        ("momentum", "f32[8,256]", "f32[8,256]", 0),
+        ("residual_norm_forward", "f32[8,256]", "f32[8,256]", 0),
     ],
 )  # fmt: skip
 def test_operations_of_kernels_are_those_of_their_shapes(kernel, operands, result, flops):

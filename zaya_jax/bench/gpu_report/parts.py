@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.bench.gpu_report.decode import measure_decode
@@ -11,6 +12,7 @@ from zaya_jax.bench.gpu_report.state import measure_state
 from zaya_jax.bench.gpu_report.step import measure_step
 from zaya_jax.bench.gpu_report.supervisor import measure_supervisor
 from zaya_jax.bench.gpu_report.training import measure_training
+from zaya_jax.bench.gpu_report.tuning import measure_tuned_step, measure_tuning
 from zaya_jax.bench.kernels import bench_kernels
 from zaya_jax.machine import context
 from zaya_jax.machine.collectives.timing import check_collectives
@@ -26,12 +28,13 @@ class Part(NamedTuple):
     work: Callable[[], dict[str, Any]]
 
 
-def make_parts(small: bool, devices: int) -> dict[str, Part]:
+def make_parts(small: bool, devices: int, folder: Path) -> dict[str, Part]:
     """Return the parts after the first, by name.
 
     Args:
       small: whether the device is a CPU, so that sizes are small.
       devices: number of devices.
+      folder: of the recordings.
     """
     parts = {
         "operations": Part(60, functools.partial(_operations, small)),
@@ -41,6 +44,8 @@ def make_parts(small: bool, devices: int) -> dict[str, Part]:
         "supervisor": Part(150, functools.partial(measure_supervisor, small, 145)),
         "state": Part(230, functools.partial(measure_state, small, 220)),
         "kernels": Part(90, functools.partial(_kernels, small)),
+        "tune": Part(270, functools.partial(measure_tuning, small, 240)),
+        "step_tuned": Part(100, functools.partial(measure_tuned_step, small, folder / "tune.json")),
         "decode": Part(70, functools.partial(measure_decode, small)),
     }
     if not small:  # on a CPU it is the same program
@@ -56,13 +61,13 @@ def make_parts(small: bool, devices: int) -> dict[str, Part]:
 
 
 def _operations(small: bool) -> dict[str, Any]:
-    names, dtypes = (("residual_norm", "momentum"), ("float32",)) if small else (OPERATIONS, ("float32", "bfloat16"))
+    names, dtypes = (("residual_norm", "router"), ("float32",)) if small else (OPERATIONS, ("float32", "bfloat16"))
     result = check_operations(current_target(), EXAMPLE, dtypes, tuple(names))
     errors = {f"error of {name}": [row["error"], f"of {row['tolerance']:g}"] for name, row in result["errors"].items()}
     return result | {"figures": errors}
 
 
 def _kernels(small: bool) -> dict[str, Any]:
-    result = bench_kernels(("momentum",) if small else (), 2 if small else 5, None)
+    result = bench_kernels(("residual_norm",) if small else (), 2 if small else 5, None)
     kept = {key: result[key] for key in ("emulated", "rooflines", "results", "failed") if key in result}
     return kept | {"figures": kernel_figures(result, result["hardware"]["device"])}

@@ -63,7 +63,8 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         if "platform" not in machine:
             raise RunStopped(f"This machine cannot be described: {machine['failed']}")
         device, small = machine.get("device", "unknown"), machine.get("platform", "cpu") == "cpu"
-        parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1))}
+        target = expanded(folder) / re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+        parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1), target)}
         if unknown := [name for name in only if name not in parts]:
             raise InputError(f"--only is {unknown[0]!r}, but must be one of {', '.join(parts)}.")
         if small:
@@ -72,7 +73,6 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         driver = " ".join(machine.get("drivers", {}).values())
         header["hardware"] |= {"device": device, "driver": driver}
         origin = Origin(commit or _commit(), device, driver, header["versions"], header["size"])
-        target = expanded(folder) / re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
         try:
             make_folder(target)
         except OSError as error:

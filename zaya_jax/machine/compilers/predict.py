@@ -19,7 +19,6 @@ from zaya_jax.machine.compilers.collectives import Collective, place_collectives
 from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
 from zaya_jax.model.arithmetic import attention_flops_per_token
 from zaya_jax.ops.parts import OTHER, part_of
-from zaya_jax.ops.router import CLASSES
 
 
 class Cost(NamedTuple):
@@ -233,12 +232,6 @@ def _attention(shapes: _Arrays) -> float:
     return 4.0 * batch * tokens * keys[1] * heads * size / 2
 
 
-def _router(shapes: _Arrays, layers: int) -> float:
-    """Each token meets matrices of the state's width `layers` times, and the output's once."""
-    rows, width = shapes[0][1]
-    return 2.0 * rows * width * (layers * width + CLASSES)
-
-
 # FLOPs by the start of a kernel's name; kernels that only move bytes are not listed. Of the forward pass' two products
 # per pair of query and key, attention's gradient computes four for the keys and three for the queries.
 _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
@@ -247,8 +240,6 @@ _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
     ("attention_backward_keys", lambda shapes: 2.0 * _attention(shapes)),
     ("attention_backward_queries", lambda shapes: 1.5 * _attention(shapes)),
     ("attention", _attention),
-    ("router_forward", lambda shapes: _router(shapes, 2)),
-    ("router_backward", lambda shapes: _router(shapes, 5)),  # it recomputes the first layer twice
     ("grouped", _grouped),
     ("gram", _symmetric),
 )

@@ -19,6 +19,7 @@ from zaya_jax.machine.gemm.compiled import program_name
 from zaya_jax.machine.gemm.sweep import Request as GemmRequest
 from zaya_jax.machine.gemm.sweep import make_problems
 from zaya_jax.machine.kernel_cases import EIGHT_B, passes
+from zaya_jax.ops.kernel_table import find_table
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.train.program import Programs
 
@@ -28,7 +29,8 @@ def compile_step(gpu: str, phase: str, devices: str, path: str, folder: str) -> 
     config, index = load_config(path), int(phase)
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    kernels = select_kernels(GPUS[gpu].target, config.model, config.train.compute_dtype)
+    target = GPUS[gpu].target
+    kernels = select_kernels(target, config.model, config.train.compute_dtype, find_table(target, print), config.ops)
     program = Programs(config, kernels, gpu_devices(gpu, int(devices)))[index]
     compiled = compile_traced(lambda: program.trace(largest_stage(config, index)), gpu, program.placement.mesh)
     (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")

@@ -58,7 +58,7 @@ def simulated_programs(config: Config, devices: int, kernels: KernelSelection | 
     Raises:
       InputError: the product of the mesh axes is not `devices`, or a batch does not divide over them.
     """
-    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype)
+    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     programs = Programs(config, kernels, devices)
     programs.check()
     return programs

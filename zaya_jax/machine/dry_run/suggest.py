@@ -45,7 +45,8 @@ def suggest(config: Config, phase: int, devices: int, hardware: Hardware) -> lis
       devices: number of devices.
       hardware: data sheet.
     """
-    table, kernels = ActivationTable(), select_kernels(TARGET, config.model, config.train.compute_dtype)
+    table = ActivationTable()
+    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     for across_nodes in (False, True):
         layouts = list(find_layouts(config, phase, devices, hardware.node_size, across_nodes))
         fitting = [

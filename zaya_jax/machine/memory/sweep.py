@@ -19,7 +19,7 @@ from zaya_jax.machine.timing import timed
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
 
-MEMORY_BOUND = ("residual_norm", "residual_norm backward", "momentum")
+MEMORY_BOUND = ("residual_norm", "residual_norm backward")
 _TOGETHER = 4  # rounds in which the operations and the peer are measured, in turn
 
 

@@ -1,0 +1,175 @@
+"""Measured implementations of the operations on one kind of device; `machine kernels --tune` writes such a table.
+
+A table belongs to the sources of the kernels that it was measured with: what it says of an operation whose sources have
+changed since is not used.
+"""
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pallas_kernels.tiles import Tile, tiles
+from zaya_jax.errors import InputError
+from zaya_jax.ops.operation import Kernel, Operation
+from zaya_jax.ops.target import Target
+from zaya_jax.run.digests import digest
+from zaya_jax.run.files import expanded, read_object
+
+REFERENCE = "reference"  # name of the implementation that XLA compiles from plain JAX
+_SHIPPED = Path(__file__).parent / "tables"
+# What changes no result: docstrings, comments and white space.
+_IGNORED = re.compile(r'"""[\s\S]*?"""|#.*|\s+')
+_IMPORTS = re.compile(r"^from (pallas_kernels\S*) import \(?\s*(\w+)", re.MULTILINE)
+
+
+class Choice(NamedTuple):
+    """The fastest implementation of an operation at one size."""
+
+    rows: int  # the first value of `Operation.shape`
+    kernel: str  # name of a kernel, or `REFERENCE`
+    tiles: tuple[tuple[str, Tile], ...] = ()  # of the kernel, by name; defaults for others
+
+    @property
+    def variant(self) -> str:
+        """Name the kernel, and its tiles if it has any."""
+        sizes = ("×".join(map(str, tile.sizes)) + f"/{tile.warps}/{tile.stages}" for _, tile in self.tiles)
+        return f"{self.kernel} ({', '.join(sizes)})" if self.tiles else self.kernel
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """A table, as it was read."""
+
+    text: str  # JSON
+    source: str  # where it is from
+
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        """The table as nested dicts."""
+        return json.loads(self.text)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the text, which runs and checkpoints record."""
+        return digest(self.text.encode())
+
+    def choices(
+        self, operation: Operation, target: Target, dtype: str, widths: Sequence[int]
+    ) -> tuple[tuple[Choice, ...], str]:
+        """Return what was measured for an operation at these widths, and a sentence if it cannot be used.
+
+        Args:
+          operation: the operation.
+          target: kind of device.
+          dtype: dtype of activations.
+          widths: `Operation.shape` without the rows.
+        """
+        name = operation.measured_as or operation.name
+        row = self.content["operations"].get(name)
+        if row is None or not row["sizes"]:
+            return (), ""
+        if row["sources"] != sources_digest(operation.reference.__module__):
+            return (), f"{name} was measured with other kernels than this version's"
+        kernels = {kernel.name: kernel for kernel in operation.kernels}
+        found = []
+        for size in row["sizes"]:
+            kernel = kernels.get(size["implementation"])
+            choice = read_choice(size)
+            declared = all(kernel and name in kernel.tiles and tile in tiles(name, target.architecture, dtype)
+                           for name, tile in choice.tiles)  # fmt: skip
+            if not declared or (kernel is None and size["implementation"] != REFERENCE):
+                return (), f"{name} has no implementation or tile {size['implementation']} {size['tiles']}"
+            if size["dtype"] == dtype and size["widths"] == list(widths):
+                found.append(choice)
+        return tuple(found), "" if found else f"{name} was not measured in {dtype} at widths {list(widths)}"
+
+
+def read_choice(size: Mapping[str, Any]) -> Choice:
+    """Return the choice of one size in a table."""
+    chosen = tuple((name, Tile(tuple(sizes), *rest)) for name, (sizes, *rest) in size["tiles"].items())
+    return Choice(size["rows"], size["implementation"], chosen)
+
+
+def tiles_of(kernel: Kernel, target: Target, dtype: str) -> dict[str, tuple[Tile, ...]]:
+    """Return the declared tiles of a kernel by name, the default first."""
+    return {name: tiles(name, target.architecture, dtype) for name in kernel.tiles}
+
+
+def nearest(choices: Sequence[Choice], rows: int) -> Choice:
+    """Return the choice that was measured with the number of rows nearest to `rows`, by ratio."""
+    return min(choices, key=lambda choice: abs(math.log(choice.rows / max(rows, 1))))
+
+
+@functools.cache
+def sources_digest(module: str) -> str:
+    """Return a digest of the sources of an operation's module and of the kernels that it imports, without tiles."""
+    texts, pending = dict[str, str](), [module]
+    while pending:
+        name = pending.pop()
+        spec = None if name in (*texts, "pallas_kernels", "pallas_kernels.tiles") else importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            text = Path(spec.origin).read_text(encoding="utf-8")
+            texts[name] = _IGNORED.sub("", text)
+            for package, imported in _IMPORTS.findall(text):
+                pending += [package] if package != "pallas_kernels" else [f"{package}.{imported}"]
+    return digest("\n".join(f"{name} {texts[name]}" for name in sorted(texts)).encode())[:16]
+
+
+def own_table(device_kind: str) -> Path:
+    """Return the file of the user's own table for a kind of device."""
+    cache = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return cache / "zaya_jax" / "kernels" / f"{_file_name(device_kind)}.json"
+
+
+def _file_name(device_kind: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
+
+
+def find_table(target: Target, say: Callable[[str], object]) -> KernelTable | None:
+    """Return the user's own table for a device, or the one that ships with the project, or None.
+
+    Args:
+      target: kind of device.
+      say: called with a sentence about a table that cannot be used.
+    """
+    for path in (own_table(target.device_kind), _SHIPPED / f"{_file_name(target.device_kind)}.json"):
+        try:
+            if path.exists():
+                return parse_table(read_object(path), target.device_kind, str(path))
+        except (InputError, OSError) as error:
+            say(f"Not used: {error}")
+    return None
+
+
+def parse_table(content: Mapping[str, Any], device_kind: str, source: str) -> KernelTable:
+    """Check a table; `source` is where it is from, for messages.
+
+    Raises:
+      InputError: it is for another device, or is no table.
+    """
+    table = KernelTable(json.dumps(content, sort_keys=True), source)
+    try:
+        if content["device"] != device_kind:
+            raise InputError(f"The kernels in {source} were measured on {content['device']}, not on {device_kind}.")
+        for row in content["operations"].values():
+            fits = isinstance(row["sources"], str) and all(_is_size(size) for size in row["sizes"])
+            if not fits:
+                raise ValueError
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(f"{source} is not a table of measured kernels. Measure again with --tune.") from error
+    return table
+
+
+def _is_size(size: Mapping[str, Any]) -> bool:
+    numbers = [size["rows"], *size["widths"]]
+    for sizes, warps, stages in size["tiles"].values():
+        numbers += [*sizes, warps, stages]
+    whole = all(type(number) is int and number >= 0 for number in numbers) and size["rows"] > 0
+    return whole and isinstance(size["dtype"], str) and isinstance(size["implementation"], str)
