@@ -174,8 +174,8 @@ def test_one_s_own_table_comes_before_the_shipped_one_and_a_foreign_one_is_said(
     assert said == [f"Not used: The kernels in {path} were measured on NVIDIA H100, not on NVIDIA H200."]
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3),
-                    lambda x: st.lists(x, max_size=2) | st.dictionaries(st.text(max_size=3), x, max_size=2))  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3)
+JSON = st.recursive(LEAVES, lambda x: st.lists(x, max_size=2) | st.dictionaries(st.text(max_size=3), x, max_size=2))
 PATHS = [("device",), ("operations",), ("operations", "residual_norm"), *(
     ("operations", "residual_norm", *rest)
     for rest in (("sources",), ("sizes",), ("sizes", 0), *(("sizes", 0, key) for key in size(1, "")),

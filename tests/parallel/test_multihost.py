@@ -23,12 +23,14 @@ from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, Reason, RunStopped, exit_reason, last_words
+from zaya_jax.ops.kernel_table import own_table, parse_table
 from zaya_jax.parallel import multihost
 from zaya_jax.parallel.multihost import all_gather, broadcast, check_alike, is_peer_loss, join, primary_first
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import initialization
+from zaya_jax.train.kernels import TABLE
 from zaya_jax.train.loop import run_training
 
 SAME = ["train.compute_dtype=float64", "train.batch.micro_batch=1", "evaluation.batch_size=4", "sample.tokens=1"]
@@ -58,6 +60,7 @@ SHORT = ["model.attention=gqa", "model.router=linear", "model.residual_scaling=f
          "checkpoint.every=4"]  # fmt: skip
 # Joins once, and compiles the step in process 0 before process 1 does. The last command line differs in its seed.
 SEVERAL = """
+import os
 import threading
 import jax
 import psutil
@@ -65,13 +68,20 @@ from tests.parallel.processes_helpers import random_state
 from zaya_jax.main import main
 from zaya_jax.parallel import multihost
 from zaya_jax.run.options import parse_training
-from zaya_jax.train import initialization
+from zaya_jax.train import initialization, loop
 from zaya_jax.train.program import PhaseProgram
 
 options, hits, compile_step = parse_training(sys.argv[1:]), [], PhaseProgram.compile
 peers = multihost.join(options.coordinator, options.processes, options.process, 60, 60.0)
 print("listens at", [each.laddr for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"])
 multihost.join = lambda *_: peers
+os.environ["XDG_CACHE_HOME"] = f"{options.config}.cache{options.process}"
+validated = loop.validated_kernels
+
+def say_kernels(*arguments):
+    kernels = validated(*arguments)
+    print("kernels", kernels.digest, flush=True)
+    return kernels
 
 def count(event, **_):
     if event.endswith("cache_hits"):
@@ -88,10 +98,15 @@ def compile_in_turn(*arguments):
 
 jax.monitoring.register_event_listener(count)
 PhaseProgram.compile, initialization.init_state = compile_in_turn, random_state
+loop.validated_kernels = say_kernels
 print("status", main(sys.argv[1:]))
 print("--", flush=True)
 sys.argv += [f"run_dir={options.config}.bad", f"seed={options.process}"]
 """
+
+
+# Each process has its own table of measured kernels.
+TABLES = [parse_table({"device": "cpu", "operations": {}, "of": process}, "cpu", "") for process in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +115,12 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job #1 of a?b")  # a name that libraries would split
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
-        started = start_job(folder, [command(folder, "two", *SHORT)] * 2, code=SEVERAL)
+        arguments = command(folder, "two", *SHORT)
+        for process, table in enumerate(TABLES):
+            patch.setenv("XDG_CACHE_HOME", f"{arguments[1]}.cache{process}")
+            own_table("cpu").parent.mkdir(parents=True)
+            own_table("cpu").write_text(table.text)
+        started = start_job(folder, [arguments] * 2, code=SEVERAL)
     return folder, [text.rsplit("--\n", 1) for text in ended(finish_job(folder, started), 2)]
 
 
@@ -127,6 +147,11 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(job):
 def test_process_1_compiles_nothing_that_process_0_has_compiled(job):
     for (text, _), hits in zip(job[1], (0, 1), strict=True):
         assert f"from the cache: {hits}\n" in text
+
+
+def test_the_kernels_that_process_0_measured_are_those_of_all(job):
+    assert all(f"kernels {TABLES[0].digest}\n" in text for text, _ in job[1])
+    assert (job[0] / "two" / TABLE).read_text() == TABLES[0].text
 
 
 def test_no_process_listens_at_a_port_once_all_are_connected(job):  # until libraries make theirs
