@@ -149,7 +149,6 @@ def test_jax_knows_every_flag():
     ({"deterministic": True}, {"xla_gpu_exclude_nondeterministic_ops"}),
 ])  # fmt: skip
 def test_a_step_gets_the_flags_of_its_layout_unless_they_are_set(layout, flags):
-    layout = {"fsdp": False, "one_micro_batch": False, "deterministic": False, **layout}
     needs = {name for name in flags if "deterministic" in name}  # whatever the machine
 
     def options():
@@ -163,6 +162,11 @@ def test_a_step_gets_the_flags_of_its_layout_unless_they_are_set(layout, flags):
     assert options() == {name: True for name in flags if "double" in name}
     environment["XLA_FLAGS"] = "flags.txt"
     assert options() == dict.fromkeys(needs, True)
+
+
+def test_what_is_traced_has_no_command_buffers_unless_the_flag_is_set():
+    assert step_options(traced=True, environment={}) == {"xla_gpu_enable_command_buffer": ""}
+    assert step_options(traced=True, environment={"XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION"}) == {}
 
 
 def test_the_run_waits_longer_than_the_network_retries():

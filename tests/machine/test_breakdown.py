@@ -33,8 +33,9 @@ from zaya_jax.train.trainer import Trainer
 SECOND = 10**9
 intervals = st.lists(
     st.builds(
-        lambda start, length, part, collective: Interval(start, start + length, part, collective),
-        st.integers(0, 50), st.integers(0, 20), st.sampled_from(["experts", "loss"]), st.booleans(),
+        lambda start, length, part, opcode: Interval(start, start + length, part, opcode),
+        st.integers(0, 50), st.integers(0, 20), st.sampled_from(["experts", "loss"]),
+        st.sampled_from(["fusion", "all-gather-start"]),
     ),
     max_size=12,
 )  # fmt: skip
@@ -63,7 +64,7 @@ def test_every_moment_counts_once(operations):
 
 
 def test_overlap_is_a_share_of_the_time_of_collectives():
-    compute, gather = Interval(0, 6 * SECOND, "experts"), Interval(4 * SECOND, 12 * SECOND, OTHER, is_collective=True)
+    compute, gather = Interval(0, 6 * SECOND, "experts"), Interval(4 * SECOND, 12 * SECOND, OTHER, "all-reduce")
     assert attribute([compute, gather]).overlap == 2 / 8
     assert attribute([compute]).overlap is None
 
@@ -126,7 +127,7 @@ def run(said):
 def test_a_traced_run_is_broken_down_by_part(said, run, tmp_path, capsys):
     assert f"Traced steps 4 to 5 into {run / 'profile'}" in said[1]
     output, png = tmp_path / "step.json", tmp_path / "step.png"
-    assert main(["step", str(run), "--output", str(output), "--png", str(png)]) == 0
+    assert main(["step", str(run), "--instructions", "3", "--output", str(output), "--png", str(png)]) == 0
     result = json.loads(output.read_text())
     assert result["steps"] == 2
     assert result["hardware"]["device"] == "cpu"
@@ -141,6 +142,12 @@ def test_a_traced_run_is_broken_down_by_part(said, run, tmp_path, capsys):
     assert png.read_bytes()[:4] == b"\x89PNG"
     printed = capsys.readouterr().out
     assert "unattributed" in printed
+    times = [row["ms"] for row in result["instructions"]]
+    assert len(times) == 3
+    assert times == sorted(times, reverse=True)
+    assert all(row["instruction"] in printed and row["part"] in {*PARTS, OTHER} for row in result["instructions"])
+    (listed,) = re.findall(r"^time \(ms\) +calls +part +opcode +instruction$", printed, re.MULTILINE)
+    assert listed
     assert "Not predicted: There is no data sheet of the device (cpu)." in printed
 
 
@@ -196,6 +203,7 @@ def test_a_prompt_and_a_decode_step_are_broken_down(monkeypatch, tmp_path, capsy
     (["{run}", "seed=1"], "is a run, whose configuration is fixed: leave out seed=1."),
     (["configs/tiny.yaml", "lora.rank=2", "lora.alpha=2", "init_from=hf:x"], "lora must be null"),
     (["configs/tiny.yaml", "--steps", "0"], "--steps is 0, but must be at least 1."),
+    (["configs/tiny.yaml", "--instructions", "-1"], "--instructions is -1, but must be at least 0."),
     (["no.yaml"], "no.yaml"),
 ])  # fmt: skip
 def test_bad_input_is_named(arguments, message, run, tmp_path, capsys):

@@ -1,9 +1,35 @@
-"""Compiler options of a step: those that XLA does not have are left out."""
+"""Compiler options of a step."""
 
-from zaya_jax.train.program import known_options
+import dataclasses
+import functools
+
+import pytest
+
+from tests.train_helpers import CONFIG
+from zaya_jax.config.schema import ProfileConfig
+from zaya_jax.config.stages import stages
+from zaya_jax.hardware.presets import TRACED
+from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.ops.target import Target
+from zaya_jax.train import program
+from zaya_jax.train.program import Programs, known_options
 
 
 def test_an_option_that_xla_does_not_have_is_left_out():
-    known = {"xla_gpu_enable_while_loop_double_buffering": True, "xla_backend_optimization_level": 1}
+    known = {"xla_gpu_enable_while_loop_double_buffering": True, "xla_backend_optimization_level": 1,
+             TRACED.name.removeprefix("--"): TRACED.value}  # fmt: skip
     assert known_options({**known, "xla_gpu_no_such_option": True}) == known
     assert known_options({"xla_gpu_no_such_option": True}) is None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm"])
+@pytest.mark.parametrize("profile", [None, ProfileConfig(1)])
+def test_what_is_traced_on_a_gpu_has_no_command_buffers(platform, profile, monkeypatch):
+    config = dataclasses.replace(CONFIG, profile=profile)
+    asked = []
+    monkeypatch.setattr(program, "known_options", asked.append)
+    make = functools.partial(Programs, config, KernelSelection(Target(platform, "")), 1)
+    make()[0].trace(stages(config)[0])
+    make()[0].jit_evaluation()
+    traced = {"xla_gpu_enable_command_buffer": ""} if platform != "cpu" and profile else {}
+    assert asked == [traced, traced]

@@ -145,7 +145,9 @@ class GenerationPrograms(NamedTuple):
         return DecodeState(cache, logits, None, jnp.zeros(rows, bool), jnp.zeros((), jnp.int32))
 
 
-def compile_generation(model: Zaya, batch: int, prompt: int, blocks: int) -> GenerationPrograms:
+def compile_generation(
+    model: Zaya, batch: int, prompt: int, blocks: int, options: dict[str, Any] | None = None
+) -> GenerationPrograms:  # fmt: skip
     """Compile greedy generation on the first device.
 
     Args:
@@ -153,6 +155,7 @@ def compile_generation(model: Zaya, batch: int, prompt: int, blocks: int) -> Gen
       batch: number of prompts, of token 0.
       prompt: tokens of each; rounded up to whole chunks.
       blocks: number of blocks of `BLOCK` steps that the cache must hold; 0 to compile `prefill` alone.
+      options: compiler options of both programs.
 
     Raises:
       InputError: prompt and blocks exceed `config.max_positions`.
@@ -166,7 +169,7 @@ def compile_generation(model: Zaya, batch: int, prompt: int, blocks: int) -> Gen
     capacity = min(_cache_class(padded + new), config.max_positions)
     empty = functools.partial(_empty_cache, config, batch, capacity, model.dtype.name, placement)
     pieces = [(np.zeros((batch, chunk), np.int32), np.ones((batch, chunk), np.int32))] * (padded // chunk)
-    prefill = _prefill.lower(model, empty(), *pieces[0], placement=placement).compile()
+    prefill = _prefill.lower(model, empty(), *pieces[0], placement=placement).compile(options)
     if not blocks:
         return GenerationPrograms(prefill, None, empty, pieces, model, ())
     keys_b = jax.vmap(jax.random.key)(np.arange(batch, dtype=np.uint32))
@@ -175,7 +178,8 @@ def compile_generation(model: Zaya, batch: int, prompt: int, blocks: int) -> Gen
     state = jax.eval_shape(lambda cache: DecodeState(
         cache, jnp.zeros((batch, config.vocab_size)), None, jnp.zeros(batch, bool), jnp.zeros((), jnp.int32)
     ), empty())  # fmt: skip
-    decode = _decode.lower(model, state, *block, size=BLOCK, branches=sampling.branches, placement=placement).compile()
+    lowered = _decode.lower(model, state, *block, size=BLOCK, branches=sampling.branches, placement=placement)
+    decode = lowered.compile(options)
     return GenerationPrograms(prefill, decode, empty, pieces, model, block)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from zaya_jax.hardware.detection import cpu_digest
-from zaya_jax.hardware.presets import DETERMINISTIC, PRESETS, Preset, Setting
+from zaya_jax.hardware.presets import DETERMINISTIC, PRESETS, TRACED, Preset, Setting
 from zaya_jax.run.signals import warn
 from zaya_jax.run.writing import private_folder, replaceable_at
 
@@ -55,19 +55,21 @@ def combine_thresholds(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def step_options(
-    *, fsdp: bool, one_micro_batch: bool, deterministic: bool, environment: Mapping[str, str] = os.environ
+    *, fsdp: bool = False, one_micro_batch: bool = False, deterministic: bool = False, traced: bool = False,
+    environment: Mapping[str, str] = os.environ,
 ) -> dict[str, bool | str]:  # fmt: skip
-    """Return the compiler options of a step, except flags that `environment` sets for all programs.
+    """Return the compiler options of a program, except flags that `environment` sets for all programs.
 
     Args:
-      fsdp: whether the step gathers its layers over `parallel.fsdp`; has options in the applied preset.
-      one_micro_batch: whether it has one micro-batch, whose layers gather their experts; likewise.
+      fsdp: whether it is a step that gathers its layers over `parallel.fsdp`; has options in the applied preset.
+      one_micro_batch: whether it is a step with one micro-batch, whose layers gather their experts; likewise.
       deterministic: value of `train.deterministic`, on a GPU.
+      traced: whether a trace has to show its instructions, on a GPU.
       environment: variables, with the name of the preset.
     """
     preset = PRESETS.get(environment.get(APPLIED, "")) if _takes_flags(environment) else None
     settings = () if preset is None else preset.fsdp if fsdp else preset.one_micro_batch if one_micro_batch else ()
-    settings += (DETERMINISTIC,) if deterministic else ()
+    settings += (DETERMINISTIC,) * deterministic + (TRACED,) * traced
     return {setting.name.removeprefix("--"): setting.value == "true" or setting.value
             for setting in settings if _current(setting, environment) is None}  # fmt: skip
 

@@ -6,7 +6,6 @@ import resource
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +13,13 @@ from typing import Any, Literal
 import jax
 
 from zaya_jax.config import Config, ParallelConfig
+from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, find_hardware, no_data_sheet
 from zaya_jax.machine.breakdown.measure import trace_rows, trace_steps
-from zaya_jax.machine.breakdown.trace import Trace, read_trace
+from zaya_jax.machine.breakdown.trace import read_trace
 from zaya_jax.machine.compilers.compiled import CompiledStep, peak_bytes, program_memory
 from zaya_jax.machine.compilers.hlo import entry_place, parse
 from zaya_jax.machine.compilers.predict import phase_shares, predict
@@ -46,7 +46,7 @@ EIGHT_B = shipped("bench_8b.yaml")
 # memory than the device has.
 FRACTIONS = (0.85, 0.6, 0.4)
 _MOVES = 20  # costliest fusions and copies in the result
-_TRACED = 2  # steps
+_TRACED = ProfileConfig(1, steps=2)
 _INSTRUCTIONS = 60  # in the result
 
 
@@ -64,7 +64,7 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     Returns:
       For JSON: seconds of each step, losses, speed and peak memory; the step's size; what its compiled program
       contains and the time `predicted` from it (None, and a sentence in `not_predicted`, if there is none); the dry
-      run's estimate; and of the trace, times by part and `instructions`, the longest first.
+      run's estimate; and of the trace, what `trace_rows` returns.
       `failed`: a sentence, if a loss is not finite.
 
     Raises:
@@ -72,7 +72,7 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     """
     kind, devices = jax.devices()[0].device_kind, jax.device_count()
     hardware = find_hardware(kind)
-    config = spread(config, layout, devices)
+    config = replace(spread(config, layout, devices), profile=_TRACED)
     config, estimate, programs, compiled, seconds = compile_fitting(config, devices, hardware, available_memory())
     program, stage, model = programs[0], stages(config)[0], config.model
     print(f"   {model.num_layers} layers, {total_parameters(model):,} parameters, {stage.tokens:,} tokens per step on "
@@ -105,20 +105,12 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
         trace_steps(compiled, state, place_rows(program, stage, tokens), _TRACED, Path(folder))
         trace = read_trace(Path(folder) / PROFILE)
     shares = phase_shares(model, stage.context, {"expert": 1})
-    result |= {key: value for key, value in trace_rows(trace, shares).items() if key != "not_predicted"}
-    result["instructions"] = _instructions(trace)
+    traced = trace_rows(trace, shares, instructions=_INSTRUCTIONS)
+    result |= {key: value for key, value in traced.items() if key != "not_predicted"}
+    for warning in traced["warnings"]:
+        print(f"   {warning}", flush=True)
     finite = all(map(math.isfinite, losses))
     return result if finite else result | {"failed": f"A loss is not finite: {result['losses']}."}
-
-
-def _instructions(trace: Trace) -> list[dict[str, Any]]:
-    """Return the instructions of a trace that take longest, per step: their time, calls, part and name."""
-    durations = defaultdict[tuple[str, str], list[float]](list)
-    for interval in trace.intervals:
-        durations[interval.part, interval.name].append((interval.end - interval.start) / 1e6)
-    longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:_INSTRUCTIONS]
-    return [{"part": part, "instruction": name, "calls": round(len(each) / trace.steps, 1),
-             "ms": round(sum(each) / trace.steps, 3)} for (part, name), each in longest]  # fmt: skip
 
 
 def spread(config: Config, layout: Layout, devices: int) -> Config:

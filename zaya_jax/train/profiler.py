@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,7 @@ class StepProfiler:
         try:
             remove(self._folder)  # an earlier trace would be read in place of this one
             hidden_folder(self._folder)
-            write_atomically(self._folder / PROGRAM, step.as_text())  # pyright: ignore[reportFunctionMemberAccess]
+            write_atomically(self._folder / PROGRAM, program_text(step))
             start_trace(self._folder)
         except (OSError, RuntimeError, TypeError, ValueError) as error:  # the last two for paths that are not UTF-8
             self._give_up(error)
@@ -92,6 +93,21 @@ class StepProfiler:
     def _give_up(self, error: Exception) -> None:
         self._window = None
         self._say(f"The trace could not be written to {self._folder} ({error}); training continues without it.")
+
+
+def program_text(compiled: Any) -> str:
+    """Return the text of a compiled program, whose fusions have the names that traces show.
+
+    XLA copies slices beside other work (from jax 0.11 on): its text names the start of such a copy, and the trace names
+    the fusion within.
+    """
+    names = dict[str, str]()
+    with contextlib.suppress(AttributeError):  # jaxlib does not document these classes, and can do without the names
+        for module in compiled.runtime_executable().hlo_modules():
+            for x in (x for computation in module.computations() for x in computation.instructions()):
+                if x.opcode.name == "kAsyncStart" and (inside := x.async_wrapped_root()).opcode.name == "kFusion":
+                    names[x.name] = inside.name
+    return re.sub(r"%([\w.\-]+)", lambda name: f"%{names.get(name[1], name[1])}", compiled.as_text())
 
 
 def start_trace(folder: Path) -> None:

@@ -70,11 +70,6 @@ class PhaseProgram:
         """The evaluation step, see `step.make_evaluation_step`."""
         return make_evaluation_step(self)
 
-    @property
-    def is_deterministic(self) -> bool:
-        """`train.deterministic`, on a GPU; on CPUs every result repeats."""
-        return self.config.train.deterministic and self.placement.kernels.target.platform in GPU_PLATFORMS
-
     def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
         """Return (micro-batches, sequences of a micro-batch over all devices, tokens of a sequence)."""
         micro = self.config.batch_for(self.config.phases[stage.phase]).micro_batch
@@ -94,22 +89,26 @@ class PhaseProgram:
         batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
         out = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh))
         leaves = self.placement.leaves.values()
-        options = step_options(
+        options = self._options(
             fsdp=any(leaf.by_layer for leaf in leaves),
             one_micro_batch=shape[0] == 1 and any(leaf.gathered_in_layers for leaf in leaves),
-            deterministic=self.is_deterministic,
         )
-        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=known_options(options))
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=options)
         return step.trace(state, batch, self.abstract_base)
 
     def jit_evaluation(self) -> Callable[..., dict[str, jax.Array]]:
         """Return the jitted evaluation step, which compiles at its first call."""
-        options = step_options(fsdp=False, one_micro_batch=False, deterministic=self.is_deterministic)
-        return jax.jit(self.evaluation_step, compiler_options=known_options(options))
+        return jax.jit(self.evaluation_step, compiler_options=self._options())
 
     def compile(self, stage: BatchStage) -> Callable[..., Any]:
         """Compile the training step of a stage for the devices of the mesh."""
         return self.trace(stage).lower().compile()
+
+    def _options(self, **layout: bool) -> dict[str, bool | int | str] | None:
+        """Return the compiler options of a step; CPUs need none to repeat results and to show instructions."""
+        on_gpu = self.placement.kernels.target.platform in GPU_PLATFORMS
+        deterministic, traced = on_gpu and self.config.train.deterministic, on_gpu and self.config.profile is not None
+        return known_options(step_options(**layout, deterministic=deterministic, traced=traced))
 
 
 def known_options(options: Mapping[str, bool | int | str]) -> dict[str, bool | int | str] | None:

@@ -1,7 +1,5 @@
 """The time of a decode step by part, and of the first token."""
 
-import functools
-import os
 import statistics
 from typing import Any
 
@@ -12,8 +10,6 @@ from zaya_jax.bench.gpu_report.figures import Figures
 from zaya_jax.bench.step import default_config
 from zaya_jax.config.shipped import shipped
 from zaya_jax.machine.breakdown.measure import break_down_generation
-from zaya_jax.machine.breakdown.trace import WITHOUT_COMMAND_BUFFERS
-from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.machine.timing import timed
 from zaya_jax.machine.train_step import EIGHT_B
 
@@ -40,13 +36,7 @@ def measure_decode(small: bool) -> dict[str, Any]:
         figures[f"{len(prompts)} × {prompt} tokens, then {count}"] = [round(1e3 * seconds, 2), "ms"]
     result: dict[str, Any] = {"batches": {}}
     for batch in _BATCHES[: 1 if small else None]:
-        # In a new process, since XLA reads its flags once.
-        with restored_environment():
-            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {WITHOUT_COMMAND_BUFFERS}"
-            source = str(shipped("tiny.yaml") if small else EIGHT_B)
-            work = functools.partial(break_down_generation, source, [], "decode", batch, prompt, 1)
-            with run_in_subprocess(functools.partial, work) as step:
-                traced = step()
+        traced = break_down_generation(str(shipped("tiny.yaml") if small else EIGHT_B), [], "decode", batch, prompt, 1)
         result["batches"][str(batch)] = {key: traced[key] for key in ("steps", "seconds", "untraced_seconds", "parts")}
         figures[f"decode step, batch {batch}"] = [round(1e3 * traced["untraced_seconds"], 3), "ms"]
     return result | {"figures": figures}

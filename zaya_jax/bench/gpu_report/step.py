@@ -1,6 +1,5 @@
 """The training step of the 8B's layers: time, memory, and where the time goes."""
 
-import os
 from typing import Any
 
 import jax
@@ -8,7 +7,6 @@ import jax
 from zaya_jax.bench.gpu_report.figures import step_figures
 from zaya_jax.bench.gpu_report.training import small_config
 from zaya_jax.config import load_config
-from zaya_jax.machine.breakdown.trace import WITHOUT_COMMAND_BUFFERS
 from zaya_jax.machine.train_step import EIGHT_B, Layout, time_train_step
 
 
@@ -23,8 +21,6 @@ def measure_step(small: bool, layout: Layout, deterministic: bool = False) -> di
     Returns:
       For JSON: the result of `time_train_step`, and `figures`.
     """
-    # Before XLA reads its flags. A step takes as long without command buffers (6.04 and 6.03 s on an H200).
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {WITHOUT_COMMAND_BUFFERS}"
     config = small_config() if small else load_config(EIGHT_B, [f"train.deterministic={str(deterministic).lower()}"])
     result = time_train_step(config, layout, 2 if small else 5)
     return result | {"figures": step_figures(result, jax.devices()[0].device_kind)}

@@ -23,6 +23,8 @@ def add(verbs: Any, program: str) -> None:
                       "512)")  # fmt: skip
     verb.add_argument("--hardware", metavar="NAME", help="also print the dry run's estimate for this hardware: "
                       f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives")  # fmt: skip
+    verb.add_argument("--instructions", type=int, default=0, metavar="N",
+                      help="also list the N instructions that take longest (default: 0)")  # fmt: skip
     add_flags(verb, png="the parts as stacked bars")
 
 
@@ -36,6 +38,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     step configs/tiny.yaml --png step.png
     """
     require(parsed.steps >= 1, "--steps", parsed.steps, "at least 1")
+    require(parsed.instructions >= 0, "--instructions", parsed.instructions, "at least 0")
     generation = {"--batch": parsed.batch, "--prompt": parsed.prompt}
     for flag, value in generation.items():
         if value is not None and (parsed.work == "train" or value < 1):
@@ -45,6 +48,6 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.breakdown.measure import break_down, break_down_generation
 
     if parsed.work == "train":
-        return break_down(parsed.source, parsed.overrides, parsed.steps, parsed.hardware)
+        return break_down(parsed.source, parsed.overrides, parsed.steps, parsed.hardware, parsed.instructions)
     return break_down_generation(parsed.source, parsed.overrides, parsed.work, parsed.batch or 1, parsed.prompt or 512,
-                                 parsed.steps)  # fmt: skip
+                                 parsed.steps, parsed.instructions)  # fmt: skip

@@ -10,12 +10,15 @@ import jax
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.generate.decode import BLOCK, compile_generation
+from zaya_jax.hardware.environment import step_options
 from zaya_jax.machine.breakdown.trace import Trace, read_trace
 from zaya_jax.machine.timing import timed
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
 from zaya_jax.model.zaya import Zaya
+from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.run.folder import PROFILE
 from zaya_jax.train.profiler import StepProfiler
+from zaya_jax.train.program import known_options
 
 Work = Literal["prefill", "decode"]
 
@@ -43,7 +46,8 @@ def trace_generation(
       InputError: prompt and new tokens exceed `model.max_positions`.
     """
     blocks = 2 * repeats + 1 if work == "decode" else 0
-    programs = compile_generation(_random_model(model, dtype), batch, prompt, blocks)
+    options = known_options(step_options(traced=current_target().platform in GPU_PLATFORMS))
+    programs = compile_generation(_random_model(model, dtype), batch, prompt, blocks, options)
     length = programs.chunks[0][0].shape[1] * len(programs.chunks)
     window = StepProfiler(ProfileConfig(1, repeats), folder, lambda _: None)
     if work == "prefill":

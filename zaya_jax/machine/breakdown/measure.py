@@ -2,6 +2,7 @@
 
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware, no_data_sheet
 from zaya_jax.hardware.measurements import get_hardware
+from zaya_jax.hardware.presets import TRACED
 from zaya_jax.machine.breakdown.generation import Work, trace_generation
-from zaya_jax.machine.breakdown.trace import Trace, attribute, read_trace
+from zaya_jax.machine.breakdown.trace import Trace, attribute, instruction_rows, read_trace
 from zaya_jax.machine.compilers.predict import Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.machine.step import place_rows, random_tokens, time_train_steps
-from zaya_jax.ops.parts import PARTS
+from zaya_jax.ops.parts import OTHER, PARTS
 from zaya_jax.run.folder import PROFILE
 from zaya_jax.run.run import Run
 from zaya_jax.train.kernels import validated_kernels
@@ -28,8 +30,12 @@ from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import make_programs
 from zaya_jax.train.state import TrainState
 
+_UNCLEAR = 0.05  # share of the time that may be in no part without a warning
 
-def break_down(source: str, overrides: list[str], steps: int, hardware: str | None) -> dict[str, Any]:
+
+def break_down(
+    source: str, overrides: list[str], steps: int, hardware: str | None, instructions: int = 0
+) -> dict[str, Any]:  # fmt: skip
     """Print and return where the time of a training step goes.
 
     Args:
@@ -37,6 +43,7 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
       overrides: of the configuration, as section.key=value; none for a run.
       steps: number of steps to trace of a configuration.
       hardware: name or folder, as `--hardware` of the dry run, whose estimate to compare with; or None.
+      instructions: number of instructions to list.
 
     Raises:
       InputError: there is no trace in the run folder, the configuration cannot be trained here, or `hardware` is given
@@ -65,11 +72,14 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
     if hardware is not None:
         sheet, programs = get_hardware(hardware, trace.devices), simulated_programs(config, trace.devices)
         estimated = estimate_phase(programs, stage.phase, sheet).step_seconds
-    return _report("training step", f"{trace.steps} steps of {source}", trace, shares, untraced, estimated)
+    rows = trace_rows(trace, shares, instructions=instructions)
+    if estimated is not None:
+        rows["estimated_seconds"] = estimated
+    return _report("training step", f"{trace.steps} steps of {source}", trace, untraced, rows)
 
 
 def break_down_generation(
-    source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int
+    source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
 ) -> dict[str, Any]:  # fmt: skip
     """Print and return where the time of a prompt, or of a decode step, goes, with random parameters.
 
@@ -80,6 +90,7 @@ def break_down_generation(
       batch: number of prompts that are processed together.
       prompt: tokens of each; rounded up to whole chunks.
       repeats: number of prompts, or blocks of decode steps, to trace.
+      instructions: number of instructions to list.
 
     Raises:
       InputError: prompt and new tokens exceed `model.max_positions`.
@@ -94,17 +105,13 @@ def break_down_generation(
     what = {"prefill": "prefill", "decode": "decode step"}[work]
     size = f"{batch} × {length:,} tokens of {source}, {config.train.compute_dtype}"
     shares = phase_shares(config.model, length, {"expert": 1})
-    return _report(what, size, trace, shares, untraced, None, calls)
+    return _report(what, size, trace, untraced, trace_rows(trace, shares, calls, instructions))
 
 
-def _report(
-    what: str, size: str, trace: Trace, shares: Shares, untraced: float | None, estimated: float | None, calls: int = 1
-) -> dict[str, Any]:  # fmt: skip
+def _report(what: str, size: str, trace: Trace, untraced: float | None, rows: dict[str, Any]) -> dict[str, Any]:
     result = describe_run(f"{what} by part", size, "", ())
     result["hardware"]["device"] = trace.device
-    result |= trace_rows(trace, shares, calls) | {"what": what, "untraced_seconds": untraced}
-    if estimated is not None:
-        result["estimated_seconds"] = estimated
+    result |= rows | {"what": what, "untraced_seconds": untraced}
     print_tables(TABLES["step"](result))
     return result
 
@@ -120,31 +127,35 @@ def check_largest_batch(config: Config, step: int) -> None:
 
 def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
     """Trace steps of the first phase on random tokens into `folder`, and return the median seconds of one untraced."""
-    programs = make_programs(config)
+    window = ProfileConfig(1, steps)
+    programs = make_programs(replace(config, profile=window))
     programs.check()
     program, stage = programs.with_kernels(validated_kernels(config))[0], largest_stage(config, 0)
     compiled, tokens = program.compile(stage), random_tokens(config, stage)
     untraced, _, state = time_train_steps(program, compiled, stage, tokens, steps)
-    trace_steps(compiled, state, place_rows(program, stage, tokens), steps, folder)
+    trace_steps(compiled, state, place_rows(program, stage, tokens), window, folder)
     return statistics.median(untraced)
 
 
-def trace_steps(compiled: Any, state: TrainState, batch: dict[str, jax.Array], steps: int, folder: Path) -> None:
-    """Trace steps on the same rows into `folder`; the state is donated."""
-    profiler = StepProfiler(ProfileConfig(1, steps), folder, lambda _: None)
+def trace_steps(
+    compiled: Any, state: TrainState, batch: dict[str, jax.Array], window: ProfileConfig, folder: Path
+) -> None:  # fmt: skip
+    """Trace the steps of `window` on the same rows into `folder`; the state is donated."""
+    profiler = StepProfiler(window, folder, lambda _: None)
     profiler.start(0, state, compiled)
-    for _ in range(steps):  # without waiting, as in training
+    for _ in range(window.steps):  # without waiting, as in training
         state, _ = compiled(state, batch, {})
-    profiler.stop(steps, state)
+    profiler.stop(window.steps, state)
 
 
-def trace_rows(trace: Trace, shares: Shares, calls: int = 1) -> dict[str, Any]:
+def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int = 0) -> dict[str, Any]:
     """Return the times of a trace by part, for JSON, beside the prediction from the same program.
 
     Args:
       trace: the trace.
       shares: what the prediction assumes of the routing.
       calls: how often each step runs the program.
+      instructions: number of instructions to list.
     """
     timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_hardware(trace.device)
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
@@ -158,6 +169,7 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1) -> dict[str, Any]:
             "predicted": None if cost is None else round(calls * cost.seconds, 6),
             "roofline": None if cost is None else round(calls * cost.roofline, 6),
         }
+    unattributed = round(seconds - sum(measured.values()) - exposed, 6)
     return {
         "steps": trace.steps,
         "seconds": round(seconds, 6),
@@ -165,6 +177,19 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1) -> dict[str, Any]:
         "exposed_collectives": round(exposed, 6),
         "overlapped_collectives": round(timeline.overlapped / trace.steps, 6),
         "overlap": timeline.overlap,
-        "unattributed": round(seconds - sum(measured.values()) - exposed, 6),
+        "unattributed": unattributed,
         "not_predicted": no_data_sheet(trace.device) if hardware is None else None,
+        "warnings": _warnings(measured.get(OTHER, 0.0) / seconds, unattributed / seconds),
+        "instructions": instruction_rows(trace, instructions),
     }
+
+
+def _warnings(other: float, unattributed: float) -> list[str]:
+    """Say what to do if parts do not explain a step, of whose time these shares are in none."""
+    if other + unattributed <= _UNCLEAR:
+        return []
+    return [
+        f"Warning: {other + unattributed:.1%} of the time is in no part. {other:.1%} is other: --instructions 20 names "
+        f"the instructions, please report them. In {unattributed:.1%} (unattributed) the trace shows none: the device "
+        f"waits, or XLA_FLAGS sets {TRACED.name}, whose graphs hide them."
+    ]

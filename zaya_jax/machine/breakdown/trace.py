@@ -16,8 +16,6 @@ from zaya_jax.machine.compilers.predict import instruction_part
 from zaya_jax.ops.parts import OTHER
 from zaya_jax.train.profiler import PROGRAM, WINDOW
 
-# In command buffers, a trace does not show the instructions.
-WITHOUT_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 _CONTAINERS = ("while", "call", "conditional")  # whose time is that of the operations inside
 _COLLECTIVES = (*KINDS, "collective-broadcast")
 
@@ -28,8 +26,13 @@ class Interval(NamedTuple):
     start: float  # in ns
     end: float  # in ns
     part: str  # of the step, see `ops.parts`
-    is_collective: bool = False  # whether it communicates
+    opcode: str = ""  # of the instruction, as HLO text; empty if the program has no such instruction
     name: str = ""  # of the instruction
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it communicates."""
+        return self.opcode.startswith(_COLLECTIVES)
 
 
 class Timeline(NamedTuple):
@@ -76,14 +79,16 @@ def read_trace(folder: Path, module: str = "train_step") -> Trace:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} contains no finished trace. Set profile.start to a step that the run has not "
                          "reached, and let it train to the end of the window.") from error  # fmt: skip
+    # Computations that are called, such as branches, and then loops, whose instructions take their part.
+    places = (*(Place(entry.module, name) for name in entry.module.computations), *walk(entry))
     kinds = {instruction.name: (instruction_part(place, instruction), instruction.opcode)
-             for place in walk(entry) for instruction in place.instructions}  # fmt: skip
-    operations = [(*event, *kinds.get(event[2], (OTHER, ""))) for event in _events(file, module)]
-    intervals = [Interval(start, end, part, opcode.startswith(_COLLECTIVES), name)
-                 for start, end, name, part, opcode in operations if opcode not in _CONTAINERS]  # fmt: skip
+             for place in places for instruction in place.instructions}  # fmt: skip
+    operations = (
+        Interval(start, end, *kinds.get(name, (OTHER, "")), name) for start, end, name in _events(file, module)
+    )
+    intervals = [interval for interval in operations if interval.opcode not in _CONTAINERS]
     if not intervals:
-        raise InputError(f"{file} has no operations of the traced program ({module}). On NVIDIA GPUs, command buffers "
-                         f"hide them: set XLA_FLAGS={WITHOUT_COMMAND_BUFFERS} and trace again.")  # fmt: skip
+        raise InputError(f"{file} has no operations of the traced program ({module}).")
     return Trace(intervals, entry, *(window[name] for name in ("first_step", "steps", "seconds", "device", "devices")))
 
 
@@ -98,6 +103,16 @@ def _events(file: Path, module: str) -> Iterator[tuple[float, float, str]]:
                     device = (plane.name, stats.get("device_ordinal", 0))
                     by_device.setdefault(device, []).append((event.start_ns, event.end_ns, str(stats["hlo_op"])))
     yield from by_device[min(by_device)] if by_device else ()
+
+
+def instruction_rows(trace: Trace, count: int) -> list[dict[str, Any]]:
+    """Return the `count` instructions that take longest, for JSON: ms and calls per step, part, opcode and name."""
+    durations = defaultdict[tuple[str, str, str], list[float]](list)
+    for interval in trace.intervals:
+        durations[interval.part, interval.opcode, interval.name].append((interval.end - interval.start) / 1e6)
+    longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:count]
+    return [{"ms": round(sum(each) / trace.steps, 3), "calls": round(len(each) / trace.steps, 1), "part": part,
+             "opcode": opcode, "instruction": name} for (part, opcode, name), each in longest]  # fmt: skip
 
 
 def attribute(intervals: Iterable[Interval]) -> Timeline:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +12,7 @@ from zaya_jax.ops.parts import LAYERS, OTHER, part_of
 
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
               "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
+FUSIONS = "fusion", "fusion-start"  # opcodes; the second is of copies that run beside other work
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"(?:ROOT )?%([\w.\-]+) = (.*)")
 _OPCODE = re.compile(r"([\w\-]+)\(")
@@ -85,6 +86,17 @@ class Place:
     def shapes(self) -> dict[str, str]:
         """Shape of each instruction, by name."""
         return {instruction.name: instruction.shape for instruction in self.instructions}
+
+    @cached_property
+    def neighbours(self) -> dict[str, list[Instruction]]:
+        """The instructions that take the result of each, and then those that make its operands, by its name."""
+        by_name = {instruction.name: instruction for instruction in self.instructions}
+        users = defaultdict[str, list[Instruction]](list)
+        for instruction in self.instructions:
+            for operand in instruction.operands:
+                users[operand].append(instruction)
+        return {name: [*users[name], *(by_name[operand] for operand in x.operands if operand in by_name)]
+                for name, x in by_name.items()}  # fmt: skip
 
     def loops(self) -> Iterator["Place"]:
         """Yield the loops that start in this place."""

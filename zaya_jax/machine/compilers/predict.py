@@ -16,7 +16,7 @@ from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.machine.compilers.collectives import Collective, place_collectives
-from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
+from zaya_jax.machine.compilers.hlo import FUSIONS, ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
 from zaya_jax.model.arithmetic import attention_flops_per_token
 from zaya_jax.ops.parts import OTHER, part_of
 
@@ -144,7 +144,21 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
 
 
 def instruction_part(place: Place, instruction: Instruction) -> str:
-    """Return the part of the step that an instruction belongs to; if it has no name, that of its body, or its loop."""
+    """Return the part of the step that an instruction belongs to.
+
+    If it has no name, that is the part of its body, of its loop, or of the nearest instruction that takes its result or
+    makes its operands.
+    """
+    near, seen = {instruction.name: instruction}, set[str]()
+    while near:
+        if parts := [part for x in near.values() if (part := _named_part(place, x)) != OTHER]:
+            return parts[0]
+        seen |= near.keys()
+        near = {x.name: x for name in near for x in place.neighbours[name] if x.name not in seen}
+    return OTHER
+
+
+def _named_part(place: Place, instruction: Instruction) -> str:
     inside = place.module.computations.get(instruction.called("calls"), ())
     parts = (part_of(x.op_name) for x in (instruction, *reversed(inside)))
     return next((part for part in parts if part != OTHER), place.part)
@@ -152,7 +166,7 @@ def instruction_part(place: Place, instruction: Instruction) -> str:
 
 def is_launch(instruction: Instruction) -> bool:
     """Whether an instruction launches a kernel; collectives do not count."""
-    return instruction.opcode in ("fusion", "custom-call", "copy", "copy-start", "sort")
+    return instruction.opcode in (*FUSIONS, "custom-call", "copy", "copy-start", "sort")
 
 
 def launches(place: Place) -> int:
@@ -180,7 +194,7 @@ def instruction_cost(place: Place, instruction: Instruction, shares: Shares = WH
         return None
     read = [place.shapes.get(name, "") for name in instruction.operands]
     moved = shape_bytes(instruction.shape) + sum(map(shape_bytes, read))
-    if instruction.opcode == "fusion":
+    if instruction.opcode in FUSIONS:
         return Cost("fusions", fusion_bytes(place.module, instruction))
     if instruction.opcode == "sort":
         return Cost("sorts", moved)
@@ -232,6 +246,12 @@ def _attention(shapes: _Arrays) -> float:
     return 4.0 * batch * tokens * keys[1] * heads * size / 2
 
 
+def _class_sort(shapes: _Arrays) -> float:
+    """For each 256 tokens, all tokens are compared with 32 classes and added up."""
+    ((tokens,),) = (sizes for _, sizes in shapes[:1])
+    return 2.0 * tokens * tokens / 256 * 32
+
+
 # FLOPs by the start of a kernel's name; kernels that only move bytes are not listed. Of the forward pass' two products
 # per pair of query and key, attention's gradient computes four for the keys and three for the queries.
 _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
@@ -242,6 +262,7 @@ _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
     ("attention", _attention),
     ("grouped", _grouped),
     ("gram", _symmetric),
+    ("class_sort", _class_sort),
 )
 
 

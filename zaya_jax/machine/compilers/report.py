@@ -9,7 +9,7 @@ from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.machine.compilers.collectives import mesh_axes
 from zaya_jax.machine.compilers.compiled import CompiledStep
 from zaya_jax.machine.compilers.gpus import GPUS
-from zaya_jax.machine.compilers.hlo import Instruction, Place, shape_bytes, walk
+from zaya_jax.machine.compilers.hlo import FUSIONS, Instruction, Place, shape_bytes, walk
 from zaya_jax.machine.compilers.predict import Prediction, fusion_bytes, is_launch, launches
 
 _GB, _MB = 1e9, 1e6
@@ -72,7 +72,7 @@ def _moved(place: Place, instruction: Instruction) -> int:
     """Return the bytes that an instruction moves; 0 if it computes."""
     if instruction.opcode in ("copy", "copy-start", "transpose"):
         return 2 * sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
-    if instruction.opcode != "fusion":
+    if instruction.opcode not in FUSIONS:
         return 0
     body = place.module.computations[instruction.called("calls")]
     computes = any(x.opcode not in _MOVING and x.shape.partition("[")[0] not in _INDEXING for x in body)

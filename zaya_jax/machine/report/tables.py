@@ -156,12 +156,17 @@ def _step(result: Result) -> list[Table]:
         remarks.append(f"The dry run estimates {number(estimated, _MILLI)} ms, {error:+.0%} against the measurement.")
     if result["not_predicted"]:
         remarks.append(f"Not predicted: {result['not_predicted']}")
+    remarks += result.get("warnings", [])
     return [
         make_table(f"Time of a {what} by part", rows, {
             "part": "part", "measured (ms)": quantity("measured", unit=_MILLI),
             "share": lambda row: percent(row["measured"] / step),
             "predicted (ms)": quantity("predicted", unit=_MILLI), "roofline (ms)": quantity("roofline", unit=_MILLI),
-        }, *remarks)
+        }, *remarks),
+        make_table("The instructions that take longest", result.get("instructions", []), {
+            "time (ms)": quantity("ms", unit=1.0), "calls": quantity("calls", unit=1.0),
+            **{name: name for name in ("part", "opcode", "instruction")},
+        }),
     ]  # fmt: skip
 
 
