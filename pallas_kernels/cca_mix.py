@@ -1,10 +1,11 @@
 """The mixing step of CCA in one kernel: from packed projections to the queries, keys and values of attention.
 
-A program processes a tile of tokens for one key head and its query heads, one after the other, since the QK-mean
-couples them. Projections are read from memory once; the taps read rows before the tile again, from cache.
+A program processes a tile of tokens for one head of queries, keys or values. Programs of the same tokens run together:
+projections are read from memory once, and again from cache by the taps and by QK-mean, which couples heads.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ def with_none(kind: Any, present: tuple[bool, ...], refs: Any) -> Any:
     return kind(*(next(refs) if there else None for there in present))
 
 
-def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
 
     Args:
@@ -82,7 +83,8 @@ def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, j
       architecture: see `launch`.
 
     Returns:
-      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`.
+      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`; and the inverse norm of each head of queries
+      and keys before QK-norm, fp32 [b, n, s].
     """
     b, s, n, num_kv, c, *_ = sizes_of(x)
     (tokens, depth), warps, stages = tile("cca_mix", architecture, x.packed_bsmc.dtype)
@@ -95,8 +97,8 @@ def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, j
         functools.partial(_kernel, present=present, tokens=tokens, depth=min(depth, c)),
         *arrays,
         name="cca_mix",
-        grid=(num_kv, pl.cdiv(s, tokens), b),
-        out_shape=(out(n - num_kv), out(num_kv), out(num_kv)),
+        grid=(n + num_kv, pl.cdiv(s, tokens), b),
+        out_shape=(out(n - num_kv), out(num_kv), out(num_kv), jax.ShapeDtypeStruct((b, n, s), jnp.float32)),
         warps=warps,
         stages=stages,
         architecture=architecture,
@@ -106,66 +108,89 @@ def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, j
 def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> None:
     rest = iter(refs)
     x = with_none(MixArrays, present, rest)
-    q_ref, k_ref, v_ref = rest
-    _, s, n, num_kv, c, *_ = sizes_of(x)
-    pairs = x.cos_bsp.shape[2]
-    group, batch = pl.program_id(0), pl.program_id(2)
-    served = (n - num_kv) // num_kv
+    q_ref, k_ref, v_ref, inverse_ref = rest
+    head, batch = pl.program_id(0), pl.program_id(2)
     time = pl.program_id(1) * tokens + span(0, tokens)
-    inside = (time < s)[:, None]
+    heads = x.packed_bsmc.shape[2] - x.temperature_k.shape[0]
 
-    # RoPE pairs two ranges of channels. Registers cannot be sliced, so the ranges are kept apart from the matmul on.
+    @pl.when(head < heads)
+    def _() -> None:
+        _mix_head(x, (q_ref, k_ref, inverse_ref), batch, time, head, depth)
+
+    @pl.when(head >= heads)
+    def _() -> None:
+        _shift_value(x, v_ref, batch, time, head - heads)
+
+
+def _mix_head(x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Array, head: jax.Array,
+              depth: int) -> None:  # fmt: skip
+    (q_ref, k_ref, inverse_ref), (_, s, n, num_kv, c, *_) = out, sizes_of(x)
+    inside, query, group = time < s, head < n - num_kv, jnp.maximum(head - (n - num_kv), 0)
+    columns = rotary_columns(c, x.cos_bsp.shape[2])
+    parts = _convolved(x, batch, time, head, columns, depth)
+    # Loaded after the matmul, since registers cannot hold them: 0.5 of the head, and of the mean of its partners.
+    first, count = partners(head, n - num_kv, num_kv)
+    share = 0.5 / count.astype(jnp.float32)
+
+    def add(i: jax.Array, parts: list[jax.Array]) -> list[jax.Array]:
+        rows = (rows_at(x, batch, time, first + i, column) for column in columns)
+        return [part + row * share for part, row in zip(parts, rows, strict=True)]
+
+    own = [rows_at(x, batch, time, head, column) for column in columns]
+    parts = jax.lax.fori_loop(0, count, add, [part + 0.5 * row for part, row in zip(parts, own, strict=True)])
+    inverse = jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1) for part in parts) + 1e-12)
+    triton.store(inverse_ref.at[batch, head, time], inverse, mask=inside)
+    scale = c**0.5 * jnp.where(query, 1.0, x.temperature_k[group].astype(jnp.float32))
+    tables = rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
+    turned = rotated([part * (inverse * scale)[:, None] for part in parts], *tables)
+    for part, column in zip(turned, columns, strict=True):
+        for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
+            triton.store(ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype),
+                         mask=filled((inside & own_kind)[:, None], *part.shape))  # fmt: skip
+
+
+def partners(head: jax.Array, queries: int, num_kv: int) -> tuple[jax.Array, jax.Array]:
+    """Return first and number of the heads that QK-mean averages with `head`: a query's key, or a key's queries."""
+    served, query = queries // num_kv, head < queries
+    first = jnp.where(query, queries + jax.lax.div(head, served), (head - queries) * served)
+    return first, jnp.where(query, 1, served)
+
+
+def rotary_columns(c: int, pairs: int) -> list[jax.Array]:
+    """Return the channels of a head in ranges: both of RoPE's pairs, and the rest, if any.
+
+    RoPE needs the first two apart, and registers cannot be sliced.
+    """
     starts = (0, pairs, 2 * pairs) if 2 * pairs < c else (0, pairs)
-    columns = [span(first, last - first) for first, last in zip(starts, (*starts[1:], c), strict=True)]
-    key_head = n - num_kv + group
-
-    def own(head: jax.Array) -> list[jax.Array]:
-        return [rows_at(x, batch, time, head, column) for column in columns]
-
-    def finish(parts: list[jax.Array], scale: jax.Array | float, ref: Any, head: jax.Array) -> None:
-        square = sum(jnp.sum(part * part, axis=1) for part in parts)
-        parts = [part * (jax.lax.rsqrt(square + 1e-12) * (c**0.5 * scale))[:, None] for part in parts]
-        at = (batch, time[:, None], columns[0][None, :])
-        cos, sin = (
-            triton.load(table.at[at], mask=filled(inside, tokens, pairs), other=0.0) for table in (x.cos_bsp, x.sin_bsp)
-        )
-        first, second = parts[:2]
-        parts[:2] = [first * cos - second * sin, second * cos + first * sin]
-        for part, column in zip(parts, columns, strict=True):
-            triton.store(ref.at[batch, time[:, None], head, column[None, :]], part.astype(ref.dtype),
-                         mask=filled(inside, *part.shape))  # fmt: skip
-
-    def query(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        head = group * served + i
-        mixed = _mixed(x, batch, time, head, columns, depth)
-        # Loaded from cache after the matmul, for each head again, since registers cannot hold them.
-        queries, keys = own(head), own(key_head)
-        finish([z + 0.5 * (q + k) for z, q, k in zip(mixed, queries, keys, strict=True)], 1.0, q_ref, head)
-        return tuple(total + q for total, q in zip(sums, queries, strict=True))
-
-    zero = tuple(jnp.zeros((tokens, column.size), jnp.float32) for column in columns)
-    sums = jax.lax.fori_loop(0, served, query, zero)
-    mixed = _mixed(x, batch, time, key_head, columns, depth)
-    mean = [0.5 * (q * (1 / served) + k) for q, k in zip(sums, own(key_head), strict=True)]
-    temperature = x.temperature_k[group].astype(jnp.float32)
-    finish([z + m for z, m in zip(mixed, mean, strict=True)], temperature, k_ref, group)
-    _shift_value(x, v_ref, batch, time, group)
+    return [span(first, last - first) for first, last in zip(starts, (*starts[1:], c), strict=True)]
 
 
-def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
-           depth: int) -> list[jax.Array]:  # fmt: skip
+def rotary_rows(
+    tables: tuple[Any, Any], batch: jax.Array, time: jax.Array, inside: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Load the rows of the RoPE tables, [tokens, pairs] each; 0 outside."""
+    pairs = tables[0].shape[2]
+    at, mask = (batch, time[:, None], span(0, pairs)[None, :]), filled(inside[:, None], time.size, pairs)
+    cos, sin = (triton.load(table.at[at], mask=mask, other=0.0) for table in tables)
+    return cos, sin
+
+
+def rotated(parts: list[jax.Array], cos: jax.Array, sin: jax.Array) -> list[jax.Array]:
+    """Apply RoPE to ranges of channels (`rotary_columns`); with −sin, its inverse."""
+    first, second, *rest = parts
+    return [first * cos - second * sin, second * cos + first * sin, *rest]
+
+
+def _convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
+               depth: int) -> list[jax.Array]:  # fmt: skip
     """Compute both convolutions of a head, for each range of output channels; fp32, rounded like the reference."""
-
-    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tap, channels = jax.lax.div(i, chunks), jax.lax.rem(i, chunks) * depth + span(0, depth)
+    dtype, taps, c = x.packed_bsmc.dtype, x.grouped_wncc.shape[0], x.grouped_wncc.shape[2]
+    sums = [jnp.zeros((time.size, column.size), jnp.float32) for column in columns]
+    for tap, chunk in itertools.product(range(taps), range(0, c, depth)):
+        channels = span(chunk, depth)
         row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
         kernels = [triton.load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]]) for column in columns]
-        return tuple(z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True))
-
-    dtype = x.packed_bsmc.dtype
-    taps, chunks = x.grouped_wncc.shape[0], x.grouped_wncc.shape[2] // depth
-    zero = tuple(jnp.zeros((time.size, column.size), jnp.float32) for column in columns)
-    sums = jax.lax.fori_loop(0, taps * chunks, step, zero)
+        sums = [z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True)]
     biases = [triton.load(x.grouped_bias_nc.at[head, column]).astype(dtype) for column in columns]
     return [(z.astype(dtype) + bias[None, :]).astype(jnp.float32) for z, bias in zip(sums, biases, strict=True)]
 
