@@ -149,7 +149,7 @@ def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> N
     mean = [0.5 * (q * (1 / served) + k) for q, k in zip(sums, own(key_head), strict=True)]
     temperature = x.temperature_k[group].astype(jnp.float32)
     finish([z + m for z, m in zip(mixed, mean, strict=True)], temperature, k_ref, group)
-    _shift_value(x, v_ref, batch, time, group)
+    shift_value(x, v_ref, batch, time, group)
 
 
 def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
@@ -170,7 +170,7 @@ def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: 
     return [(z.astype(dtype) + bias[None, :]).astype(jnp.float32) for z, bias in zip(sums, biases, strict=True)]
 
 
-def _shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: jax.Array) -> None:
+def shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: jax.Array) -> None:
     """Store the values: this token's in the first half of all channels, the previous token's in the second."""
     sizes = sizes_of(x)
     channel = span(0, sizes.channels)

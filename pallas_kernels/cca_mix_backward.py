@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.cca_mix import MixArrays, sizes_of, span, tap_row, with_none, without_none
+from pallas_kernels.cca_mix_gradients import MixGradients
 from pallas_kernels.cca_mix_heads import Head, Inputs, head_gradient
 from pallas_kernels.cca_mix_tile import finish_tile, reach
 from pallas_kernels.launch import launch
@@ -24,20 +25,6 @@ from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
 
 MOST_PARTS = 16  # partial sums of the grouped gradient, each written in fp32 (1.3 MB for the 8B)
-
-
-class MixGradients(NamedTuple):
-    """Gradients of the arrays of `MixArrays`, those of parameters in fp32; None of an array that is None."""
-
-    packed_bsmc: jax.Array
-    halo_u_bwnc: jax.Array | None
-    halo_delayed_b1x: jax.Array | None
-    depthwise_wnc: jax.Array
-    depthwise_bias_nc: jax.Array
-    grouped_wncc: jax.Array
-    grouped_bias_nc: jax.Array
-    temperature_k: jax.Array
-    start_x: jax.Array | None
 
 
 class _Out(NamedTuple):

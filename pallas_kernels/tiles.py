@@ -110,11 +110,27 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "gfx942": {2: Tile((32, 64, 32, 128, 2, 1280), 4), 4: Tile((16, 32, 16, 32, 2, 1280), 4)},
         "interpret": {2: Tile((16, 16, 16, 32, 2, 16), 1), 4: Tile((16, 16, 16, 32, 2, 16), 1)},
     },
+    "cca_mix_backward_norm": {  # tokens
+        "sm_90": {2: Tile((32,), 4), 4: Tile((16,), 4)},
+        "gfx942": {2: Tile((32,), 4), 4: Tile((16,), 4)},
+        "interpret": {2: Tile((16,), 1), 4: Tile((16,), 1)},
+    },
+    "cca_mix_backward_rows": {  # tokens, channels per step of a matmul
+        "sm_90": {2: Tile((64, 128), 8), 4: Tile((16, 32), 8)},
+        "gfx942": {2: Tile((64, 128), 4), 4: Tile((16, 32), 4)},
+        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
+    },
+    "cca_mix_backward_matrices": {  # tokens per step of a matmul, parts of the tokens
+        "sm_90": {2: Tile((64, 13), 8, 2), 4: Tile((16, 13), 8)},
+        "gfx942": {2: Tile((64, 15), 8), 4: Tile((16, 15), 8)},
+        "interpret": {2: Tile((16, 3), 1), 4: Tile((16, 3), 1)},
+    },
 }
 
 
 # The down and the transposed gate and up matrices have different shapes, and so different best tiles.
 TILES["grouped_product_transposed"] = TILES["grouped_product"]
+TILES["cca_mix_by_head"] = TILES["cca_mix"]
 # Further tiles to time, kernel → architecture → tiles, in bfloat16; each compiles there without spills.
 ALTERNATIVES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "residual_norm": {"interpret": (Tile((128,), 1),)},

@@ -11,10 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, packed_rows, seeds
-from tests.kernel_helpers import kernel, lowered_kernels, shape
+from tests.kernel_helpers import kernel, lowered_kernels, shape, traced_kernels
 from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix
+from zaya_jax.ops.names import MATMUL_OUTPUT
 
-KERNELS = ["cca_mix", "cca_mix_backward"]
+# Kernel of the operation → what it launches, forward and backward.
+LAUNCHES = {
+    "pallas": ["cca_mix", "cca_mix_backward"],
+    "pallas_by_head": [
+        "cca_mix_by_head",
+        "cca_mix_backward_norm",
+        "cca_mix_backward_rows",
+        "cca_mix_backward_matrices",
+    ],
+}
+each_kernel = pytest.mark.parametrize("implementation", LAUNCHES)
 # (rows, tokens, query heads, key heads, channels, pairs, k0, k1); tiles are of 16 tokens and 16 channels.
 SIZES = {
     "released": (2, 37, 4, 2, 16, 4, 2, 2),
@@ -31,7 +42,7 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 3e-2}  # of a result's or a gradie
 def draw(name, seed, segments):
     """Everything that is differentiated, and what is not; `segments` has the halo's before the piece's.
 
-    If three divides the seed, there is neither a halo nor a delayed value at the start of documents.
+    If three divides the seed, there is no halo; if two divides it, no delayed value at the start of documents.
     """
     b, s, h, k, c, pairs, k0, k1 = SIZES[name]
     rng = np.random.default_rng(seed)
@@ -43,7 +54,8 @@ def draw(name, seed, segments):
     weights = MixWeights(normal(k0, n, c), normal(n, c), normal(k1, n, c, c) / c**0.5, normal(n, c), normal(k))
     halo = Halo(normal(b, k0 + k1 - 2, n, c), segments[:, :before], normal(b, 1, x))
     angle = rng.uniform(0, 6, (b, s, pairs)).astype(np.float32)
-    given_ = (normal(b, s, n * c + 2 * x), weights, *((halo.u_bwnc, halo.delayed_b1x, normal(x)) if seed % 3 else ()))
+    given_ = (normal(b, s, n * c + 2 * x), weights, (halo.u_bwnc, halo.delayed_b1x) if seed % 3 else None,
+              normal(x) if seed % 2 else None)  # fmt: skip
     rest = (halo.segments_bw, segments[:, before:], (np.cos(angle), np.sin(angle)))
     return given_, rest, (normal(b, s, h, c), normal(b, s, k, c), normal(b, s, k, c))
 
@@ -51,11 +63,8 @@ def draw(name, seed, segments):
 def both(mix, dtype, given_, rest, cotangents):
     """Results and gradients of all that is differentiated, of the mix in `dtype`, parameters kept as they are."""
 
-    def call(packed, weights, *before):
-        if not before:
-            return mix(packed.astype(dtype), None, rest[1], rest[2], weights, None)
-        halo_u, halo_delayed, start = before
-        halo = Halo(halo_u.astype(dtype), rest[0], halo_delayed.astype(dtype))
+    def call(packed, weights, before, start):
+        halo = None if before is None else Halo(before[0].astype(dtype), rest[0], before[1].astype(dtype))
         return mix(packed.astype(dtype), halo, rest[1], rest[2], weights, start)
 
     out, back = jax.vjp(call, *given_)
@@ -63,8 +72,8 @@ def both(mix, dtype, given_, rest, cotangents):
 
 
 @functools.cache
-def ours(dtype):
-    return jit(functools.partial(both, kernel("cca_mix", "interpret"), dtype))
+def ours(implementation, dtype):
+    return jit(functools.partial(both, kernel("cca_mix", "interpret", implementation), dtype))
 
 
 @functools.cache
@@ -72,9 +81,9 @@ def expected():
     return jit(functools.partial(both, cca_mix, jnp.float64))
 
 
-def check(name, seed, segments, dtype):
+def check(implementation, name, seed, segments, dtype):
     inputs = jax.tree.map(jnp.asarray, draw(name, seed, segments))
-    got = ours(dtype)(*inputs)
+    got = ours(implementation, dtype)(*inputs)
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype), inputs)
         wanted = jax.tree.map(np.asarray, expected()(*exact))
@@ -94,32 +103,47 @@ def rows(name):
     return packed_rows(b, s + max(k0 + k1 - 2, 1))
 
 
+@each_kernel
 @settings(max_examples=3)
 @given(data=st.data(), seed=seeds())
-def test_equals_the_reference(data, seed):
-    """Three tiles, two parts of the tokens, two programs for three taps, and channels that are taken in turns."""
-    check("taps", 3 * seed + 1, data.draw(rows("taps")), jnp.float32)
+def test_equals_the_reference(implementation, data, seed):
+    """Three tiles, parts of the tokens, three taps, and channels that are taken in turns."""
+    check(implementation, "taps", 6 * seed + 1, data.draw(rows("taps")), jnp.float32)
+
+
+def test_a_first_token_without_a_halo_takes_the_delayed_value_of_a_start():
+    check("pallas_by_head", "taps", 3, np.ones((2, 40), np.int32), jnp.float32)
 
 
 def test_nothing_is_before_a_sequence_without_a_halo_in_bfloat16():
     """As in fp32 behind the halo of another document, and with zeros for the delayed value at the start."""
     segments = np.tile(np.repeat([9, 1, 2], [3, 20, 17]).astype(np.int32), (2, 1))
-    (packed, weights, *halo, start), rest, cotangents = draw("taps", 1, segments)
+    (packed, weights, halo, start), rest, cotangents = draw("taps", 1, segments)
     packed = packed.astype(jnp.bfloat16)
-    found = jit(kernel("cca_mix", "interpret"))(packed, None, rest[1], rest[2], weights, None)
+    found = jit(kernel("cca_mix", "interpret", "pallas_by_head"))(packed, None, rest[1], rest[2], weights, None)
     chex.assert_type([*found], jnp.bfloat16)
-    inputs = (packed.astype(np.float32), weights, *halo, np.zeros_like(start)), rest, cotangents
-    expected, _ = ours(jnp.float32)(*jax.tree.map(jnp.asarray, inputs))
+    inputs = (packed.astype(np.float32), weights, halo, np.zeros_like(start)), rest, cotangents
+    expected, _ = ours("pallas_by_head", jnp.float32)(*jax.tree.map(jnp.asarray, inputs))
     assert_close(jax.tree.map(np.float32, tuple(found)), tuple(expected), 3e-2)
 
 
+def test_a_temperature_of_zero_has_a_gradient():
+    given_, rest, cotangents = jax.tree.map(jnp.asarray, draw("released", 3, np.ones((2, 39), np.int32)))
+    temperatures = jnp.array([0.0, 0.5])
+    given_ = (given_[0], given_[1]._replace(temperature_k=temperatures), *given_[2:])
+    _, (_, found, *_) = ours("pallas_by_head", jnp.float32)(given_, rest, cotangents)
+    _, (_, expected, *_) = jit(functools.partial(both, cca_mix, jnp.float32))(given_, rest, cotangents)
+    assert_close(found, expected, 1e-4)
+
+
 @pytest.mark.soak
+@each_kernel
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", SIZES)
 @settings(max_examples=30)
 @given(data=st.data(), seed=seeds())
-def test_equals_the_reference_widely(name, dtype, data, seed):
-    check(name, seed, data.draw(rows(name)), dtype)
+def test_equals_the_reference_widely(implementation, name, dtype, data, seed):
+    check(implementation, name, seed, data.draw(rows(name)), dtype)
 
 
 def shapes(dtype, k0=2, k1=2, c=128, pairs=32):
@@ -132,30 +156,35 @@ def shapes(dtype, k0=2, k1=2, c=128, pairs=32):
     return shape(b, s, n * c + 2 * x, dtype=dtype), halo, i32(b, s), tables, weights
 
 
-def trained(packed, halo, segments, rotary, weights, *, platform):
-    """The gradient as the model takes it: the mix computed again in the backward pass."""
+def trained(packed, halo, segments, rotary, weights, *, platform, implementation="pallas", saved=()):
+    """The gradient of a layer that saves what has these names for its backward pass."""
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*saved))
     def mix(packed, weights):
-        return kernel("cca_mix", platform)(packed, halo, segments, rotary, weights, None)
+        results = kernel("cca_mix", platform, implementation)(packed, halo, segments, rotary, weights, None)
+        return [jnp.square(x.astype(jnp.float32)).sum() for x in results]
 
-    def loss(*given_):
-        return sum(x.astype(jnp.float32).sum() for x in mix(*given_))
-
-    return jax.value_and_grad(loss, argnums=(0, 1))(packed, weights)
+    return jax.value_and_grad(lambda *given_: sum(mix(*given_)), argnums=(0, 1))(packed, weights)
 
 
-def test_lowers():
-    """Once forward although it is recomputed: nothing that the backward kernels take comes from the forward one."""
-    assert lowered_kernels(trained, *shapes(jnp.bfloat16), platform="rocm") == KERNELS
+@each_kernel
+def test_lowers(implementation):
+    """Forward once more where it is recomputed for those that use the results, but not where these are saved."""
+    gradient, arrays = functools.partial(trained, implementation=implementation), shapes(jnp.bfloat16)
+    launches = LAUNCHES[implementation]
+    assert lowered_kernels(gradient, *arrays, platform="rocm") == [launches[0], *launches]
+    assert traced_kernels(functools.partial(gradient, platform="rocm", saved=(MATMUL_OUTPUT,)), *arrays) == launches
 
 
 @pytest.mark.soak
+@each_kernel
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 @pytest.mark.parametrize("sizes", [{}, {"pairs": 64}, {"k0": 4, "k1": 3}, {"c": 64, "pairs": 16}])
-def test_lowers_widely(platform, dtype, sizes):
-    assert lowered_kernels(trained, *shapes(dtype, **sizes), platform=platform) == KERNELS
+def test_lowers_widely(implementation, platform, dtype, sizes):
+    gradient = functools.partial(trained, implementation=implementation)
+    launches = lowered_kernels(gradient, *shapes(dtype, **sizes), platform=platform)
+    assert launches[1:] == LAUNCHES[implementation]
 
 
 @pytest.mark.parametrize(("dtype", "sizes", "words"), [

@@ -191,7 +191,7 @@ def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
     def run(kernels: KernelSelection, packed: jax.Array, *others: jax.Array) -> Any:
         *weights, segments, cos, sin = others
-        return recomputed(kernels.ops.cca_mix)(packed, None, segments, (cos, sin), MixWeights(*weights), None)
+        return kernels.ops.cca_mix(packed, None, segments, (cos, sin), MixWeights(*weights), None)
 
     floats = (packed, *weights)
     out = [_array(b, s, heads, c, dtype=dtype) for heads in (h, k, k)]

@@ -11,7 +11,7 @@ from zaya_jax.config.model import LayerKind
 from zaya_jax.model.attention import Attention, Context
 from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.hf_names import HfTensor, linear, same
-from zaya_jax.model.layers import param, recomputed
+from zaya_jax.model.layers import param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import Halo, MixParts, MixWeights, unpacked
 from zaya_jax.ops.parts import part
@@ -74,7 +74,7 @@ class CCA(Attention):
             else:
                 halo = cache.halo(context.cached_segments_bt, context.length)
             parts = MixParts(config.query_key_mean, config.value_shift)
-            q, k, v = recomputed(ops.cca_mix, static=(6,))(
+            q, k, v = ops.cca_mix(
                 packed_bsy, halo, context.segments_bs, context.rotary[self.layer.rope_base], self._weights(),
                 delayed_bias, parts,
             )  # fmt: skip

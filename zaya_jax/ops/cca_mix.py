@@ -4,8 +4,9 @@ Two convolutions run along the sequence over the `n = h + k` heads of queries an
 them. For each token, inputs before the start of its document count as 0, so that the depthwise output there is its bias
 (docs/reference.md §1.3), and packed documents give exactly the results of separate ones.
 
-There is one kernel for the forward pass and one for the gradient, which saves only the arguments. RoPE tables get no
-gradient, since they depend on positions only.
+Of two kernels, `pallas` recomputes the forward pass for the gradient. `pallas_by_head` has a program for each head, and
+computes the gradient from the results, which attention saves, too. If rematerialization saves these, named
+`MATMUL_OUTPUT`, the forward kernel does not run again. RoPE tables get no gradient, since they depend on positions only.
 """
 
 import functools
@@ -14,12 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.cca_mix import MixArrays
 from pallas_kernels.cca_mix import cca_mix as mix_forward
 from pallas_kernels.cca_mix_backward import cca_mix_backward
+from pallas_kernels.cca_mix_by_head import cca_mix_by_head
+from pallas_kernels.cca_mix_gradients import cca_mix_gradients
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
+from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -101,6 +106,16 @@ def cca_mix(
     Returns:
       q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsy`.
     """
+    # Recomputed in the backward pass, since intermediates are much larger than the arguments. The scan over layers
+    # already separates the passes, so `prevent_cse` is not needed.
+    mix = jax.checkpoint(functools.partial(_mix_reference, parts), prevent_cse=False)
+    return mix(packed_bsy, halo, segments_bs, rotary, weights, delayed_start_x)
+
+
+def _mix_reference(
+    parts: MixParts, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
+    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     num_kv, (heads, c) = weights.temperature_k.shape[0], weights.depthwise_bias_nc.shape
     u_bsnc, current_bsx, delayed_bsx = unpacked(packed_bsy, heads, num_kv, c)
     if halo is None:
@@ -202,7 +217,7 @@ def _unsupported(
 
 
 def _kernel(
-    architecture: Architecture, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
+    by_head: bool, architecture: Architecture, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
     rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
     _parts: MixParts = ALL_PARTS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
@@ -217,25 +232,45 @@ def _kernel(
     start = None if delayed_start_x is None else delayed_start_x.astype(dtype)
     cos, sin = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in rotary)
     packed_bsmc = packed_bsy.reshape(*packed_bsy.shape[:2], -1, weights.depthwise_bias_nc.shape[1])
-    return _mix(architecture, MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start))
+    x = MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start)
+    return _mix(architecture, by_head, x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(architecture: Architecture, x: MixArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return mix_forward(_rounded(x), architecture=architecture)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mix(architecture: Architecture, by_head: bool, x: MixArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _mix_forward(architecture, by_head, x)[0]
 
 
-def _rounded(x: MixArrays) -> MixArrays:
-    """Cast the grouped convolution's weights to the dtype of the projections, since matmuls need equal dtypes."""
-    return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype))
+def _operands(x: MixArrays) -> MixArrays:
+    """Cast the grouped convolution's weights to the dtype of the projections, since matmuls need equal dtypes.
+
+    A temperature of 0 would lose the directions of its keys, which the gradient needs. It becomes too small to matter.
+    """
+    temperature_k = jnp.where(jnp.abs(x.temperature_k) < 1e-20, 1e-20, x.temperature_k)
+    return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype), temperature_k=temperature_k)
 
 
-def _mix_forward(architecture: Architecture, x: MixArrays) -> tuple[tuple[jax.Array, jax.Array, jax.Array], MixArrays]:
-    return _mix(architecture, x), x
+def _mix_forward(
+    architecture: Architecture, by_head: bool, x: MixArrays
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[MixArrays, Any]]:
+    operands, inverse = _operands(x), ()
+    if by_head:
+        *results, inverse = cca_mix_by_head(operands, architecture=architecture)
+    else:
+        results = mix_forward(operands, architecture=architecture)
+    q, k, v, inverse = checkpoint_name((*results, inverse), MATMUL_OUTPUT)
+    return (q, k, v), (x, (q, k, inverse) if by_head else None)
 
 
-def _mix_backward(architecture: Architecture, x: MixArrays, cotangents: tuple[jax.Array, ...]) -> tuple[MixArrays]:
-    gradients = cca_mix_backward(_rounded(x), *cotangents, architecture=architecture)._asdict()
+def _mix_backward(
+    architecture: Architecture, by_head: bool, saved: tuple[MixArrays, Any], cotangents: tuple[jax.Array, ...]
+) -> tuple[MixArrays]:
+    x, results = saved
+    if by_head:
+        found = cca_mix_gradients(_operands(x), results, cotangents, architecture=architecture)
+    else:
+        found = cca_mix_backward(_operands(x), *cotangents, architecture=architecture)
+    gradients = found._asdict()
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
     parts = {name: None if gradients.get(name) is None else gradients[name].astype(part.dtype)
              for name, part in x._asdict().items()}  # fmt: skip
@@ -273,6 +308,10 @@ def _shape(
 
 
 CCA_MIX = Operation(
-    "cca_mix", cca_mix, _checks, (Kernel("pallas", _kernel, _unsupported, ("cca_mix", "cca_mix_backward")),),
-    shape=_shape,
+    "cca_mix", cca_mix, _checks, shape=_shape,
+    kernels=(
+        Kernel("pallas", functools.partial(_kernel, False), _unsupported, ("cca_mix", "cca_mix_backward")),
+        Kernel("pallas_by_head", functools.partial(_kernel, True), _unsupported,
+               ("cca_mix_by_head", "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices")),
+    ),
 )  # fmt: skip

@@ -108,8 +108,9 @@ def further(gpu):
         for sizes in ((16, 256, 17), gram_polynomial.ALL_EXPERTS):
             polynomial = functools.partial(gram_polynomial.polynomial, platform=gpu)
             made[f"gram_{kind}_{sizes[-1]}"] = polynomial, (shape(*sizes, dtype=dtype),)
-        mix = functools.partial(cca_mix.trained, platform=gpu)
-        made[f"mix_{kind}"] = mix, cca_mix.shapes(dtype, c=64, pairs=16)
+        for name in cca_mix.LAUNCHES:
+            mix = functools.partial(cca_mix.trained, platform=gpu, implementation=name)
+            made[f"mix_{kind}_{name}"] = mix, cca_mix.shapes(dtype, c=64, pairs=16)
     return made
 
 

@@ -1,0 +1,150 @@
+"""The forward pass of the CCA mix with a program for each head of a tile of tokens.
+
+Programs of the same tokens run together: projections are read from memory once, and again from cache by the taps and by
+QK-mean, which couples heads. It also writes the inverse norms, from which `cca_mix_gradients` computes the gradients.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.cca_mix import (
+    MixArrays,
+    filled,
+    rows_at,
+    shift_value,
+    sizes_of,
+    span,
+    tap_row,
+    with_none,
+    without_none,
+)
+from pallas_kernels.launch import launch
+from pallas_kernels.product import product
+from pallas_kernels.tiles import Architecture, tile
+
+
+def cca_mix_by_head(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
+
+    Args:
+      x: the inputs; c, p and c − 2p are powers of two, and the last may be 0.
+      architecture: see `launch`.
+
+    Returns:
+      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`; and the inverse norm of each head of queries
+      and keys before QK-norm, fp32 [b, n, s].
+    """
+    b, s, n, num_kv, c, *_ = sizes_of(x)
+    (tokens, depth), warps, stages = tile("cca_mix_by_head", architecture, x.packed_bsmc.dtype)
+    arrays, present = without_none(x)
+
+    def out(heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((b, s, heads, c), x.packed_bsmc.dtype)
+
+    return launch(
+        functools.partial(_kernel, present=present, tokens=tokens, depth=min(depth, c)),
+        *arrays,
+        name="cca_mix_by_head",
+        grid=(n + num_kv, pl.cdiv(s, tokens), b),
+        out_shape=(out(n - num_kv), out(num_kv), out(num_kv), jax.ShapeDtypeStruct((b, n, s), jnp.float32)),
+        warps=warps,
+        stages=stages,
+        architecture=architecture,
+    )
+
+
+def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> None:
+    rest = iter(refs)
+    x = with_none(MixArrays, present, rest)
+    q_ref, k_ref, v_ref, inverse_ref = rest
+    head, batch = pl.program_id(0), pl.program_id(2)
+    time = pl.program_id(1) * tokens + span(0, tokens)
+    heads = x.packed_bsmc.shape[2] - x.temperature_k.shape[0]
+
+    @pl.when(head < heads)
+    def _() -> None:
+        _mix_head(x, (q_ref, k_ref, inverse_ref), batch, time, head, depth)
+
+    @pl.when(head >= heads)
+    def _() -> None:
+        shift_value(x, v_ref, batch, time, head - heads)
+
+
+def _mix_head(x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Array, head: jax.Array,
+              depth: int) -> None:  # fmt: skip
+    (q_ref, k_ref, inverse_ref), (_, s, n, num_kv, c, *_) = out, sizes_of(x)
+    inside, query, group = time < s, head < n - num_kv, jnp.maximum(head - (n - num_kv), 0)
+    columns = rotary_columns(c, x.cos_bsp.shape[2])
+    parts = _convolved(x, batch, time, head, columns, depth)
+    # Loaded after the matmul, since registers cannot hold them: 0.5 of the head, and of the mean of its partners.
+    first, count = partners(head, n - num_kv, num_kv)
+    share = 0.5 / count.astype(jnp.float32)
+
+    def add(i: jax.Array, parts: list[jax.Array]) -> list[jax.Array]:
+        rows = (rows_at(x, batch, time, first + i, column) for column in columns)
+        return [part + row * share for part, row in zip(parts, rows, strict=True)]
+
+    own = [rows_at(x, batch, time, head, column) for column in columns]
+    parts = jax.lax.fori_loop(0, count, add, [part + 0.5 * row for part, row in zip(parts, own, strict=True)])
+    inverse = jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1) for part in parts) + 1e-12)
+    triton.store(inverse_ref.at[batch, head, time], inverse, mask=inside)
+    scale = c**0.5 * jnp.where(query, 1.0, x.temperature_k[group].astype(jnp.float32))
+    tables = rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
+    turned = rotated([part * (inverse * scale)[:, None] for part in parts], *tables)
+    for part, column in zip(turned, columns, strict=True):
+        for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
+            triton.store(ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype),
+                         mask=filled((inside & own_kind)[:, None], *part.shape))  # fmt: skip
+
+
+def partners(head: jax.Array, queries: int, num_kv: int) -> tuple[jax.Array, jax.Array]:
+    """Return first and number of the heads that QK-mean averages with `head`: a query's key, or a key's queries."""
+    served, query = queries // num_kv, head < queries
+    first = jnp.where(query, queries + jax.lax.div(head, served), (head - queries) * served)
+    return first, jnp.where(query, 1, served)
+
+
+def rotary_columns(c: int, pairs: int) -> list[jax.Array]:
+    """Return the channels of a head in ranges: both of RoPE's pairs, and the rest, if any.
+
+    RoPE needs the first two apart, and registers cannot be sliced.
+    """
+    starts = (0, pairs, 2 * pairs) if 2 * pairs < c else (0, pairs)
+    return [span(first, last - first) for first, last in zip(starts, (*starts[1:], c), strict=True)]
+
+
+def rotary_rows(
+    tables: tuple[Any, Any], batch: jax.Array, time: jax.Array, inside: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Load the rows of the RoPE tables, [tokens, pairs] each; 0 outside."""
+    pairs = tables[0].shape[2]
+    at, mask = (batch, time[:, None], span(0, pairs)[None, :]), filled(inside[:, None], time.size, pairs)
+    cos, sin = (triton.load(table.at[at], mask=mask, other=0.0) for table in tables)
+    return cos, sin
+
+
+def rotated(parts: list[jax.Array], cos: jax.Array, sin: jax.Array) -> list[jax.Array]:
+    """Apply RoPE to ranges of channels (`rotary_columns`); with −sin, its inverse."""
+    first, second, *rest = parts
+    return [first * cos - second * sin, second * cos + first * sin, *rest]
+
+
+def _convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
+               depth: int) -> list[jax.Array]:  # fmt: skip
+    """Compute both convolutions of a head, for each range of output channels; fp32, rounded like the reference."""
+    dtype, taps, c = x.packed_bsmc.dtype, x.grouped_wncc.shape[0], x.grouped_wncc.shape[2]
+    sums = [jnp.zeros((time.size, column.size), jnp.float32) for column in columns]
+    for tap, chunk in itertools.product(range(taps), range(0, c, depth)):
+        channels = span(chunk, depth)
+        row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
+        kernels = [triton.load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]]) for column in columns]
+        sums = [z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True)]
+    biases = [triton.load(x.grouped_bias_nc.at[head, column]).astype(dtype) for column in columns]
+    return [(z.astype(dtype) + bias[None, :]).astype(jnp.float32) for z, bias in zip(sums, biases, strict=True)]
