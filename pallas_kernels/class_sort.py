@@ -1,7 +1,8 @@
 """Counting sort of tokens by class, stable, in one launch.
 
 A program places the tokens of one tile. How many tokens of each class come before the tile it counts itself, since
-reading all classes from the cache is faster than a second launch.
+reading all classes from the cache is faster than a second launch. Each thread counts its own tokens of all tiles;
+threads add up their counts twice, before the program's tile and after the last.
 """
 
 import functools
@@ -31,7 +32,7 @@ def class_sort(class_t: jax.Array, classes: int, *, architecture: Architecture) 
     (tokens,), warps, _ = tile("class_sort", architecture, jnp.int32)
     count = class_t.shape[0]
     order_t, sizes = launch(
-        functools.partial(_kernel, tokens=tokens, lanes=pl.next_power_of_2(classes + 1)),
+        functools.partial(_kernel, tokens=tokens, lanes=pl.next_power_of_2(classes)),
         class_t,
         name="class_sort", grid=(pl.cdiv(count, tokens),),
         out_shape=(jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((classes,), jnp.int32)),
@@ -45,21 +46,30 @@ def _kernel(class_ref: Any, order_ref: Any, sizes_ref: Any, *, tokens: int, lane
     lane = jnp.arange(lanes, dtype=jnp.int32)
 
     def members(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the tokens of a tile, and for each of them 1 in the lane of its class; int32."""
+        """Return the tokens of a tile, and [lanes, tokens] 1 in the lane of each one's class, 0 elsewhere; int32.
+
+        The last class has no lane. Tokens are the second axis, along which threads lie: each loads only its own.
+        """
         token = index * tokens + jnp.arange(tokens, dtype=jnp.int32)
-        label = triton.load(class_ref.at[token], mask=token < count, other=-1)
-        return token, (jnp.minimum(label, classes)[:, None] == lane[None, :]).astype(jnp.int32)
+        label = triton.load(class_ref.at[token], mask=token < count, other=classes)
+        own_lane = (label[None, :] == lane[:, None]) & (lane < classes)[:, None]
+        return token, own_lane.astype(jnp.int32)
 
-    def add(index: jax.Array, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        number = jnp.sum(members(index)[1], axis=0)
-        return totals[0] + number, totals[1] + jnp.where(index < own, number, 0)
+    def counted(first: jax.Array, end: jax.Array) -> jax.Array:
+        """Return the number of tokens of each class in some tiles."""
+        zeros = jnp.zeros((lanes, tokens), jnp.int32)
+        return jax.lax.fori_loop(first, end, lambda index, total: total + members(index)[1], zeros).sum(1)
 
-    zeros = jnp.zeros((lanes,), jnp.int32)
-    every, before = jax.lax.fori_loop(0, pl.cdiv(count, tokens), add, (zeros, zeros))
+    before = counted(0, own)
+    every = before + counted(own, pl.cdiv(count, tokens))
     token, member = members(own)
-    rank = jnp.cumsum(member, axis=0) - member + (jnp.cumsum(every, axis=0) - every + before)[None, :]
-    place = jnp.where(token < count, jnp.sum(member * rank, axis=1), count)  # past the end, where nothing is stored
-    triton.store(order_ref.at[place], token, mask=token < count)
+    earlier = jnp.cumsum(member, axis=1) - member + before[:, None]  # tokens of each class before each token
+    start = jnp.cumsum(every) - every
+    # A token of the last class comes after all others, and after those of its class before it.
+    last = every.sum() + token - earlier.sum(0)
+    placed = (member * (earlier + start[:, None])).sum(0)
+    place = jnp.where(member.sum(0) > 0, placed, last)
+    triton.store(order_ref.at[jnp.where(token < count, place, count)], token, mask=token < count)
 
     @pl.when(own == 0)
     def _() -> None:

@@ -15,7 +15,7 @@ def sort(classes):
     return jit(functools.partial(class_sort, classes=classes, architecture="interpret"))
 
 
-@pytest.mark.parametrize(("tokens", "classes"), [(37, 4), (90, 1)])
+@pytest.mark.parametrize(("tokens", "classes"), [(37, 4), (37, 5), (90, 1)])
 @settings(max_examples=6)
 @given(seed=seeds())
 def test_tokens_are_in_the_order_of_their_classes(tokens, classes, seed):
