@@ -6,7 +6,7 @@ them. For each token, inputs before the start of its document count as 0, so tha
 
 Of two kernels, `pallas` recomputes the forward pass for the gradient. `pallas_by_head` has a program for each head, and
 computes the gradient from the results, which attention saves, too. If rematerialization saves these, named
-`MATMUL_OUTPUT`, the forward kernel does not run again. RoPE tables get no gradient, since they depend on positions only.
+`MATMUL_OUTPUT`, the forward kernel does not run again. RoPE tables get no gradient, since they depend on positions.
 """
 
 import functools

@@ -8,8 +8,8 @@ named `MATMUL_OUTPUT`: if rematerialization saves them, no matmul is recomputed.
 Kernels and reference take the matrices from the stack of all layers, and add their gradients to the stack's sum in
 place: copies of a layer's matrices would take as much memory traffic as everything else in the layer.
 
-Of two kernels, one gathers rows inside the loops of the products, also for the gradients of the matrices; for these,
-the other gathers them once before (on an H200, products that gather inside reached 197 TFLOP/s, others 538).
+Of two kernels, `pallas` gathers rows inside the loop of every product. `pallas_gathered` gathers them once before the
+products for the gradients of the matrices, which reached 197 TFLOP/s in a step on an H200, and 538 alone.
 """
 
 import functools

@@ -247,9 +247,9 @@ def _attention(shapes: _Arrays) -> float:
 
 
 def _class_sort(shapes: _Arrays) -> float:
-    """For each 256 tokens, all tokens are compared with 32 classes and added up."""
+    """For each 1,024 tokens, all tokens are compared with 32 classes and added up."""
     ((tokens,),) = (sizes for _, sizes in shapes[:1])
-    return 2.0 * tokens * tokens / 256 * 32
+    return 2.0 * tokens * tokens / 1024 * 32
 
 
 # FLOPs by the start of a kernel's name; kernels that only move bytes are not listed. Of the forward pass' two products
