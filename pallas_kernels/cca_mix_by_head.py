@@ -108,7 +108,7 @@ def partners(head: jax.Array, queries: int, num_kv: int) -> tuple[jax.Array, jax
     """Return first and number of the heads that QK-mean averages with `head`: a query's key, or a key's queries."""
     served, query = queries // num_kv, head < queries
     first = jnp.where(query, queries + jax.lax.div(head, served), (head - queries) * served)
-    return first, jnp.where(query, 1, served)
+    return first, jnp.where(query, 1, jnp.int32(served))  # of two weak types, Triton's lowering would make bools
 
 
 def rotary_columns(c: int, pairs: int) -> list[jax.Array]:

@@ -168,9 +168,12 @@ def _finish_head(x: Any, z_ref: Any, out: Any, number: jax.Array, batch: jax.Arr
     segment, u = segments_at(x, batch, time), rows_at(x, batch, time, head, channels)
     own = _rows(z_ref, batch, time, head, channels).astype(jnp.float32)
     first, count = partners(head, n - num_kv, num_kv)
-    share = jnp.where(head < n - num_kv, 0.5 * num_kv / (n - num_kv), 0.5)
-    total = jax.lax.fori_loop(0, count, lambda i, total: total + share * _rows(z_ref, batch, time, first + i, channels),
-                              0.5 * own)  # fmt: skip
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        return total + _rows(z_ref, batch, time, first + i, channels).astype(jnp.float32)
+
+    others = jax.lax.fori_loop(0, count, add, jnp.zeros_like(own))
+    total = 0.5 * own + 0.5 * others * jnp.where(head < n - num_kv, jnp.float32(num_kv / (n - num_kv)), 1.0)
     triton.store(out.vectors_iwnc.at[number, taps0, head, channels], jnp.sum(own, axis=0))
     for tap0 in range(taps0):
         later = time + (taps0 - 1 - tap0)
