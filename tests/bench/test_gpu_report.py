@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -144,12 +145,12 @@ def test_a_damaged_recording_is_made_again(report):
 
 
 def test_parts_that_need_several_devices_are_left_out_on_one():
-    one, two = make_parts(True, 1), make_parts(True, 2)
+    one, two = make_parts(True, 1, Path()), make_parts(True, 2, Path())
     assert two.keys() - one.keys() == {"collectives", "step_fsdp", "context"}
     # On one GPU: each in a call, and all of them in three.
-    limits = [part.seconds for part in make_parts(False, 1).values()]
+    limits = [part.seconds for part in make_parts(False, 1, Path()).values()]
     assert max(limits) < 9 * 60
-    assert sum(limits) < 2.5 * 9 * 60
+    assert sum(limits) < 3 * 9 * 60
     assert total_parameters(small_config().model) < 1e6
     assert total_parameters(large_config().model) > 1e8
     assert total_steps(small_config()) == 50
@@ -232,4 +233,4 @@ def test_all_parts_pass_on_a_cpu(tmp_path, monkeypatch, devices):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
     result = gpu_report(str(tmp_path), [], 9, None)
     assert (result["failed"], result["left"]) == ([], []), result["parts"]
-    assert list(result["parts"]) == ["machine", *make_parts(True, int(devices))]
+    assert list(result["parts"]) == ["machine", *make_parts(True, int(devices), tmp_path)]

@@ -107,7 +107,7 @@ def test_a_wrong_tile_is_rejected_and_the_default_takes_its_place(monkeypatch):
 
 
 @pytest.mark.parametrize(("change", "note"), [
-    ({"sources": "0", "sizes": [size(64, REFERENCE)]}, "residual_norm was measured with other kernels than this version's"),
+    ({"sources": "0", "sizes": [size(64, REFERENCE)]}, "residual_norm was measured with other kernels than this"),
     ({"sizes": [size(64, "hand")]}, "residual_norm has no implementation or tile hand {}"),
     ({"sizes": [size(64, "pallas", {"residual_norm": [[3], 4, 1]})]}, "no implementation or tile pallas {'residual"),
     ({"sizes": [size(64, "pallas", {"decode": [[64, 512], 4, 2]})]}, "no implementation or tile pallas {'decode'"),
@@ -172,7 +172,7 @@ def test_one_s_own_table_comes_before_the_shipped_one_and_a_foreign_one_is_said(
     assert not said
     path.write_text(json.dumps(content(device="NVIDIA H100")), encoding="utf-8")
     assert find_table(GPU, said.append).source == str(shipped)
-    assert said == [f"Not used: The kernels in {path} were measured on NVIDIA H100, not on NVIDIA H200."]
+    assert said == [f"Not used: The kernels in {path} were measured on 'NVIDIA H100', not on NVIDIA H200."]
 
 
 LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3)

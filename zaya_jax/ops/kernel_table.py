@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pallas_kernels.tiles import Tile, tiles
+from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.ops.operation import Kernel, Operation
 from zaya_jax.ops.target import Target
@@ -156,14 +157,15 @@ def parse_table(content: Mapping[str, Any], device_kind: str, source: str) -> Ke
     """
     table = KernelTable(json.dumps(content, sort_keys=True), source)
     try:
-        if content["device"] != device_kind:
-            raise InputError(f"The kernels in {source} were measured on {content['device']}, not on {device_kind}.")
+        device = str(content["device"])
         for row in content["operations"].values():
             fits = isinstance(row["sources"], str) and all(_is_size(size) for size in row["sizes"])
             if not fits:
                 raise ValueError
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"{source} is not a table of measured kernels. Measure again with --tune.") from error
+    if device != device_kind:
+        raise InputError(f"The kernels in {source} were measured on {shown(device)}, not on {device_kind}.")
     return table
 
 
