@@ -45,24 +45,32 @@ def _kernel(class_ref: Any, order_ref: Any, sizes_ref: Any, *, tokens: int, lane
     count, classes, own = class_ref.shape[0], sizes_ref.shape[0], pl.program_id(0)
     lane = jnp.arange(lanes, dtype=jnp.int32)
 
-    def members(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the tokens of a tile, and [lanes, tokens] 1 in the lane of each one's class, 0 elsewhere; int32.
-
-        The last class has no lane. Tokens are the second axis, along which threads lie: each loads only its own.
-        """
+    def labels(index: jax.Array) -> jax.Array:
+        """Return the classes of the tokens of a tile, the last class for tokens past the end."""
         token = index * tokens + jnp.arange(tokens, dtype=jnp.int32)
-        label = triton.load(class_ref.at[token], mask=token < count, other=classes)
-        own_lane = (label[None, :] == lane[:, None]) & (lane < classes)[:, None]
-        return token, own_lane.astype(jnp.int32)
+        return triton.load(class_ref.at[token], mask=token < count, other=classes)
+
+    def members(label: jax.Array) -> jax.Array:
+        """Return int32 [lanes, tokens], 1 in the lane of each token's class; the last class has no lane.
+
+        Tokens are the second axis, along which threads lie, so that each thread has few tokens and all their lanes.
+        """
+        return ((label[None, :] == lane[:, None]) & (lane < classes)[:, None]).astype(jnp.int32)
 
     def counted(first: jax.Array, end: jax.Array) -> jax.Array:
         """Return the number of tokens of each class in some tiles."""
+
+        def add(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            total, label = carry
+            following = labels(index + 1)  # on the way while this tile is counted
+            return total + members(label), following
+
         zeros = jnp.zeros((lanes, tokens), jnp.int32)
-        return jax.lax.fori_loop(first, end, lambda index, total: total + members(index)[1], zeros).sum(1)
+        return jax.lax.fori_loop(first, end, add, (zeros, labels(first)))[0].sum(1)
 
     before = counted(0, own)
     every = before + counted(own, pl.cdiv(count, tokens))
-    token, member = members(own)
+    token, member = own * tokens + jnp.arange(tokens, dtype=jnp.int32), members(labels(own))
     earlier = jnp.cumsum(member, axis=1) - member + before[:, None]  # tokens of each class before each token
     start = jnp.cumsum(every) - every
     # A token of the last class comes after all others, and after those of its class before it.
