@@ -8,8 +8,8 @@ from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.machine import __main__ as command
 from zaya_jax.machine import tune as room
-from zaya_jax.machine.kernel_cases import SMALL, cases, packed_documents
-from zaya_jax.machine.tune import DECIDING, local_sizes, time_case, totals, tune
+from zaya_jax.machine.kernel_cases import SMALL, packed_documents
+from zaya_jax.machine.tune import DECIDING, deciding_cases, local_sizes, time_case, totals, tune
 from zaya_jax.ops import registry
 from zaya_jax.ops.kernel_table import REFERENCE, Choice, own_table, parse_table, read_choice
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection, select_kernels, widths
@@ -56,8 +56,8 @@ def measured(monkeypatch, seconds):
     monkeypatch.setattr(room, "check_kernel", lambda selection, name, choice, *_, **__: (
         "it is wrong" if choice.variant == seconds.get("wrong") else "", True))  # fmt: skip
     selection = select_kernels(EMULATED, SMALL.model, "bfloat16")
-    return room._tune(selection, "residual_norm", cases(SMALL, "bfloat16")["residual_norm backward"], 24, SMALL,
-                      "bfloat16", 1)  # fmt: skip
+    case = deciding_cases(SMALL, "bfloat16")["residual_norm backward"]
+    return room._tune(selection, "residual_norm", case, 24, SMALL, "bfloat16", 1)
 
 
 DEFAULT, OTHER = "pallas (64/1/1, 64×3×2×64/1/1)", "pallas (128/1/1, 64×3×2×64/1/1)"
@@ -120,7 +120,7 @@ def test_rows_and_widths_of_a_case_are_those_of_the_operation():
                 def implementation(self, which, name=name, recorded=recorded):
                     return recorded if which == name else super().implementation(which)
 
-            one = cases(SMALL, "bfloat16")[case]
+            one = deciding_cases(SMALL, "bfloat16")[case]
             function, arguments = room.passes(one, Recording(Target("cpu", "cpu")))
             jax.eval_shape(function, *arguments)
             expected = (rows(SMALL), *widths(operation, SMALL.model, "bfloat16"))
@@ -133,7 +133,7 @@ def test_every_kernel_is_decided_by_a_case():
 
 
 def test_a_case_is_timed_with_each_of_its_integers():
-    one = cases(SMALL, "bfloat16")["experts of a step"]
+    one = deciding_cases(SMALL, "bfloat16")["experts of a step"]
     times = time_case(one, KernelSelection(Target("cpu", "cpu")), 1)
     assert times.keys() == {"plain", "uneven groups", "one group"}
     assert all(seconds > 0 for seconds in times.values())

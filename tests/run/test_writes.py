@@ -32,6 +32,7 @@ OTHERS = {
     "bench/gpu_report/state.py": ("rmtree rmtree write_text", TEMPORARY),
     "bench/gpu_report/supervisor.py": ("mkdir write_text", TEMPORARY),
     "bench/gpu_report/temporary.py": ("TemporaryDirectory", TEMPORARY),
+    "bench/gpu_report/tuning.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "bench/optimizer.py": ("TemporaryDirectory", TEMPORARY),
     "bench/saving.py": ("dump mkdir open rename rmtree save_checkpointables_async write_text", TEMPORARY),
     "bench/startup.py": ("TemporaryDirectory open write_bytes", TEMPORARY),

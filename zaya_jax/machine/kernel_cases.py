@@ -282,10 +282,19 @@ def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     h, weight = _array(t, d, dtype=dtype), _array(t, dtype=jnp.float32)
     floats = (h, weight, _array(e, d, 2 * f, dtype=dtype), _array(e, f, d, dtype=dtype))
     kept = _array(t, 2 * f, dtype=dtype)
-    totals = tuple(_array(1, *w.shape, dtype=jnp.float32) for w in floats[2:])
+    case = Case("experts", run, floats, (expert,), False, 6.0 * t * d * f, _size(*floats, expert, h), None, PRODUCTS,
+                further_integers=further)  # fmt: skip
+    backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(*floats, expert, kept, h, *floats))
+    return {"experts": case, "experts backward": backward}
 
-    def trained(kernels: KernelSelection, up: jax.Array, down: jax.Array, *arrays: jax.Array) -> Any:
-        """Run both passes, and add the gradients of the matrices to their totals, as a training step does."""
+
+def experts_of_a_step(sizes: Sizes, dtype: str) -> Case:
+    """Return the case of both passes, whose gradients of matrices are added to totals, as in a training step."""
+    case, backward = _experts(sizes, jnp.dtype(dtype)).values()
+    h, _, *matrices = case.floats
+    totals = tuple(_array(1, *w.shape, dtype=jnp.float32) for w in matrices)
+
+    def run(kernels: KernelSelection, up: jax.Array, down: jax.Array, *arrays: jax.Array) -> Any:
         h, weight, *stacks, dout, expert = arrays
         refs = jax.new_ref(up), jax.new_ref(down)
 
@@ -296,12 +305,8 @@ def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
         out, pull = jax.vjp(forward, h, weight, *(jnp.zeros((), jnp.float32),) * 2)
         return *map(jax.freeze, refs), out, pull(dout)[:2]
 
-    case = Case("experts", run, floats, (expert,), False, 6.0 * t * d * f, _size(*floats, expert, h), None, PRODUCTS,
-                further_integers=further)  # fmt: skip
-    backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(*floats, expert, kept, h, *floats))
-    step = case._replace(run=trained, floats=(*totals, *floats, h), flops=3 * case.flops, held=2,
-                         bytes=2 * _size(*totals) + case.bytes + backward.bytes - _size(*floats[2:]))  # fmt: skip
-    return {"experts": case, "experts backward": backward, "experts of a step": step}
+    return case._replace(run=run, floats=(*totals, *case.floats, h), flops=3 * case.flops, held=2,
+                         bytes=2 * _size(*totals) + case.bytes + backward.bytes - _size(*matrices))  # fmt: skip
 
 
 def packed_documents(rows: int, tokens: int) -> np.ndarray:

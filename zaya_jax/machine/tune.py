@@ -20,7 +20,7 @@ from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.machine.dry_run.estimate import simulated_programs
-from zaya_jax.machine.kernel_cases import SMALL, Case, Sizes, cases, drawn, passes
+from zaya_jax.machine.kernel_cases import SMALL, Case, Sizes, cases, drawn, experts_of_a_step, passes
 from zaya_jax.machine.queued_calls import calls_together, repeated
 from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.ops.kernel_table import REFERENCE, Choice, own_table, parse_table, read_choice, sources_digest, tiles_of
@@ -78,6 +78,7 @@ def tune(
     result |= {"date": time.strftime("%Y-%m-%d", time.gmtime()), "device": target.device_kind, "operations": {}}
     for sizes in [SMALL] if emulated else local_sizes(config):
         selection = select_kernels(target, sizes.model, dtype)
+        every = deciding_cases(sizes, dtype)
         for name, deciding in DECIDING.items():
             if name not in only or time.monotonic() > start + seconds:
                 continue
@@ -85,7 +86,7 @@ def tune(
                 name, {"sources": sources_digest(OPERATIONS[name].reference.__module__), "sizes": []}
             )
             for case, rows in deciding.items():
-                size = _tune(selection, name, cases(sizes, dtype)[case], rows(sizes), sizes, dtype, repeats)
+                size = _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
                 row["sizes"].append(size)
             selection = _with(selection, name, read_choice(row["sizes"][-len(deciding)]))
             print_tables([_table(name, row["sizes"][-len(deciding) :])])
@@ -95,6 +96,11 @@ def tune(
     write_atomically(path, json_text(result))
     print(f"Wrote {path}, which training on this machine reads from now on.")
     return result
+
+
+def deciding_cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
+    """Return the cases of `DECIDING`, and others, by name."""
+    return cases(sizes, dtype) | {"experts of a step": experts_of_a_step(sizes, dtype)}
 
 
 def local_sizes(config: Config) -> list[Sizes]:

@@ -58,8 +58,8 @@ class KernelSelection:
     untried: tuple[str, ...] = ()  # operations whose kernel was not checked on arrays above 4 GiB
     # what was measured to be fastest, by operation and size; takes the place of `chosen`
     measured: Mapping[str, tuple[Choice, ...]] = dataclasses.field(default_factory=dict)
-    table: KernelTable | None = None  # with the measurements
-    notes: tuple[str, ...] = ()  # on measurements that cannot be used
+    table: KernelTable | None = dataclasses.field(default=None, compare=False)  # with the measurements
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # on measurements that cannot be used
     pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # implementations, by operation
 
     @functools.cached_property

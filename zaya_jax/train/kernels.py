@@ -44,7 +44,7 @@ def validated_kernels(config: Config, folder: Path | None = None) -> KernelSelec
         # A kernel that one process rejects is now rejected in all. Its replacement must be validated, too.
         if all({tuple(r[:2]) for r in process} == {tuple(r[:2]) for r in processes[0]} for process in processes):
             break
-    if is_primary() and (selection.kernels or selection.reasons or table):
+    if is_primary() and (selection.kernels or selection.reasons):
         print(selection)
         if table is None and target.platform in GPU_PLATFORMS:
             print(f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG")

@@ -1,5 +1,6 @@
 """The program of a phase: shapes, shardings, optimizer and step functions, built once for the whole phase."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -157,7 +158,11 @@ class Programs:
 
     def with_kernels(self, kernels: KernelSelection) -> "Programs":
         """Return the programs with other implementations of the operations."""
-        return self if kernels == self.kernels else Programs(self.config, kernels, self._devices)
+        if kernels != self.kernels:
+            return Programs(self.config, kernels, self._devices)
+        programs = copy.copy(self)
+        programs.kernels = kernels  # with the measurements behind the same implementations
+        return programs
 
     def check(self) -> None:
         """Raise `InputError` if the devices do not support a layout, or it does not divide a stage's batch evenly."""
