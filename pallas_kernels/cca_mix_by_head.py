@@ -5,7 +5,6 @@ QK-mean, which couples heads. It also writes the inverse norms, from which `cca_
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,10 +140,16 @@ def _convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, colum
     """Compute both convolutions of a head, for each range of output channels; fp32, rounded like the reference."""
     dtype, taps, c = x.packed_bsmc.dtype, x.grouped_wncc.shape[0], x.grouped_wncc.shape[2]
     sums = [jnp.zeros((time.size, column.size), jnp.float32) for column in columns]
-    for tap, chunk in itertools.product(range(taps), range(0, c, depth)):
-        channels = span(chunk, depth)
-        row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
-        kernels = [triton.load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]]) for column in columns]
-        sums = [z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True)]
+
+    for tap in range(taps):
+
+        def add(i: jax.Array, sums: list[jax.Array], tap: int = tap) -> list[jax.Array]:
+            channels = i * depth + span(0, depth)
+            row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
+            kernels = (triton.load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]])
+                       for column in columns)  # fmt: skip
+            return [z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True)]
+
+        sums = jax.lax.fori_loop(0, c // depth, add, sums)
     biases = [triton.load(x.grouped_bias_nc.at[head, column]).astype(dtype) for column in columns]
     return [(z.astype(dtype) + bias[None, :]).astype(jnp.float32) for z, bias in zip(sums, biases, strict=True)]

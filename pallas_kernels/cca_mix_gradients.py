@@ -7,7 +7,6 @@ programs are short, and hold one head of a tile of tokens or one matrix.
 """
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -165,27 +164,39 @@ def _finish_head(x: Any, z_ref: Any, out: Any, number: jax.Array, batch: jax.Arr
     """Write the gradient of a head of u, and the tile's sums for the vectors of the convolutions."""
     (_, _, n, num_kv, c, *_), channels = sizes_of(x), span(0, x.grouped_wncc.shape[2])
     taps0, taps1 = x.depthwise_wnc.shape[0], x.grouped_wncc.shape[0]
-    segment, u = segments_at(x, batch, time), rows_at(x, batch, time, head, channels)
-    own = _rows(z_ref, batch, time, head, channels).astype(jnp.float32)
-    first, count = partners(head, n - num_kv, num_kv)
+    segment = segments_at(x, batch, time)
 
-    def add(i: jax.Array, total: jax.Array) -> jax.Array:
-        return total + _rows(z_ref, batch, time, first + i, channels).astype(jnp.float32)
-
-    others = jax.lax.fori_loop(0, count, add, jnp.zeros_like(own))
-    total = 0.5 * own + 0.5 * others * jnp.where(head < n - num_kv, jnp.float32(num_kv / (n - num_kv)), 1.0)
-    triton.store(out.vectors_iwnc.at[number, taps0, head, channels], jnp.sum(own, axis=0))
-    for tap0 in range(taps0):
+    def step(tap0: jax.Array, total: jax.Array) -> jax.Array:
         later = time + (taps0 - 1 - tap0)
         segment_later = segments_at(x, batch, later)
         y = jnp.zeros((time.size, c), jnp.float32)  # gradient of the depthwise output at `later`
-        for tap1, chunk in itertools.product(range(taps1), range(0, c, depth)):
-            after, deep = later + (taps1 - 1 - tap1), span(chunk, depth)
-            z = _rows(z_ref, batch, after, head, deep, segments_at(x, batch, after) == segment_later)
-            y += product(z, triton.load(x.grouped_wncc.at[tap1, head, channels[:, None], deep[None, :]]), (1, 1))
+        for tap1 in range(taps1):
+            after = later + (taps1 - 1 - tap1)
+            same = segments_at(x, batch, after) == segment_later
+
+            def add(i: jax.Array, y: jax.Array, tap1: int = tap1, after: jax.Array = after,
+                    same: jax.Array = same) -> jax.Array:  # fmt: skip
+                deep = i * depth + span(0, depth)
+                kernel = triton.load(x.grouped_wncc.at[tap1, head, channels[:, None], deep[None, :]])
+                return y + product(_rows(z_ref, batch, after, head, deep, same), kernel, (1, 1))
+
+            y = jax.lax.fori_loop(0, c // depth, add, y)
         y = jnp.where((segment_later == segment)[:, None], y, 0.0)
+        u = rows_at(x, batch, time, head, channels)
         triton.store(out.vectors_iwnc.at[number, tap0, head, channels], jnp.sum(u * y, axis=0))
-        total += y * triton.load(x.depthwise_wnc.at[tap0, head, channels]).astype(jnp.float32)[None, :]
+        return total + y * triton.load(x.depthwise_wnc.at[tap0, head, channels]).astype(jnp.float32)[None, :]
+
+    total = jax.lax.fori_loop(0, taps0, step, jnp.zeros((time.size, c), jnp.float32))
+    # QK-mean comes last, since registers cannot hold its rows beside the matmuls' tiles.
+    own = _rows(z_ref, batch, time, head, channels).astype(jnp.float32)
+    triton.store(out.vectors_iwnc.at[number, taps0, head, channels], jnp.sum(own, axis=0))
+    first, count = partners(head, n - num_kv, num_kv)
+
+    def partner(i: jax.Array, others: jax.Array) -> jax.Array:
+        return others + _rows(z_ref, batch, time, first + i, channels).astype(jnp.float32)
+
+    others = jax.lax.fori_loop(0, count, partner, jnp.zeros_like(own))
+    total += 0.5 * (own + others * jnp.where(head < n - num_kv, jnp.float32(num_kv / (n - num_kv)), 1.0))
     _store(out.packed_bsmc, batch, time, (head, channels[None, :]), total)
     if out.halo_u_bwnc is not None:
         _store(out.halo_u_bwnc, batch, time + out.halo_u_bwnc.shape[1], (head, channels[None, :]), total)
