@@ -111,8 +111,9 @@ def test_equals_the_reference(implementation, data, seed):
     check(implementation, "taps", 6 * seed + 1, data.draw(rows("taps")), jnp.float32)
 
 
-def test_a_first_token_without_a_halo_takes_the_delayed_value_of_a_start():
-    check("pallas_by_head", "taps", 3, np.ones((2, 40), np.int32), jnp.float32)
+@each_kernel
+def test_a_first_token_without_a_halo_takes_the_delayed_value_of_a_start(implementation):
+    check(implementation, "taps", 3, np.ones((2, 40), np.int32), jnp.float32)
 
 
 def test_nothing_is_before_a_sequence_without_a_halo_in_bfloat16():

@@ -224,6 +224,11 @@ def _kernel(
     dtype = packed_bsy.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
     before: tuple[jax.Array | None, ...] = (None, None, None)
+    if halo is None and delayed_start_x is not None and not by_head:
+        # The gradient of the delayed value at the start of a document is summed at the token before it.
+        (heads, c), (num_kv,) = weights.depthwise_bias_nc.shape, weights.temperature_k.shape
+        u_bsnc, _, delayed_bsx = unpacked(packed_bsy, heads, num_kv, c)
+        halo = no_halo(u_bsnc, delayed_bsx, segments_bs, rows)
     if halo is not None:
         u_before = halo.u_bwnc.astype(dtype)
         if rows == 0:  # kernels do not support empty arrays; this one is not read
