@@ -191,7 +191,7 @@ def test_a_prompt_and_a_decode_step_are_broken_down(monkeypatch, tmp_path, capsy
         measured = sum(row["measured"] for row in result["parts"].values())
         assert measured + result["unattributed"] == pytest.approx(result["seconds"], abs=1e-4)
         assert png.read_bytes()[:4] == b"\x89PNG"
-    assert asked == [(2, 70, 0), (2, 70, 5)]
+    assert asked == [(2, 70, 0, None), (2, 70, 5, None)]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
