@@ -47,7 +47,7 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
     },
     "class_sort": {  # tokens per program
         "sm_90": {2: Tile((1024,), 8), 4: Tile((1024,), 8)},
-        "gfx942": {2: Tile((1024,), 8), 4: Tile((1024,), 8)},
+        "gfx942": {2: Tile((256,), 4), 4: Tile((256,), 4)},
         "interpret": {2: Tile((16,), 1), 4: Tile((16,), 1)},
     },
     # Grouped matmuls: rows, columns, contracted columns per step. For SwiGLU, columns of gate and of up each; in its
