@@ -11,8 +11,10 @@ PYTEST_ARGS ?=
 # Images for containers set it. Each process then compiles all that it imports, and pytest rewrites every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --no-input
+PY = $(VENV)/bin/python
+PIP = $(PY) -m pip --disable-pip-version-check --no-input
+# INSTALL='uv pip install --quiet --python $(PY)' is faster, but reads no pip.conf.
+INSTALL ?= $(PIP) install -qq
 SPEC := pyproject.toml constraints.txt
 # The pip extra for this machine's GPU, detected from the drivers' device files; empty without a GPU.
 GPU := $(if $(wildcard /dev/kfd),rocm,$(if $(wildcard /dev/nvidia*),cuda))
@@ -127,50 +129,50 @@ $(VENV)/.stamp-venv:
 # Each install includes the smaller ones, so it writes their stamps, too.
 $(VENV)/.stamp-run: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for training (a few minutes the first time)"
-	@$(PIP) install -qq -e . -c constraints.txt
+	@$(INSTALL) -e . -c constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for the tests (a few minutes the first time)"
-	@$(PIP) install -qq -e '.[test,notebooks]' -c constraints.txt
+	@$(INSTALL) -e '.[test,notebooks]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-soak: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for the slow tests (a few minutes the first time)"
-	@$(PIP) install -qq -e '.[test,notebooks,wandb]' -c constraints.txt
+	@$(INSTALL) -e '.[test,notebooks,wandb]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for development (a few minutes the first time)"
-	@$(PIP) install -qq -e '.[dev]' -c constraints.txt
+	@$(INSTALL) -e '.[dev]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing Sphinx for the documentation (a minute the first time)"
-	@$(PIP) install -qq -e '.[docs]' -c constraints.txt
+	@$(INSTALL) -e '.[docs]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing torch, transformers and lm-eval for the parity tests (a few minutes the first time)"
-	@$(PIP) install -qq -e '.[test,notebooks,parity,evaluation]' -c constraints.txt
+	@$(INSTALL) -e '.[test,notebooks,parity,evaluation]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
+$(VENV)-compilers/.stamp: PY = $(VENV)-compilers/bin/python
 $(VENV)-compilers/.stamp: $(SPEC)
 	@echo "Installing XLA's compilers for GPUs in $(VENV)-compilers (a few minutes the first time)"
 	@test ! -e $(VENV)-compilers || test -f $(VENV)-compilers/pyvenv.cfg || { \
 	  echo "'$(VENV)-compilers' exists, but is not a Python environment. Remove it, or choose another: make VENV=.venv2"; \
 	  exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV)-compilers
-	@$(VENV)-compilers/bin/python -m pip --disable-pip-version-check --no-input install -qq \
-	  -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt
+	@$(INSTALL) -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-parity
 	@echo "Installing the projects that the benchmarks compare with"
-	@$(PIP) install -qq -e '.[test,notebooks,parity,evaluation,bench]' -c constraints.txt
+	@$(INSTALL) -e '.[test,notebooks,parity,evaluation,bench]' -c constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-rocm $(VENV)/.stamp-cuda: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing JAX for this machine's GPU, [$(patsubst $(VENV)/.stamp-%,%,$@)] (a few minutes the first time)"
-	@$(PIP) install -qq -e '.[$(patsubst $(VENV)/.stamp-%,%,$@)]' -c constraints.txt
+	@$(INSTALL) -e '.[$(patsubst $(VENV)/.stamp-%,%,$@)]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $@

@@ -9,7 +9,7 @@ import jax
 
 from zaya_jax.bench.gpu_report.figures import Figures
 from zaya_jax.bench.gpu_report.step import measure_step
-from zaya_jax.machine.tune import totals, tune
+from zaya_jax.machine.tune import DECIDING, totals, tune
 from zaya_jax.ops.kernel_table import REFERENCE, own_table
 from zaya_jax.run.files import json_text, read_json, write_atomically
 from zaya_jax.run.writing import make_folder
@@ -27,7 +27,7 @@ def measure_tuning(small: bool, seconds: float) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # this process' table is the report's, not the user's own
-        table = tune(None, [], 1 if small else 3, seconds, ("residual_norm",) if small else ())
+        table = tune(None, [], 1 if small else 3, seconds, ("residual_norm",) if small else DECIDING)
     figures: Figures = {}
     for name, row in table["operations"].items():
         for size in row["sizes"]:
