@@ -102,8 +102,9 @@ def test_sizes_are_those_of_a_device_in_each_phase(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     eight = load_config(str(ROOT / "configs" / "zaya1_8b.yaml"), ["parallel.expert=2", "parallel.context=2"])
     found = local_sizes(eight)
-    assert {sizes.experts for sizes in found} == {8}
-    assert {sizes.sequence for sizes in found} == {eight.context_for(phase) // 2 for phase in eight.phases}
+    assert {(sizes.experts, sizes.sequence) for sizes in found} == {
+        (16 // layout.expert, eight.context_for(phase) // layout.context)
+        for phase in eight.phases for layout in [eight.parallel_for(phase)]}  # fmt: skip
 
 
 def test_rows_and_widths_of_a_case_are_those_of_the_operation():

@@ -303,7 +303,8 @@ def experts_of_a_step(sizes: Sizes, dtype: str) -> Case:
             return kernels.ops.experts(h, expert, weight, *layers)
 
         out, pull = jax.vjp(forward, h, weight, *(jnp.zeros((), jnp.float32),) * 2)
-        return *map(jax.freeze, refs), out, pull(dout)[:2]
+        gradients = pull(dout)[:2]  # which adds to the totals
+        return *map(jax.freeze, refs), out, gradients
 
     return case._replace(run=run, floats=(*totals, *case.floats, h), flops=3 * case.flops, held=2,
                          bytes=2 * _size(*totals) + case.bytes + backward.bytes - _size(*matrices))  # fmt: skip
