@@ -22,8 +22,8 @@ from zaya_jax.evaluate import heldout
 from zaya_jax.generate.decode import BLOCK, compile_generation
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.breakdown import generation
-from zaya_jax.machine.breakdown.measure import check_largest_batch
-from zaya_jax.machine.breakdown.trace import Interval, attribute
+from zaya_jax.machine.breakdown.measure import check_largest_batch, trace_rows
+from zaya_jax.machine.breakdown.trace import Interval, Trace, attribute
 from zaya_jax.machine.dry_run import memory
 from zaya_jax.ops.parts import OTHER, PARTS
 from zaya_jax.train import initialization, loop
@@ -67,6 +67,18 @@ def test_overlap_is_a_share_of_the_time_of_collectives():
     compute, gather = Interval(0, 6 * SECOND, "experts"), Interval(4 * SECOND, 12 * SECOND, OTHER, "all-reduce")
     assert attribute([compute, gather]).overlap == 2 / 8
     assert attribute([compute]).overlap is None
+
+
+@pytest.mark.parametrize(("other", "named", "warned"), [
+    (0.04, 0.95, None), (0.06, 0.94, "6.0% of the time is in no part. 6.0% is other"),
+    (0.0, 0.93, "7.0% of the time is in no part. 0.0% is other"),
+])  # fmt: skip
+def test_more_than_a_twentieth_of_a_step_in_no_part_is_a_warning(other, named, warned):
+    ends = other * SECOND, (other + named) * SECOND
+    seen = [Interval(0, ends[0], OTHER), Interval(*ends, "experts")]
+    rows = trace_rows(Trace(seen, None, 0, 1, 1.0, "cpu", 1), None)
+    assert len(rows["warnings"]) == (warned is not None)
+    assert all(warned in warning and "--instructions 20" in warning for warning in rows["warnings"])
 
 
 # One step longer than up to the save after step 5, where the window ends early.
