@@ -58,6 +58,7 @@ _EXAMPLES = {
     "train.batch.stepped.INDEX.until": ["train.batch.stepped=[{until: 40_960, tokens: 2048}]"],
     "train.batch.stepped.INDEX.tokens": ["train.batch.stepped=[{until: 40_960, tokens: 2048}]"],
     "optimizer.roles.ROLE.weight_decay": ["optimizer.roles.embedding.weight_decay=0"],
+    "ops": ["ops.attention=reference"],
     "parallel.data": ["parallel.data=4"],
     "data.corpus": ["data.corpus=zaya_jax"],
     "data.suffixes": ["data.suffixes=[.py, .md]"],

@@ -84,6 +84,7 @@ class RunHeldout:
 def _program(config: ModelConfig, dtype: str) -> tuple[Placement, Any]:
     """Make the placement over all devices of the job, and the evaluation step of training."""
     model = abstract_model(config)
+    # The default kernels, since the processes of a job may have different measurements.
     kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
     placement = make_placement(ParallelConfig(), make_mesh(), shapes(model), roles(model), dtype, kernels)
 
