@@ -13,8 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY = $(VENV)/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
-# INSTALL='uv pip install --quiet --python $(PY)' is faster, but reads no pip.conf.
-INSTALL ?= $(PIP) install -qq
+# ZAYA_INSTALL='uv pip install --quiet --python $(PY)' is faster, but reads no pip.conf.
+ZAYA_INSTALL ?= $(PIP) install -qq
 SPEC := pyproject.toml constraints.txt
 # The pip extra for this machine's GPU, detected from the drivers' device files; empty without a GPU.
 GPU := $(if $(wildcard /dev/kfd),rocm,$(if $(wildcard /dev/nvidia*),cuda))
@@ -60,11 +60,10 @@ test-times: $(VENV)/.stamp-test
 quick: $(VENV)/.stamp-dev
 	@$(PY) -m tests.tools.quick $(if $(BASE),--base $(BASE))
 
-# TYPED=yes leaves out the type checker.
 lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(if $(TYPED),,$(PY) -m basedpyright --pythonpath $(PY))
+	$(PY) -m basedpyright --pythonpath $(PY)
 	$(VENV)/bin/lint-imports --no-logo
 
 # Nothing but the CPU is used, and JAX should not look for GPUs when the modules are imported.
@@ -130,32 +129,32 @@ $(VENV)/.stamp-venv:
 # Each install includes the smaller ones, so it writes their stamps, too.
 $(VENV)/.stamp-run: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for training (a few minutes the first time)"
-	@$(INSTALL) -e . -c constraints.txt
+	@$(ZAYA_INSTALL) -e . -c constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for the tests (a few minutes the first time)"
-	@$(INSTALL) -e '.[test,notebooks]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,notebooks]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-soak: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for the slow tests (a few minutes the first time)"
-	@$(INSTALL) -e '.[test,notebooks,wandb]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,notebooks,wandb]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for development (a few minutes the first time)"
-	@$(INSTALL) -e '.[dev]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[dev]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing Sphinx for the documentation (a minute the first time)"
-	@$(INSTALL) -e '.[docs]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[docs]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing torch, transformers and lm-eval for the parity tests (a few minutes the first time)"
-	@$(INSTALL) -e '.[test,notebooks,parity,evaluation]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,notebooks,parity,evaluation]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)-compilers/.stamp: PY = $(VENV)-compilers/bin/python
@@ -165,15 +164,15 @@ $(VENV)-compilers/.stamp: $(SPEC)
 	  echo "'$(VENV)-compilers' exists, but is not a Python environment. Remove it, or choose another: make VENV=.venv2"; \
 	  exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV)-compilers
-	@$(INSTALL) -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-parity
 	@echo "Installing the projects that the benchmarks compare with"
-	@$(INSTALL) -e '.[test,notebooks,parity,evaluation,bench]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,notebooks,parity,evaluation,bench]' -c constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-rocm $(VENV)/.stamp-cuda: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing JAX for this machine's GPU, [$(patsubst $(VENV)/.stamp-%,%,$@)] (a few minutes the first time)"
-	@$(INSTALL) -e '.[$(patsubst $(VENV)/.stamp-%,%,$@)]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[$(patsubst $(VENV)/.stamp-%,%,$@)]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $@
