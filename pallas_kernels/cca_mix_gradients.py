@@ -99,13 +99,13 @@ def _norm_kernel(*refs: Any, tokens: int) -> None:
     columns, inside = rotary_columns(c, cos_ref.shape[2]), time < s
 
     def load(of_queries: Any, of_keys: Any) -> list[jax.Array]:
-        kinds = (of_queries, jnp.where(query, head, 0), query), (of_keys, group, ~query)
-        return [
-            sum(triton.load(ref.at[batch, time[:, None], number, column[None, :]], other=0.0,
-                            mask=filled((inside & kind)[:, None], tokens, column.size)).astype(jnp.float32)
-                for ref, number, kind in kinds)
-            for column in columns
-        ]  # fmt: skip
+        def part(ref: Any, number: jax.Array, of_kind: jax.Array, column: jax.Array) -> jax.Array:
+            mask = filled((inside & of_kind)[:, None], tokens, column.size)
+            at = ref.at[batch, time[:, None], number, column[None, :]]
+            return triton.load(at, mask=mask, other=0.0).astype(jnp.float32)
+
+        a_query = jnp.where(query, head, 0)
+        return [part(of_queries, a_query, query, each) + part(of_keys, group, ~query, each) for each in columns]
 
     scale = jnp.where(query, 1.0, temperature_ref[group].astype(jnp.float32))
     normed = [part * (1.0 / scale) for part in load(q_ref, k_ref)]

@@ -45,7 +45,7 @@ def _kernel(class_ref: Any, order_ref: Any, sizes_ref: Any, *, tokens: int, lane
     count, classes, own = class_ref.shape[0], sizes_ref.shape[0], pl.program_id(0)
     lane = jnp.arange(lanes, dtype=jnp.int32)
 
-    def labels(index: jax.Array) -> jax.Array:
+    def labels(index: jax.Array | int) -> jax.Array:
         """Return the classes of the tokens of a tile, the last class for tokens past the end."""
         token = index * tokens + jnp.arange(tokens, dtype=jnp.int32)
         return triton.load(class_ref.at[token], mask=token < count, other=classes)
@@ -57,7 +57,7 @@ def _kernel(class_ref: Any, order_ref: Any, sizes_ref: Any, *, tokens: int, lane
         """
         return ((label[None, :] == lane[:, None]) & (lane < classes)[:, None]).astype(jnp.int32)
 
-    def counted(first: jax.Array, end: jax.Array) -> jax.Array:
+    def counted(first: jax.Array | int, end: jax.Array) -> jax.Array:
         """Return the number of tokens of each class in some tiles."""
 
         def add(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from zaya_jax.bench.__main__ import main
-from zaya_jax.bench.gpu_report import determinism, runner, training
+from zaya_jax.bench.gpu_report import determinism, runner, training, tuning
 from zaya_jax.bench.gpu_report.determinism import differing
 from zaya_jax.bench.gpu_report.figures import kernel_figures
 from zaya_jax.bench.gpu_report.parts import Part, make_parts
@@ -22,6 +22,7 @@ from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.machine.compilers.predict import ASSUMPTIONS
 from zaya_jax.machine.result import table_lines
+from zaya_jax.machine.tune import DECIDING
 from zaya_jax.model.arithmetic import total_parameters
 
 KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {
@@ -182,6 +183,22 @@ def test_a_tensor_differs_if_one_repetition_or_process_does():
     assert differing([{"a": ["1", "1"], "b": ["2", "3"]}]) == ["b"]
     assert differing([same, {"a": ["4", "4"], "b": ["2", "2"]}]) == ["a"]
     assert differing([same, {"a": ["1", "1"]}]) == ["b"]
+
+
+@pytest.mark.parametrize(("small", "timed"), [(True, {"residual_norm"}), (False, set(DECIDING))])
+def test_a_gpu_times_all_operations_and_emulation_one(small, timed, monkeypatch):
+    asked = []
+
+    def tune(source, overrides, repeats, seconds, only):
+        asked.extend(only)
+        size = {"rows": 64, "seconds": {"reference": {}, "pallas (64/1/1)": {"plain": 2e-6, "packed": 1e-6}}}
+        return {"operations": {"residual_norm": {"sizes": [size]}}}
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    figures = tuning.measure_tuning(small, 1)["figures"]
+    assert set(asked) == timed
+    assert figures == {f"residual_norm, 64 rows: {what}": [0.003, "ms"] for what in ("fastest", "default")}
 
 
 def test_a_step_whose_bits_vary_fails_the_part(monkeypatch):

@@ -169,8 +169,8 @@ def test_the_console_says_whether_a_run_resumes_or_starts_over_and_names_another
     capsys.readouterr()
     train_until(config, 8)
     assert "No checkpoint covers the 3 steps in metrics.jsonl" in capsys.readouterr().out
-    there = resumption.environment()
-    monkeypatch.setattr(resumption, "environment", lambda: there | {"cpus": 999})
+    there = resumption.environment(None)
+    monkeypatch.setattr(resumption, "environment", lambda digest: there | {"cpus": 999})
     result = run_training(config)
     out = capsys.readouterr().out
     assert "Resuming after step 5 of 12." in out

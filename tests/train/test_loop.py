@@ -204,7 +204,7 @@ def test_a_trainer_can_be_stepped_evaluated_and_saved_by_hand(finished, tmp_path
 
 def test_kernels_are_tried_before_the_state_takes_its_memory(finished, tmp_path, monkeypatch):
     calls, validate, initialize = [], loop.validated_kernels, loop.initialize
-    monkeypatch.setattr(loop, "validated_kernels", lambda config: calls.append("kernels") or validate(config))
+    monkeypatch.setattr(loop, "validated_kernels", lambda *arguments: calls.append("kernels") or validate(*arguments))
     monkeypatch.setattr(loop, "initialize", lambda *arguments: calls.append("state") or initialize(*arguments))
     monkeypatch.setattr(loop.Trainer, "run", lambda trainer: None)
     run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))

@@ -130,7 +130,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     # Implementations of operations, by name, instead of the fastest measured ones: `attention: reference`.
-    ops: Table[str] = field(default_factory=Table)
+    ops: Table[str] = field(default_factory=Table[str])
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # default of all phases
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -299,7 +299,7 @@ def experts_of_a_step(sizes: Sizes, dtype: str) -> Case:
         refs = jax.new_ref(up), jax.new_ref(down)
 
         def forward(h: jax.Array, weight: jax.Array, *probes: jax.Array) -> jax.Array:
-            layers = (StackedLayer(w[None], 0, *rest) for w, *rest in zip(stacks, refs, probes, strict=True))
+            layers = (StackedLayer(w[None], 0, ref, probe) for w, ref, probe in zip(stacks, refs, probes, strict=True))
             return kernels.ops.experts(h, expert, weight, *layers)
 
         out, pull = jax.vjp(forward, h, weight, *(jnp.zeros((), jnp.float32),) * 2)

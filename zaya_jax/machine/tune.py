@@ -147,13 +147,16 @@ def _tune(
                 trial = best._replace(tiles=tuple((dict(best.tiles) | {each: tile}).items()))
                 best = trial if seconds(trial) < GAIN * seconds(best) else best
         candidates.append(best)
-    for choice in sorted(candidates, key=seconds):
+
+    def is_right(choice: Choice) -> bool:
         if choice.kernel == REFERENCE:
-            break
+            return True
         reason, _ = check_kernel(selection, name, choice, sizes.model, dtype, training=True, large=0)
-        if not reason:
-            break
-        reasons[choice.variant] = reason
+        if reason:
+            reasons[choice.variant] = reason
+        return not reason
+
+    choice = next(filter(is_right, sorted(candidates, key=seconds)))
     tiles = {each: [list(tile.sizes), tile.warps, tile.stages] for each, tile in choice.tiles}
     return {
         "dtype": dtype, "rows": rows, "widths": list(widths(operation, sizes.model, dtype)),

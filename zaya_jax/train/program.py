@@ -105,11 +105,14 @@ class PhaseProgram:
         """Compile the training step of a stage for the devices of the mesh."""
         return self.trace(stage).lower().compile()
 
-    def _options(self, **layout: bool) -> dict[str, bool | int | str] | None:
+    def _options(self, *, fsdp: bool = False, one_micro_batch: bool = False) -> dict[str, bool | int | str] | None:
         """Return the compiler options of a step; CPUs need none to repeat results and to show instructions."""
         on_gpu = self.placement.kernels.target.platform in GPU_PLATFORMS
-        deterministic, traced = on_gpu and self.config.train.deterministic, on_gpu and self.config.profile is not None
-        return known_options(step_options(**layout, deterministic=deterministic, traced=traced))
+        options = step_options(
+            fsdp=fsdp, one_micro_batch=one_micro_batch, deterministic=on_gpu and self.config.train.deterministic,
+            traced=on_gpu and self.config.profile is not None,
+        )  # fmt: skip
+        return known_options(options)
 
 
 def known_options(options: Mapping[str, bool | int | str]) -> dict[str, bool | int | str] | None:
