@@ -137,7 +137,7 @@ def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> N
 
     def query(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         head = group * served + i
-        mixed = _mixed(x, batch, time, head, columns, depth)
+        mixed = convolved(x, batch, time, head, columns, depth)
         # Loaded from cache after the matmul, for each head again, since registers cannot hold them.
         queries, keys = own(head), own(key_head)
         finish([z + 0.5 * (q + k) for z, q, k in zip(mixed, queries, keys, strict=True)], 1.0, q_ref, head)
@@ -145,14 +145,14 @@ def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> N
 
     zero = tuple(jnp.zeros((tokens, column.size), jnp.float32) for column in columns)
     sums = jax.lax.fori_loop(0, served, query, zero)
-    mixed = _mixed(x, batch, time, key_head, columns, depth)
+    mixed = convolved(x, batch, time, key_head, columns, depth)
     mean = [0.5 * (q * (1 / served) + k) for q, k in zip(sums, own(key_head), strict=True)]
     temperature = x.temperature_k[group].astype(jnp.float32)
     finish([z + m for z, m in zip(mixed, mean, strict=True)], temperature, k_ref, group)
     shift_value(x, v_ref, batch, time, group)
 
 
-def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
+def convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
            depth: int) -> list[jax.Array]:  # fmt: skip
     """Compute both convolutions of a head, for each range of output channels; fp32, rounded like the reference."""
 

@@ -5,7 +5,6 @@ QK-mean, which couples heads. It also writes the inverse norms, from which `cca_
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,17 +14,16 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.cca_mix import (
     MixArrays,
+    convolved,
     filled,
     rows_at,
     shift_value,
     sizes_of,
     span,
-    tap_row,
     with_none,
     without_none,
 )
 from pallas_kernels.launch import launch
-from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
 
 
@@ -81,7 +79,7 @@ def _mix_head(x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Arr
     (q_ref, k_ref, inverse_ref), (_, s, n, num_kv, c, *_) = out, sizes_of(x)
     inside, query, group = time < s, head < n - num_kv, jnp.maximum(head - (n - num_kv), 0)
     columns = rotary_columns(c, x.cos_bsp.shape[2])
-    parts = _convolved(x, batch, time, head, columns, depth)
+    parts = convolved(x, batch, time, head, columns, depth)
     # Loaded after the matmul, since registers cannot hold them: 0.5 of the head, and of the mean of its partners.
     first, count = partners(head, n - num_kv, num_kv)
     share = 0.5 / count.astype(jnp.float32)
@@ -94,7 +92,7 @@ def _mix_head(x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Arr
     parts = jax.lax.fori_loop(0, count, add, [part + 0.5 * row for part, row in zip(parts, own, strict=True)])
     inverse = jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1) for part in parts) + 1e-12)
     triton.store(inverse_ref.at[batch, head, time], inverse, mask=inside)
-    scale = c**0.5 * jnp.where(query, 1.0, x.temperature_k[group].astype(jnp.float32))
+    scale = c**0.5 * jnp.where(query, 1.0, temperature(x.temperature_k, group))
     tables = rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
     turned = rotated([part * (inverse * scale)[:, None] for part in parts], *tables)
     for part, column in zip(turned, columns, strict=True):
@@ -135,21 +133,7 @@ def rotated(parts: list[jax.Array], cos: jax.Array, sin: jax.Array) -> list[jax.
     return [first * cos - second * sin, second * cos + first * sin, *rest]
 
 
-def _convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
-               depth: int) -> list[jax.Array]:  # fmt: skip
-    """Compute both convolutions of a head, for each range of output channels; fp32, rounded like the reference."""
-    dtype, taps, c = x.packed_bsmc.dtype, x.grouped_wncc.shape[0], x.grouped_wncc.shape[2]
-    sums = [jnp.zeros((time.size, column.size), jnp.float32) for column in columns]
-
-    for tap in range(taps):
-
-        def add(i: jax.Array, sums: list[jax.Array], tap: int = tap) -> list[jax.Array]:
-            channels = i * depth + span(0, depth)
-            row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
-            kernels = (triton.load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]])
-                       for column in columns)  # fmt: skip
-            return [z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True)]
-
-        sums = jax.lax.fori_loop(0, c // depth, add, sums)
-    biases = [triton.load(x.grouped_bias_nc.at[head, column]).astype(dtype) for column in columns]
-    return [(z.astype(dtype) + bias[None, :]).astype(jnp.float32) for z, bias in zip(sums, biases, strict=True)]
+def temperature(temperature_k: Any, group: jax.Array) -> jax.Array:
+    """Load a temperature in fp32. 0 would lose the directions of keys, which the gradient needs: it becomes 1e-20."""
+    value = temperature_k[group].astype(jnp.float32)
+    return jnp.where(jnp.abs(value) < 1e-20, 1e-20, value)

@@ -25,7 +25,7 @@ from pallas_kernels.cca_mix import (
     with_none,
     without_none,
 )
-from pallas_kernels.cca_mix_by_head import partners, rotary_columns, rotary_rows, rotated
+from pallas_kernels.cca_mix_by_head import partners, rotary_columns, rotary_rows, rotated, temperature
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
@@ -60,7 +60,7 @@ def cca_mix_gradients(x: MixArrays, results: tuple[jax.Array, ...], gradients: t
     """Compute the gradients of the inputs of `cca_mix`.
 
     Args:
-      x: inputs of `cca_mix`; no temperature may be 0, which would leave no direction of its keys.
+      x: inputs of `cca_mix`.
       results: queries, keys and inverse norms that `cca_mix` returned.
       gradients: gradients of queries, keys and values, in the dtype of `packed_bsmc`.
       architecture: see `launch`.
@@ -107,7 +107,7 @@ def _norm_kernel(*refs: Any, tokens: int) -> None:
         a_query = jnp.where(query, head, 0)
         return [part(of_queries, a_query, query, each) + part(of_keys, group, ~query, each) for each in columns]
 
-    scale = jnp.where(query, 1.0, temperature_ref[group].astype(jnp.float32))
+    scale = jnp.where(query, 1.0, temperature(temperature_ref, group))
     normed = [part * (1.0 / scale) for part in load(q_ref, k_ref)]
     gradient = load(d_q_ref, d_k_ref)
     along = sum(jnp.sum(a * b, axis=1) for a, b in zip(normed, gradient, strict=True))

@@ -17,19 +17,22 @@ from pallas_kernels.launch import launch
 from pallas_kernels.tiles import Architecture, tile
 
 
-def class_sort(class_t: jax.Array, classes: int, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
+def class_sort(
+    class_t: jax.Array, classes: int, dtype: jax.typing.DTypeLike, *, architecture: Architecture
+) -> tuple[jax.Array, jax.Array]:
     """Sort tokens by class.
 
     Args:
       class_t: int32 class of each token; values of `classes` and more are one more class, the last.
       classes: number of classes without the last.
+      dtype: dtype of activations, with which tiles are measured.
       architecture: see `launch`.
 
     Returns:
       int32 [t], the tokens in the order of their classes, otherwise in their own; and int32 [classes], the number of
       tokens of each class.
     """
-    (tokens,), warps, _ = tile("class_sort", architecture, jnp.int32)
+    (tokens,), warps, _ = tile("class_sort", architecture, dtype)
     count = class_t.shape[0]
     order_t, sizes = launch(
         functools.partial(_kernel, tokens=tokens, lanes=pl.next_power_of_2(classes)),

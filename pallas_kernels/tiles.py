@@ -22,6 +22,7 @@ class Tuned(NamedTuple):
 
     name: str
     tiles: tuple[tuple[str, Tile], ...]  # by kernel; others use their defaults
+    dtype: str  # of the elements; those of other dtypes use the defaults
 
 
 # 'gfx942', 'gfx950', 'sm_90', …; 'rocm' or 'cuda' if it is not known; 'interpret' emulates kernels on any device.
@@ -131,10 +132,55 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
 # The down and the transposed gate and up matrices have different shapes, and so different best tiles.
 TILES["grouped_product_transposed"] = TILES["grouped_product"]
 TILES["cca_mix_by_head"] = TILES["cca_mix"]
-# Further tiles to time, kernel → architecture → tiles, in bfloat16; each compiles there without spills.
-ALTERNATIVES: dict[str, dict[str, tuple[Tile, ...]]] = {
-    "residual_norm": {"interpret": (Tile((128,), 1),)},
-}
+# Further tiles to time, architecture → kernel → sizes/warps/stages, in bfloat16; each compiles there without spills.
+ALTERNATIVES: dict[str, dict[str, str]] = {
+    "sm_90": {
+        "residual_norm": "4096/8/1 8192/8/1",
+        "residual_norm_backward": "2048×132×12×4096/8/1 2048×264×12×4096/8/1 "
+                                  "2048×264×12×2048/4/1 2048×528×6×2048/4/1",
+        "symmetric": "128×32×32/8/3 64×64×64/4/3",
+        "class_sort": "512/8/1 512/4/1 256/4/1",
+        "grouped_product": "128×256×64/8/3 128×256×64/8/4 256×128×64/8/3 "
+                           "128×128×64/8/4 128×128×64/4/4 64×256×64/4/4 128×128×128/8/2",
+        "grouped_swiglu": "64×128×64/4/3 64×128×64/4/4 128×64×64/8/4 128×64×64/4/4 256×64×64/8/3 128×128×64/8/4",
+        "grouped_swiglu_backward": "128×64×64/8/2 128×64×64/8/4 64×64×64/8/3 128×32×64/8/3",
+        "grouped_outer": "128×256×64/8/3 256×128×64/8/3 128×256×32/8/4 256×128×32/8/4 "
+                         "128×128×64/8/4 128×128×64/4/3 128×128×32/8/4 64×256×64/4/3",
+        "attention": "64×128/4/2 64×64/4/3 128×64/8/3 128×128/8/3",
+        "attention_backward_keys": "64×64/8/3 64×128/8/3 32×128/8/2",
+        "attention_backward_queries": "128×64/8/3 128×64/8/2 64×128/8/2 64×64/4/3",
+        "decode": "128×512/4/2 64×256/4/3 64×1024/4/2 32×1024/4/2",
+        "cca_mix": "32×128/8/1 64×64/8/1",
+        "cca_mix_by_head": "64×128/8/1 64×64/8/1 64×64/4/1 128×64/8/1",
+        "cca_mix_backward": "32×128×16×64×1×1280/8/1",
+        "cca_mix_backward_norm": "16/4/1 64/8/1",
+        "cca_mix_backward_rows": "64×64/8/1 32×64/4/1",
+        "cca_mix_backward_matrices": "32×13/8/2 64×26/8/2 64×13/8/3 128×13/8/2",
+    },
+    "gfx942": {
+        "residual_norm": "1024/2/1 4096/4/1 4096/8/1",
+        "residual_norm_backward": "2048×304×12×4096/4/1 2048×608×12×4096/8/1 2048×1216×6×4096/4/1",
+        "symmetric": "128×64×64/8/2 128×32×32/4/2 64×64×64/4/2",
+        "class_sort": "128/4/1 512/4/1 512/8/1",
+        "grouped_product": "128×256×32/8/2 256×128×32/8/2 256×256×32/8/2 "
+                           "128×128×32/8/2 128×128×32/4/2 128×128×64/4/2",
+        "grouped_swiglu": "128×128×32/8/2 256×64×32/8/2 128×64×64/8/2 128×64×32/4/2 64×128×32/4/2",
+        "grouped_swiglu_backward": "128×64×32/8/2 64×64×64/4/2 64×64×32/4/2 128×32×64/4/2",
+        "grouped_outer": "128×128×32/8/2 128×256×32/8/2 256×128×32/8/2 128×128×32/4/2 128×128×64/4/2 64×128×32/4/2",
+        "attention": "64×32/4/1 128×16/4/1 128×32/8/1 256×32/8/1",
+        "attention_backward_keys": "32×64/4/1 16×128/4/1",
+        "attention_backward_queries": "64×32/4/1 128×16/4/1 128×32/8/1",
+        "decode": "32×1024/4/1 64×512/4/1 64×2048/4/1",
+        "cca_mix": "16×64/4/1 32×32/4/1 32×64/8/1 64×64/8/1",
+        "cca_mix_by_head": "64×64/4/1 64×64/8/1 64×128/8/1 128×64/8/1",
+        "cca_mix_backward_norm": "16/4/1 64/8/1",
+        "cca_mix_backward_rows": "32×128/4/1 32×64/4/1 64×64/4/1 64×128/8/1",
+        "cca_mix_backward_matrices": "32×15/8/1 32×15/4/1 64×30/8/1 128×15/8/1",
+    },
+    "interpret": {
+        "residual_norm": "128/1/1",
+    },
+}  # fmt: skip
 
 
 def architecture_name(architecture: Architecture) -> str:
@@ -150,7 +196,9 @@ def platform(architecture: Architecture) -> str:
 
 def tile(kernel: str, architecture: Architecture, dtype: jax.typing.DTypeLike) -> Tile:
     """Return the tile of `kernel` for elements of `dtype`: the tuned one, or the first of `tiles`."""
-    tuned = dict(architecture.tiles) if isinstance(architecture, Tuned) else {}
+    tuned = {}
+    if isinstance(architecture, Tuned) and architecture.dtype == jnp.dtype(dtype).name:
+        tuned = dict(architecture.tiles)
     return tuned.get(kernel) or tiles(kernel, architecture_name(architecture), dtype)[0]
 
 
@@ -167,5 +215,11 @@ def tiles(kernel: str, architecture: str, dtype: jax.typing.DTypeLike) -> tuple[
     entry = by_size[min(size, max(by_size))]
     if not known and of_platform == "cuda":
         return (entry._replace(stages=min(entry.stages, 2)),)
-    further = ALTERNATIVES.get(kernel, {}).get(architecture if known else other, ()) if size == 2 else ()
-    return (entry, *further)
+    kernel = {"grouped_product_transposed": "grouped_product"}.get(kernel, kernel)
+    further = ALTERNATIVES.get(architecture if known else other, {}).get(kernel, "") if size == 2 else ""
+    return (entry, *map(_read_tile, further.split()))
+
+
+def _read_tile(text: str) -> Tile:
+    sizes, warps, stages = text.split("/")
+    return Tile(tuple(map(int, sizes.split("×"))), int(warps), int(stages))

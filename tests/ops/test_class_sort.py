@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from tests.helpers import jit, seeds
 
 @functools.cache
 def sort(classes):
-    return jit(functools.partial(class_sort, classes=classes, architecture="interpret"))
+    return jit(functools.partial(class_sort, classes=classes, dtype=jnp.float32, architecture="interpret"))
 
 
 @pytest.mark.parametrize(("tokens", "classes"), [(37, 4), (37, 5), (90, 1)])

@@ -88,7 +88,7 @@ def tune(
             for case, rows in deciding.items():
                 size = _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
                 row["sizes"].append(size)
-            selection = _with(selection, name, read_choice(row["sizes"][-len(deciding)]))
+            selection = with_choice(selection, name, read_choice(row["sizes"][-len(deciding)]))
             print_tables([_table(name, row["sizes"][-len(deciding) :])])
     path = own_table(target.device_kind)
     result["operations"] = _merged(path, target.device_kind, result["operations"])
@@ -129,24 +129,25 @@ def _tune(
     def seconds(choice: Choice) -> float:
         if choice.variant not in times:
             try:
-                times[choice.variant] = time_case(case, _with(selection, name, choice), repeats)
+                times[choice.variant] = time_case(case, with_choice(selection, name, choice), repeats)
             except Exception as error:  # of compiler or driver: the others remain
                 times[choice.variant] = {}
                 reasons[choice.variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return sum(times[choice.variant].values()) if times[choice.variant] else math.inf
 
-    candidates = [Choice(rows, REFERENCE)]
+    candidates = [Choice(rows, REFERENCE, dtype=dtype)]
     for kernel in operation.kernels_for(target.platform):
         if (name, kernel.name) in selection.reasons:
             reasons[kernel.name] = selection.reasons[name, kernel.name]
             continue
         declared = tiles_of(kernel, target, dtype)
-        best = Choice(rows, kernel.name, tuple((each, tiles[0]) for each, tiles in declared.items()))
+        best = default = Choice(rows, kernel.name, tuple((each, tiles[0]) for each, tiles in declared.items()), dtype)
         for each, tiles in declared.items():
             for tile in tiles[1:]:
+                limit = GAIN * seconds(best)  # the default tiles are timed first
                 trial = best._replace(tiles=tuple((dict(best.tiles) | {each: tile}).items()))
-                best = trial if seconds(trial) < GAIN * seconds(best) else best
-        candidates.append(best)
+                best = trial if seconds(trial) < limit else best
+        candidates += dict.fromkeys((best, default))
 
     def is_right(choice: Choice) -> bool:
         if choice.kernel == REFERENCE:
@@ -193,7 +194,7 @@ def time_case(case: Case, kernels: KernelSelection, repeats: int) -> dict[str, f
     return found
 
 
-def _with(selection: KernelSelection, name: str, choice: Choice) -> KernelSelection:
+def with_choice(selection: KernelSelection, name: str, choice: Choice) -> KernelSelection:
     """Return the selection with an implementation of one operation."""
     if choice.kernel == REFERENCE:
         return selection.without([name])

@@ -246,19 +246,15 @@ def _mix(architecture: Architecture, by_head: bool, x: MixArrays) -> tuple[jax.A
     return _mix_forward(architecture, by_head, x)[0]
 
 
-def _operands(x: MixArrays) -> MixArrays:
-    """Cast the grouped convolution's weights to the dtype of the projections, since matmuls need equal dtypes.
-
-    A temperature of 0 would lose the directions of its keys, which the gradient needs. It becomes too small to matter.
-    """
-    temperature_k = jnp.where(jnp.abs(x.temperature_k) < 1e-20, 1e-20, x.temperature_k)
-    return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype), temperature_k=temperature_k)
+def _rounded(x: MixArrays) -> MixArrays:
+    """Cast the grouped convolution's weights to the dtype of the projections, since matmuls need equal dtypes."""
+    return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype))
 
 
 def _mix_forward(
     architecture: Architecture, by_head: bool, x: MixArrays
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[MixArrays, Any]]:
-    operands, inverse = _operands(x), ()
+    operands, inverse = _rounded(x), ()
     if by_head:
         *results, inverse = cca_mix_by_head(operands, architecture=architecture)
     else:
@@ -272,9 +268,9 @@ def _mix_backward(
 ) -> tuple[MixArrays]:
     x, results = saved
     if by_head:
-        found = cca_mix_gradients(_operands(x), results, cotangents, architecture=architecture)
+        found = cca_mix_gradients(_rounded(x), results, cotangents, architecture=architecture)
     else:
-        found = cca_mix_backward(_operands(x), *cotangents, architecture=architecture)
+        found = cca_mix_backward(_rounded(x), *cotangents, architecture=architecture)
     gradients = found._asdict()
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
     parts = {name: None if gradients.get(name) is None else gradients[name].astype(part.dtype)

@@ -119,7 +119,7 @@ def _kernel(
     experts = down_efd.shape[0]
     with part("dispatch"):
         if expert_t.shape[0] <= MOST_SORTED and experts < MOST_CLASSES:
-            order, sizes_e = class_sort(expert_t, experts, architecture=architecture)
+            order, sizes_e = class_sort(expert_t, experts, h_td.dtype, architecture=architecture)
         else:
             order, sizes_e = _sort(expert_t, experts)
     out_td = _experts((architecture, gather), h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)

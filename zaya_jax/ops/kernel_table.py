@@ -36,6 +36,7 @@ class Choice(NamedTuple):
     rows: int  # the first value of `Operation.shape`
     kernel: str  # name of a kernel, or `REFERENCE`
     tiles: tuple[tuple[str, Tile], ...] = ()  # of the kernel, by name; defaults for others
+    dtype: str = ""  # of the activations with which they were measured
 
     @property
     def variant(self) -> str:
@@ -95,7 +96,7 @@ class KernelTable:
 def read_choice(size: Mapping[str, Any]) -> Choice:
     """Return the choice of one size in a table."""
     chosen = tuple((name, Tile(tuple(sizes), *rest)) for name, (sizes, *rest) in size["tiles"].items())
-    return Choice(size["rows"], size["implementation"], chosen)
+    return Choice(size["rows"], size["implementation"], chosen, size["dtype"])
 
 
 def tiles_of(kernel: Kernel, target: Target, dtype: str) -> dict[str, tuple[Tile, ...]]:

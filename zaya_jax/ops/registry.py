@@ -239,7 +239,7 @@ def _trace_checks(operation: Operation, implementation: Callable[..., Any], mode
 
 
 def _bound(kernel: Kernel, target: Target, choice: Choice) -> Callable[..., Any]:
-    architecture = Tuned(target.architecture, choice.tiles) if choice.tiles else target.architecture
+    architecture = Tuned(target.architecture, choice.tiles, choice.dtype) if choice.tiles else target.architecture
 
     def run(*arguments: Any, **options: Any) -> Any:
         if reason := kernel.supports(target.architecture, *arguments, **options):

@@ -18,7 +18,7 @@ from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.compiled import compile_step
 from zaya_jax.machine.compilers.gpus import GPUS
-from zaya_jax.machine.compilers.predict import phase_shares, predict
+from zaya_jax.machine.compilers.predict import PartCost, phase_shares, predict
 from zaya_jax.machine.compilers.report import collective_rows, launch_rows, move_rows
 from zaya_jax.machine.compilers.toolchain import environment
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
@@ -79,7 +79,7 @@ COLLECTIVES = {
     },
 }  # fmt: skip
 # Kernel launches of one layer, forward and backward, in the micro-batch in which it also reduces its gradients.
-LAUNCHES = {"h200": (54, 104), "mi300x": (104, 218)}
+LAUNCHES = {"h200": (55, 109), "mi300x": (104, 217)}
 LAYERS = {"h200": 2, "mi300x": 1}  # of an iteration: with FSDP on NVIDIA, the loop is double-buffered
 SPILLS = {"h200": {"grouped_swiglu_backward": 32}, "mi300x": {}}  # bytes on NVIDIA
 
@@ -160,8 +160,8 @@ print("atomic", sum(kernel.is_atomic for kernel in kernels))
 @pytest.mark.parametrize("gpu", LAYOUTS)
 def test_most_of_the_time_belongs_to_a_part_of_the_step(gpu):
     parts = predict(compiled(gpu).entry, HARDWARE[gpu]).parts
-    assert set(parts) == {*PARTS, OTHER}
-    assert parts[OTHER].seconds < 0.2 * sum(cost.seconds for cost in parts.values())
+    assert set(PARTS) <= parts.keys() <= {*PARTS, OTHER}
+    assert parts.get(OTHER, PartCost()).seconds < 0.05 * sum(cost.seconds for cost in parts.values())
 
 
 def test_layers_copy_no_matrices_of_experts():

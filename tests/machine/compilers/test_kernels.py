@@ -1,6 +1,7 @@
 """Every kernel, compiled by XLA's compilers for NVIDIA and AMD GPUs: registers, spills, shared memory, launches."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from zaya_jax.config import MuonConfig, OptimizerConfig
 from zaya_jax.machine.compilers.cross_compile import compile_program
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.kernels import Request, compile_cases, moved_bytes, read_program
-from zaya_jax.machine.kernel_cases import EIGHT_B, cases
+from zaya_jax.machine.kernel_cases import EIGHT_B, cases, passes
+from zaya_jax.machine.tune import DECIDING, deciding_cases, with_choice
+from zaya_jax.ops.kernel_table import Choice, tiles_of
+from zaya_jax.ops.registry import OPERATIONS, select_kernels
 from zaya_jax.optim.build import make_optimizer
 
 pytestmark = pytest.mark.compilers
@@ -83,14 +87,14 @@ def compile_optimizer(gpu, folder):
 
 
 def test_an_optimizer_step_moves_what_it_must(tmp_path):
-    """Clipping and skipping add no separate pass. Counts bytes per element, without the Newton–Schulz iterations."""
+    """Clipping, skipping and the norm add no pass. Counts bytes per element, without the Newton–Schulz iterations."""
     done = run("h200", tmp_path, f"from {__name__} import *\ncompile_optimizer('h200', {str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
     for form in ("sum", "ema"):
         entry = read_program(form, "h200", tmp_path).entry
         moved = sum(moved_bytes(entry, x) for x in entry.instructions)
-        momentum, norm, update = 4 + 4 + 4 + 2, 2, 2 + 4 + 4
-        assert momentum + norm + update <= moved / (4 * 256 * 512) < 1.01 * (momentum + norm + update)
+        momentum, update = 4 + 4 + 4 + 2, 2 + 4 + 4
+        assert momentum + update <= moved / (4 * 256 * 512) < 1.01 * (momentum + update)
 
 
 def further(gpu):
@@ -114,18 +118,40 @@ def further(gpu):
     return made
 
 
-def compile_further(gpu, folder):
-    for name, (function, arguments) in further(gpu).items():
+def compile_all(programs, gpu, folder):
+    for name, (function, arguments) in programs.items():
         compile_program(name, function, arguments, gpu, Path(folder))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("gpu", ["mi300x", "mi355x", "h200"])
 def test_further_kernels_fit_the_gpu(gpu, tmp_path):
-    done = run(gpu, tmp_path, f"from {__name__} import *\ncompile_further({gpu!r}, {str(tmp_path)!r})")
+    done = run(gpu, tmp_path, f"from {__name__} import *\ncompile_all(further({gpu!r}), {gpu!r}, {str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
     names = check({name: read_program(name, gpu, tmp_path) for name in further(gpu)}, gpu, FURTHER_SPILLS[gpu])
     assert {"attention", "residual_norm_backward", "gram_polynomial", "cca_mix_backward"} <= names
+
+
+def timed(gpu):
+    """The programs that `machine kernels --tune` times on a GPU, by name."""
+    target, made = GPUS[gpu].target, {}
+    selection, every = select_kernels(target, EIGHT_B.model, "bfloat16"), deciding_cases(EIGHT_B, "bfloat16")
+    for name, deciding in DECIDING.items():
+        for case, kernel in itertools.product(deciding, OPERATIONS[name].kernels_for(target.platform)):
+            for part, tiles in tiles_of(kernel, target, "bfloat16").items():
+                for number, tile in enumerate(tiles[1:]):
+                    choice = Choice(1, kernel.name, ((part, tile),), "bfloat16")
+                    title = f"{case}_{kernel.name}_{part}_{number}".replace(" ", "_")
+                    made[title] = passes(every[case], with_choice(selection, name, choice))
+    return made
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("gpu", ["mi300x", "h200"])
+def test_every_tile_that_is_timed_fits_the_gpu(gpu, tmp_path):
+    done = run(gpu, tmp_path, f"from {__name__} import *\ncompile_all(timed({gpu!r}), {gpu!r}, {str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    check({name: read_program(name, gpu, tmp_path) for name in timed(gpu)}, gpu, SPILLS.get(gpu, {}))
 
 
 @pytest.mark.soak
