@@ -74,7 +74,7 @@ def with_none(kind: Any, present: tuple[bool, ...], refs: Any) -> Any:
     return kind(*(next(refs) if there else None for there in present))
 
 
-def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array]:
+def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
 
     Args:
@@ -82,7 +82,8 @@ def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax
       architecture: see `launch`.
 
     Returns:
-      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`.
+      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`; and the inverse norm of each head of queries
+      and keys before QK-norm, fp32 [b, n, s], from which `cca_mix_backward` computes the gradients.
     """
     b, s, n, num_kv, c, *_ = sizes_of(x)
     (tokens, depth), warps, stages = tile("cca_mix", architecture, x.packed_bsmc.dtype)
@@ -96,7 +97,7 @@ def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax
         *arrays,
         name="cca_mix",
         grid=(num_kv, pl.cdiv(s, tokens), b),
-        out_shape=(out(n - num_kv), out(num_kv), out(num_kv)),
+        out_shape=(out(n - num_kv), out(num_kv), out(num_kv), jax.ShapeDtypeStruct((b, n, s), jnp.float32)),
         warps=warps,
         stages=stages,
         architecture=architecture,
@@ -106,49 +107,40 @@ def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax
 def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> None:
     rest = iter(refs)
     x = with_none(MixArrays, present, rest)
-    q_ref, k_ref, v_ref = rest
+    q_ref, k_ref, v_ref, inverse_ref = rest
     _, s, n, num_kv, c, *_ = sizes_of(x)
-    pairs = x.cos_bsp.shape[2]
     group, batch = pl.program_id(0), pl.program_id(2)
     served = (n - num_kv) // num_kv
     time = pl.program_id(1) * tokens + span(0, tokens)
-    inside = (time < s)[:, None]
-
-    # RoPE pairs two ranges of channels. Registers cannot be sliced, so the ranges are kept apart from the matmul on.
-    starts = (0, pairs, 2 * pairs) if 2 * pairs < c else (0, pairs)
-    columns = [span(first, last - first) for first, last in zip(starts, (*starts[1:], c), strict=True)]
+    inside, columns = time < s, rotary_columns(c, x.cos_bsp.shape[2])
     key_head = n - num_kv + group
 
     def own(head: jax.Array) -> list[jax.Array]:
         return [rows_at(x, batch, time, head, column) for column in columns]
 
-    def finish(parts: list[jax.Array], scale: jax.Array | float, ref: Any, head: jax.Array) -> None:
-        square = sum(jnp.sum(part * part, axis=1) for part in parts)
-        parts = [part * (jax.lax.rsqrt(square + 1e-12) * (c**0.5 * scale))[:, None] for part in parts]
-        at = (batch, time[:, None], columns[0][None, :])
-        cos, sin = (
-            triton.load(table.at[at], mask=filled(inside, tokens, pairs), other=0.0) for table in (x.cos_bsp, x.sin_bsp)
-        )
-        first, second = parts[:2]
-        parts[:2] = [first * cos - second * sin, second * cos + first * sin]
+    def finish(parts: list[jax.Array], head: jax.Array, scale: jax.Array | float, ref: Any, number: jax.Array) -> None:
+        inverse = jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1) for part in parts) + 1e-12)
+        triton.store(inverse_ref.at[batch, head, time], inverse, mask=inside)
+        tables = rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
+        parts = rotated([part * (inverse * (c**0.5 * scale))[:, None] for part in parts], *tables)
         for part, column in zip(parts, columns, strict=True):
-            triton.store(ref.at[batch, time[:, None], head, column[None, :]], part.astype(ref.dtype),
-                         mask=filled(inside, *part.shape))  # fmt: skip
+            triton.store(ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype),
+                         mask=filled(inside[:, None], *part.shape))  # fmt: skip
 
     def query(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         head = group * served + i
         mixed = convolved(x, batch, time, head, columns, depth)
         # Loaded from cache after the matmul, for each head again, since registers cannot hold them.
         queries, keys = own(head), own(key_head)
-        finish([z + 0.5 * (q + k) for z, q, k in zip(mixed, queries, keys, strict=True)], 1.0, q_ref, head)
+        finish([z + 0.5 * (q + k) for z, q, k in zip(mixed, queries, keys, strict=True)], head, 1.0, q_ref, head)
         return tuple(total + q for total, q in zip(sums, queries, strict=True))
 
     zero = tuple(jnp.zeros((tokens, column.size), jnp.float32) for column in columns)
     sums = jax.lax.fori_loop(0, served, query, zero)
     mixed = convolved(x, batch, time, key_head, columns, depth)
     mean = [0.5 * (q * (1 / served) + k) for q, k in zip(sums, own(key_head), strict=True)]
-    temperature = x.temperature_k[group].astype(jnp.float32)
-    finish([z + m for z, m in zip(mixed, mean, strict=True)], temperature, k_ref, group)
+    scale = temperature(x.temperature_k, group)
+    finish([z + m for z, m in zip(mixed, mean, strict=True)], key_head, scale, k_ref, group)
     shift_value(x, v_ref, batch, time, group)
 
 
@@ -254,3 +246,34 @@ def span(first: int, size: int) -> jax.Array:
 def filled(mask: jax.Array, *shape: int) -> jax.Array:
     """Broadcast `mask` to the shape that is loaded or stored."""
     return jnp.broadcast_to(mask, shape)
+
+
+def rotary_columns(c: int, pairs: int) -> list[jax.Array]:
+    """Return the channels of a head in ranges: both of RoPE's pairs, and the rest, if any.
+
+    RoPE needs the first two apart, and registers cannot be sliced.
+    """
+    starts = (0, pairs, 2 * pairs) if 2 * pairs < c else (0, pairs)
+    return [span(first, last - first) for first, last in zip(starts, (*starts[1:], c), strict=True)]
+
+
+def rotary_rows(
+    tables: tuple[Any, Any], batch: jax.Array, time: jax.Array, inside: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Load the rows of the RoPE tables, [tokens, pairs] each; 0 outside."""
+    pairs = tables[0].shape[2]
+    at, mask = (batch, time[:, None], span(0, pairs)[None, :]), filled(inside[:, None], time.size, pairs)
+    cos, sin = (triton.load(table.at[at], mask=mask, other=0.0) for table in tables)
+    return cos, sin
+
+
+def rotated(parts: list[jax.Array], cos: jax.Array, sin: jax.Array) -> list[jax.Array]:
+    """Apply RoPE to ranges of channels (`rotary_columns`); with −sin, its inverse."""
+    first, second, *rest = parts
+    return [first * cos - second * sin, second * cos + first * sin, *rest]
+
+
+def temperature(temperature_k: Any, group: jax.Array) -> jax.Array:
+    """Load a temperature in fp32. 0 would lose the directions of keys, which the gradient needs: it becomes 1e-20."""
+    value = temperature_k[group].astype(jnp.float32)
+    return jnp.where(jnp.abs(value) < 1e-20, 1e-20, value)

@@ -1,11 +1,9 @@
-"""Gradients of the CCA mix in one kernel, which recomputes the forward pass from the projections.
+"""Gradients of the CCA mix from its results, in three kernels.
 
-There are two kinds of programs. The first kind has one head and many tokens, and sums the gradient of the grouped
-convolution. The second kind has a tile of tokens for one key head and its query heads, and computes the gradients of
-the projections. Both need the gradient of the convolutions' output; recomputing it is cheaper than writing and reading
-it. Programs of the same tokens run one after another, so that the second kind reads from cache.
-
-Rows of the halo are treated like others: time starts at minus their number.
+The queries and keys, and the inverse norms that the forward kernel writes, determine the gradient of the convolutions'
+output without the convolutions. The first kernel writes this gradient, z; the second multiplies it by the matrices of
+the grouped convolution for the gradient of the projections, and the third by its inputs for that of the matrices. Their
+programs are short, and hold one head of a tile of tokens or one matrix.
 """
 
 import functools
@@ -16,137 +14,261 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.cca_mix import MixArrays, sizes_of, span, tap_row, with_none, without_none
-from pallas_kernels.cca_mix_gradients import MixGradients
-from pallas_kernels.cca_mix_heads import Head, Inputs, head_gradient
-from pallas_kernels.cca_mix_tile import finish_tile, reach
+from pallas_kernels.cca_mix import (
+    MixArrays,
+    filled,
+    rotary_columns,
+    rotary_rows,
+    rotated,
+    rows_at,
+    segments_at,
+    sizes_of,
+    span,
+    tap_row,
+    temperature,
+    with_none,
+    without_none,
+)
+from pallas_kernels.cca_mix_by_head import partners
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
 
-MOST_PARTS = 16  # partial sums of the grouped gradient, each written in fp32 (1.3 MB for the 8B)
 
-
-class _Out(NamedTuple):
-    """Outputs of the kernel; i counts tiles of tokens over the whole batch, j parts of all tokens."""
+class MixGradients(NamedTuple):
+    """Gradients of the arrays of `MixArrays`, those of parameters in fp32; None of an array that is None."""
 
     packed_bsmc: jax.Array
     halo_u_bwnc: jax.Array | None
     halo_delayed_b1x: jax.Array | None
-    depthwise_iwnc: jax.Array
-    temperature_ik: jax.Array
+    depthwise_wnc: jax.Array
+    depthwise_bias_nc: jax.Array
+    grouped_wncc: jax.Array
+    grouped_bias_nc: jax.Array
+    temperature_k: jax.Array
+    start_x: jax.Array | None
+
+
+class _RowOutputs(NamedTuple):
+    """Outputs of the second kernel; i counts tiles of tokens over the whole batch."""
+
+    packed_bsmc: jax.Array
+    halo_u_bwnc: jax.Array | None
+    halo_delayed_b1x: jax.Array | None
+    vectors_iwnc: jax.Array  # sums of the tile: gradients of the depthwise taps, then of the grouped convolution's bias
     start_ix: jax.Array | None
-    depthwise_bias_jnc: jax.Array
-    grouped_jwncc: jax.Array
-    grouped_bias_jnc: jax.Array
 
 
-def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, *,
+def cca_mix_backward(x: MixArrays, results: tuple[jax.Array, ...], gradients: tuple[jax.Array, ...], *,
                      architecture: Architecture) -> MixGradients:  # fmt: skip
     """Compute the gradients of the inputs of `cca_mix`.
 
     Args:
       x: inputs of `cca_mix`.
-      q_bshc: gradient of the queries, in the dtype of u.
-      k_bskc: gradient of the keys.
-      v_bskc: gradient of the values.
+      results: queries, keys and inverse norms that `cca_mix` returned.
+      gradients: gradients of queries, keys and values, in the dtype of `packed_bsmc`.
       architecture: see `launch`.
     """
-    b, s, n, num_kv, c, _, before = sizes_of(x)
-    cut = tile("cca_mix_backward", architecture, x.packed_bsmc.dtype)
-    tokens, depth, tokens_summed, depth_summed, taps, tokens_of_part = cut.sizes
-    tiles = pl.cdiv(s + before, tokens - reach(x))
-    parts = max(1, min(MOST_PARTS, b * s // tokens_of_part))
-    tiles_of_part = pl.cdiv(b * tiles * num_kv, parts)
+    *d_heads, d_v = gradients
+    z_bsnc, temperature_ni = _through_norm(x, results, d_heads, architecture)
+    rows = _through_convolutions(x, z_bsnc, d_v, architecture)
+    *depthwise, bias_nc = rows.vectors_iwnc.sum(0)
+    # The depthwise bias reaches every token through all taps, also across document boundaries.
+    depthwise_bias = jnp.einsum("wnxc,nc->nx", x.grouped_wncc.astype(jnp.float32), bias_nc, precision="highest")
+    return MixGradients(
+        rows.packed_bsmc, rows.halo_u_bwnc, rows.halo_delayed_b1x, jnp.stack(depthwise), depthwise_bias,
+        _through_products(x, z_bsnc, architecture), bias_nc, temperature_ni.sum(1)[-x.temperature_k.shape[0] :],
+        None if rows.start_ix is None else rows.start_ix.sum(0),
+    )  # fmt: skip
 
-    def summed_over(like: jax.Array | None, count: int) -> jax.ShapeDtypeStruct | None:
-        return None if like is None else jax.ShapeDtypeStruct((count, *like.shape), jnp.float32)
 
-    alike = x.packed_bsmc, x.halo_u_bwnc, x.halo_delayed_b1x
-    of_tiles = x.depthwise_wnc, x.temperature_k, x.start_x
-    of_parts = x.depthwise_bias_nc, x.grouped_wncc, x.grouped_bias_nc
-    shapes, made = without_none((
-        *(None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in alike),
-        *(summed_over(a, b * tiles) for a in of_tiles), *(summed_over(a, parts) for a in of_parts),
-    ))  # fmt: skip
-    arrays, present = without_none(x)
-    results = launch(
-        functools.partial(_kernel, present=(present, made), sizes=(tokens, min(depth, c)), tiles=tiles,
-                          summed=(tokens_summed, min(depth_summed, c), min(taps, x.grouped_wncc.shape[0]))),
-        *arrays, q_bshc, k_bskc, v_bskc,
-        name="cca_mix_backward",
-        grid=(n * pl.cdiv(x.grouped_wncc.shape[0], taps) + tiles_of_part, parts),
-        out_shape=shapes,
-        warps=cut.warps,
-        stages=cut.stages,
+def _through_norm(x: MixArrays, results: tuple[jax.Array, ...], d_heads: list[jax.Array],
+                  architecture: Architecture) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Return z [b, s, n, c] in the dtype of u, and tiles' gradients of each head's factor after QK-norm, [n, tiles]."""
+    b, s, n, _, c, *_ = sizes_of(x)
+    (tokens,), warps, stages = tile("cca_mix_backward_norm", architecture, x.packed_bsmc.dtype)
+    tiles = pl.cdiv(s, tokens)
+    shapes = jax.ShapeDtypeStruct((b, s, n, c), x.packed_bsmc.dtype), jax.ShapeDtypeStruct((n, b * tiles), jnp.float32)
+    return launch(
+        functools.partial(_norm_kernel, tokens=tokens), *results, *d_heads, x.cos_bsp, x.sin_bsp, x.temperature_k,
+        name="cca_mix_backward_norm", grid=(n, tiles, b), out_shape=shapes, warps=warps, stages=stages,
         architecture=architecture,
     )  # fmt: skip
-    out = with_none(_Out, made, iter(results))
-    # Few large parts: add them elementwise, so that XLA fuses the cast into the same pass.
-    grouped = functools.reduce(jnp.add, (out.grouped_jwncc[part] for part in range(parts)))
-    return MixGradients(
-        out.packed_bsmc, out.halo_u_bwnc, out.halo_delayed_b1x, out.depthwise_iwnc.sum(0),
-        out.depthwise_bias_jnc.sum(0), grouped, out.grouped_bias_jnc.sum(0), out.temperature_ik.sum(0),
-        None if out.start_ix is None else out.start_ix.sum(0),
+
+
+def _norm_kernel(*refs: Any, tokens: int) -> None:
+    q_ref, k_ref, inverse_ref, d_q_ref, d_k_ref, cos_ref, sin_ref, temperature_ref, z_ref, factor_ref = refs
+    (_, s, queries, c), head, number, batch = q_ref.shape, pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    time, query, group = number * tokens + span(0, tokens), head < queries, jnp.maximum(head - queries, 0)
+    columns, inside = rotary_columns(c, cos_ref.shape[2]), time < s
+
+    def load(of_queries: Any, of_keys: Any) -> list[jax.Array]:
+        def part(ref: Any, number: jax.Array, of_kind: jax.Array, column: jax.Array) -> jax.Array:
+            mask = filled((inside & of_kind)[:, None], tokens, column.size)
+            at = ref.at[batch, time[:, None], number, column[None, :]]
+            return triton.load(at, mask=mask, other=0.0).astype(jnp.float32)
+
+        a_query = jnp.where(query, head, 0)
+        return [part(of_queries, a_query, query, each) + part(of_keys, group, ~query, each) for each in columns]
+
+    scale = jnp.where(query, 1.0, temperature(temperature_ref, group))
+    normed = [part * (1.0 / scale) for part in load(q_ref, k_ref)]
+    gradient = load(d_q_ref, d_k_ref)
+    along = sum(jnp.sum(a * b, axis=1) for a, b in zip(normed, gradient, strict=True))
+    triton.store(factor_ref.at[head, batch * pl.num_programs(1) + number], jnp.sum(along))
+    outer = triton.load(inverse_ref.at[batch, head, time], mask=inside, other=0.0) * (c**0.5 * scale)
+    across = [(g - a * (along * (1 / c))[:, None]) * outer[:, None] for a, g in zip(normed, gradient, strict=True)]
+    # Rotations keep dot products, so only the result is turned back.
+    cos, sin = rotary_rows((cos_ref, sin_ref), batch, time, inside)
+    for part, column in zip(rotated(across, cos, -sin), columns, strict=True):
+        triton.store(z_ref.at[batch, time[:, None], head, column[None, :]], part.astype(z_ref.dtype),
+                     mask=filled(inside[:, None], *part.shape))  # fmt: skip
+
+
+def _through_convolutions(
+    x: MixArrays, z_bsnc: jax.Array, d_v_bskc: jax.Array, architecture: Architecture
+) -> _RowOutputs:
+    b, s, n, num_kv, c, _, before = sizes_of(x)
+    (tokens, depth), warps, stages = tile("cca_mix_backward_rows", architecture, x.packed_bsmc.dtype)
+    tiles = pl.cdiv(s + before, tokens)
+    alike = (None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
+             for a in (x.packed_bsmc, x.halo_u_bwnc, x.halo_delayed_b1x))  # fmt: skip
+    vectors = jax.ShapeDtypeStruct((b * tiles, x.depthwise_wnc.shape[0] + 1, n, c), jnp.float32)
+    start = None if x.start_x is None else jax.ShapeDtypeStruct((b * tiles, *x.start_x.shape), jnp.float32)
+    shapes, made = without_none((*alike, vectors, start))
+    arrays, present = without_none(x)
+    results = launch(
+        functools.partial(_rows_kernel, present=(present, made), tokens=tokens, depth=min(depth, c)),
+        *arrays, z_bsnc, d_v_bskc, name="cca_mix_backward_rows", grid=(n + num_kv, tiles, b), out_shape=shapes,
+        warps=warps, stages=stages, architecture=architecture,
     )  # fmt: skip
+    return with_none(_RowOutputs, made, iter(results))
 
 
-def _kernel(*refs: Any, present: tuple[tuple[bool, ...], tuple[bool, ...]], sizes: tuple[int, int],
-            summed: tuple[int, int, int], tiles: int) -> None:  # fmt: skip
+def _rows_kernel(*refs: Any, present: tuple[tuple[bool, ...], tuple[bool, ...]], tokens: int, depth: int) -> None:
     rest = iter(refs)
-    inputs = Inputs(with_none(MixArrays, present[0], rest), next(rest), next(rest), next(rest))
-    out = with_none(_Out, present[1], rest)
-    whole = sizes_of(inputs.x)
-    b, n, num_kv = whole.batch, whole.heads, whole.kv_heads
-    own, part = pl.program_id(0), pl.program_id(1)
-    # The programs that sum run longest, so they go first.
-    sums = n * pl.cdiv(inputs.x.grouped_wncc.shape[0], summed[-1])
-    head, first = jax.lax.rem(own, n), jax.lax.div(own, n) * summed[-1]
-    number = own - sums + part * (pl.num_programs(0) - sums)
+    x, z_ref, d_v_ref = with_none(MixArrays, present[0], rest), next(rest), next(rest)
+    out = with_none(_RowOutputs, present[1], rest)
+    head, batch = pl.program_id(0), pl.program_id(2)
+    # Rows of the halo are treated like others: time starts at minus their number.
+    time = pl.program_id(1) * tokens - sizes_of(x).halo + span(0, tokens)
+    number = batch * pl.num_programs(1) + pl.program_id(1)
 
-    @pl.when((own < sums) & (head < n - num_kv))
+    @pl.when(head < z_ref.shape[2])
     def _() -> None:
-        _sum_grouped(inputs, out, inputs.query(head), first, part, *summed)
+        _finish_head(x, z_ref, out, number, batch, time, head, depth)
 
-    @pl.when((own < sums) & (head >= n - num_kv))
+    @pl.when(head >= z_ref.shape[2])
     def _() -> None:
-        _sum_grouped(inputs, out, inputs.key(head - (n - num_kv)), first, part, *summed)
-
-    @pl.when((own >= sums) & (number < b * tiles * num_kv))
-    def _() -> None:
-        group, which = jax.lax.rem(number, num_kv), jax.lax.div(number, num_kv)
-        finish_tile(inputs, out, group, which, *sizes, tiles=tiles)
+        _shift_back(x, d_v_ref, out, number, batch, time, head - z_ref.shape[2])
 
 
-def _sum_grouped(inputs: Inputs, out: Any, head: Head, first: jax.Array, part: jax.Array, tokens: int, depth: int,
-                 count: int) -> None:  # fmt: skip
-    """Sum the gradients of some taps of a head's grouped convolution, and of both biases, over a part of the tokens."""
-    x = inputs.x
-    b, s, c = x.packed_bsmc.shape[0], x.packed_bsmc.shape[1], x.packed_bsmc.shape[3]
-    last, channels = x.grouped_wncc.shape[0] - 1, span(0, c)
-    taps = [jnp.minimum(first + i, last) for i in range(count)]  # `count` may exceed what is left
+def _finish_head(x: Any, z_ref: Any, out: Any, number: jax.Array, batch: jax.Array, time: jax.Array, head: jax.Array,
+                 depth: int) -> None:  # fmt: skip
+    """Write the gradient of a head of u, and the tile's sums for the vectors of the convolutions."""
+    (_, _, n, num_kv, c, *_), channels = sizes_of(x), span(0, x.grouped_wncc.shape[2])
+    taps0, taps1 = x.depthwise_wnc.shape[0], x.grouped_wncc.shape[0]
+    segment = segments_at(x, batch, time)
+
+    def step(tap0: jax.Array, total: jax.Array) -> jax.Array:
+        later = time + (taps0 - 1 - tap0)
+        segment_later = segments_at(x, batch, later)
+        y = jnp.zeros((time.size, c), jnp.float32)  # gradient of the depthwise output at `later`
+        for tap1 in range(taps1):
+            after = later + (taps1 - 1 - tap1)
+            same = segments_at(x, batch, after) == segment_later
+
+            def add(i: jax.Array, y: jax.Array, tap1: int = tap1, after: jax.Array = after,
+                    same: jax.Array = same) -> jax.Array:  # fmt: skip
+                deep = i * depth + span(0, depth)
+                kernel = triton.load(x.grouped_wncc.at[tap1, head, channels[:, None], deep[None, :]])
+                return y + product(_rows(z_ref, batch, after, head, deep, same), kernel, (1, 1))
+
+            y = jax.lax.fori_loop(0, c // depth, add, y)
+        y = jnp.where((segment_later == segment)[:, None], y, 0.0)
+        u = rows_at(x, batch, time, head, channels)
+        triton.store(out.vectors_iwnc.at[number, tap0, head, channels], jnp.sum(u * y, axis=0))
+        return total + y * triton.load(x.depthwise_wnc.at[tap0, head, channels]).astype(jnp.float32)[None, :]
+
+    total = jax.lax.fori_loop(0, taps0, step, jnp.zeros((time.size, c), jnp.float32))
+    # QK-mean comes last, since registers cannot hold its rows beside the matmuls' tiles.
+    own = _rows(z_ref, batch, time, head, channels).astype(jnp.float32)
+    triton.store(out.vectors_iwnc.at[number, taps0, head, channels], jnp.sum(own, axis=0))
+    first, count = partners(head, n - num_kv, num_kv)
+
+    def partner(i: jax.Array, others: jax.Array) -> jax.Array:
+        return others + _rows(z_ref, batch, time, first + i, channels).astype(jnp.float32)
+
+    others = jax.lax.fori_loop(0, count, partner, jnp.zeros_like(own))
+    total += 0.5 * (own + others * jnp.where(head < n - num_kv, jnp.float32(num_kv / (n - num_kv)), 1.0))
+    _store(out.packed_bsmc, batch, time, (head, channels[None, :]), total)
+    if out.halo_u_bwnc is not None:
+        _store(out.halo_u_bwnc, batch, time + out.halo_u_bwnc.shape[1], (head, channels[None, :]), total)
+
+
+def _shift_back(x: Any, d_v_ref: Any, out: Any, number: jax.Array, batch: jax.Array, time: jax.Array,
+                group: jax.Array) -> None:  # fmt: skip
+    """Write the gradients of both halves of the value, and of the delayed value at the start of a document."""
+    _, _, n, _, c, half, *_ = sizes_of(x)
+    channel, segment = span(0, c), segments_at(x, batch, time)
+    at = group * c + channel
+    late = at >= half
+    column = jnp.where(late, at - half, 0)
+    value = _rows(d_v_ref, batch, time, group, channel)
+    delayed = _rows(d_v_ref, batch, time + 1, group, channel, segments_at(x, batch, time + 1) == segment)
+    _store(out.packed_bsmc, batch, time, (n + group, channel[None, :]), jnp.where(late[None, :], delayed, value))
+    if out.halo_delayed_b1x is not None:
+        _store(out.halo_delayed_b1x, batch, time + 1, (column[None, :],), delayed, late[None, :])
+    if out.start_ix is not None:
+        starts = jnp.where((segments_at(x, batch, time - 1) == segment)[:, None], 0.0, value.astype(jnp.float32))
+        triton.store(out.start_ix.at[number, column], jnp.sum(starts, axis=0), mask=late)
+
+
+def _rows(ref: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array,
+          chosen: jax.Array | bool = True) -> jax.Array:  # fmt: skip
+    """Load the `chosen` rows of a head, [tokens, channels] in their dtype; zero elsewhere and outside of the piece."""
+    mask = filled((chosen & (time >= 0) & (time < ref.shape[1]))[:, None], time.size, channels.size)
+    return triton.load(ref.at[batch, time[:, None], head, channels[None, :]], mask=mask, other=0.0)
+
+
+def _store(ref: Any, batch: jax.Array, row: jax.Array, rest: tuple[jax.Array, ...], value: jax.Array,
+           columns: jax.Array | bool = True) -> None:  # fmt: skip
+    mask = filled(((row >= 0) & (row < ref.shape[1]))[:, None] & columns, *value.shape)
+    # Masked rows get an index past the end: interpreted, a negative index would count from the end.
+    at = (batch, jnp.where(row < 0, ref.shape[1], row)[:, None], *rest)
+    triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
+
+
+def _through_products(x: MixArrays, z_bsnc: jax.Array, architecture: Architecture) -> jax.Array:
+    """Return the gradient of the matrices, fp32 [k1, n, c in, c out]."""
+    b, s, n, _, c, *_ = sizes_of(x)
+    (tokens, most), warps, stages = tile("cca_mix_backward_matrices", architecture, x.packed_bsmc.dtype)
+    taps, parts = x.grouped_wncc.shape[0], min(most, b * pl.cdiv(s, tokens))
+    arrays, present = without_none(x)
+    sums_jwncc = launch(
+        functools.partial(_matrices_kernel, present=present, tokens=tokens), *arrays, z_bsnc,
+        name="cca_mix_backward_matrices", grid=(n * taps, parts),
+        out_shape=jax.ShapeDtypeStruct((parts, taps, n, c, c), jnp.float32), warps=warps, stages=stages,
+        architecture=architecture,
+    )  # fmt: skip
+    # Few large parts: add them elementwise, so that XLA fuses the cast into the same pass.
+    return functools.reduce(jnp.add, sums_jwncc)
+
+
+def _matrices_kernel(*refs: Any, present: tuple[bool, ...], tokens: int) -> None:
+    """Sum the gradient of one matrix over a part of the tokens."""
+    rest = iter(refs)
+    x, z_ref, out_ref = with_none(MixArrays, present, rest), next(rest), next(rest)
+    (b, s, n, c), taps, part = z_ref.shape, x.grouped_wncc.shape[0], pl.program_id(1)
+    head, tap, channels = jax.lax.rem(pl.program_id(0), n), jax.lax.div(pl.program_id(0), n), span(0, c)
     in_row = pl.cdiv(s, tokens)
-    each = pl.cdiv(b * in_row, out.grouped_jwncc.shape[0])
+    each = pl.cdiv(b * in_row, pl.num_programs(1))
 
-    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        batch = jax.lax.div(i, in_row)
-        time = jax.lax.rem(i, in_row) * tokens + span(0, tokens)
-        z, _ = head_gradient(x, head, batch, time, depth, unroll=depth == c)
-        rows = (tap_row(x, batch, time, head.number, channels, last - tap) for tap in taps)
-        grouped = (total + product(row, z, (0, 0)) for total, row in zip(sums[:-1], rows, strict=True))
-        return *grouped, sums[-1] + jnp.sum(z.astype(jnp.float32), axis=0)
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        batch, time = jax.lax.div(i, in_row), jax.lax.rem(i, in_row) * tokens + span(0, tokens)
+        row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
+        return total + product(row, _rows(z_ref, batch, time, head, channels), (0, 0))
 
-    zeros = *(jnp.zeros((c, c), jnp.float32) for _ in taps), jnp.zeros((c,), jnp.float32)
-    *grouped, bias = jax.lax.fori_loop(part * each, jnp.minimum((part + 1) * each, b * in_row), step, zeros)
-    for tap, total in zip(taps, grouped, strict=True):
-        triton.store(out.grouped_jwncc.at[part, tap, head.number, channels[:, None], channels[None, :]], total)
-
-    @pl.when(first == 0)
-    def _() -> None:
-        triton.store(out.grouped_bias_jnc.at[part, head.number, channels], bias)
-        # The depthwise bias reaches every token through all taps, also across document boundaries.
-        through = jnp.zeros((c,), jnp.float32)
-        for tap in range(last + 1):
-            kernel = triton.load(x.grouped_wncc.at[tap, head.number, channels[:, None], channels[None, :]])
-            through += jnp.sum(kernel.astype(jnp.float32) * bias[None, :], axis=1)
-        triton.store(out.depthwise_bias_jnc.at[part, head.number, channels], through)
+    last = jnp.minimum((part + 1) * each, b * in_row)
+    total = jax.lax.fori_loop(part * each, last, step, jnp.zeros((c, c), jnp.float32))
+    triton.store(out_ref.at[part, tap, head, channels[:, None], channels[None, :]], total)

@@ -1,7 +1,7 @@
 """The forward pass of the CCA mix with a program for each head of a tile of tokens.
 
 Programs of the same tokens run together: projections are read from memory once, and again from cache by the taps and by
-QK-mean, which couples heads. It also writes the inverse norms, from which `cca_mix_gradients` computes the gradients.
+QK-mean, which couples heads.
 """
 
 import functools
@@ -16,10 +16,14 @@ from pallas_kernels.cca_mix import (
     MixArrays,
     convolved,
     filled,
+    rotary_columns,
+    rotary_rows,
+    rotated,
     rows_at,
     shift_value,
     sizes_of,
     span,
+    temperature,
     with_none,
     without_none,
 )
@@ -28,16 +32,7 @@ from pallas_kernels.tiles import Architecture, tile
 
 
 def cca_mix_by_head(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
-
-    Args:
-      x: the inputs; c, p and c − 2p are powers of two, and the last may be 0.
-      architecture: see `launch`.
-
-    Returns:
-      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`; and the inverse norm of each head of queries
-      and keys before QK-norm, fp32 [b, n, s].
-    """
+    """Do as `cca_mix` does, whose arguments and results it has."""
     b, s, n, num_kv, c, *_ = sizes_of(x)
     (tokens, depth), warps, stages = tile("cca_mix_by_head", architecture, x.packed_bsmc.dtype)
     arrays, present = without_none(x)
@@ -106,34 +101,3 @@ def partners(head: jax.Array, queries: int, num_kv: int) -> tuple[jax.Array, jax
     served, query = queries // num_kv, head < queries
     first = jnp.where(query, queries + jax.lax.div(head, served), (head - queries) * served)
     return first, jnp.where(query, 1, jnp.int32(served))  # of two weak types, Triton's lowering would make bools
-
-
-def rotary_columns(c: int, pairs: int) -> list[jax.Array]:
-    """Return the channels of a head in ranges: both of RoPE's pairs, and the rest, if any.
-
-    RoPE needs the first two apart, and registers cannot be sliced.
-    """
-    starts = (0, pairs, 2 * pairs) if 2 * pairs < c else (0, pairs)
-    return [span(first, last - first) for first, last in zip(starts, (*starts[1:], c), strict=True)]
-
-
-def rotary_rows(
-    tables: tuple[Any, Any], batch: jax.Array, time: jax.Array, inside: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Load the rows of the RoPE tables, [tokens, pairs] each; 0 outside."""
-    pairs = tables[0].shape[2]
-    at, mask = (batch, time[:, None], span(0, pairs)[None, :]), filled(inside[:, None], time.size, pairs)
-    cos, sin = (triton.load(table.at[at], mask=mask, other=0.0) for table in tables)
-    return cos, sin
-
-
-def rotated(parts: list[jax.Array], cos: jax.Array, sin: jax.Array) -> list[jax.Array]:
-    """Apply RoPE to ranges of channels (`rotary_columns`); with −sin, its inverse."""
-    first, second, *rest = parts
-    return [first * cos - second * sin, second * cos + first * sin, *rest]
-
-
-def temperature(temperature_k: Any, group: jax.Array) -> jax.Array:
-    """Load a temperature in fp32. 0 would lose the directions of keys, which the gradient needs: it becomes 1e-20."""
-    value = temperature_k[group].astype(jnp.float32)
-    return jnp.where(jnp.abs(value) < 1e-20, 1e-20, value)

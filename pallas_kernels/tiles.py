@@ -104,13 +104,6 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "gfx942": {2: Tile((32, 64), 4), 4: Tile((16, 32), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
-    # Tokens and channels per step of a matmul, for the programs of a tile; the same for the programs that sum over
-    # tokens; their taps per program and tokens per part, which should fit a cache (1,280 tokens of the 8B: 11 MB).
-    "cca_mix_backward": {
-        "sm_90": {2: Tile((32, 128, 16, 64, 2, 1280), 8), 4: Tile((16, 32, 16, 32, 1, 1280), 8)},
-        "gfx942": {2: Tile((32, 64, 32, 128, 2, 1280), 4), 4: Tile((16, 32, 16, 32, 2, 1280), 4)},
-        "interpret": {2: Tile((16, 16, 16, 32, 2, 16), 1), 4: Tile((16, 16, 16, 32, 2, 16), 1)},
-    },
     "cca_mix_backward_norm": {  # tokens
         "sm_90": {2: Tile((32,), 4), 4: Tile((16,), 4)},
         "gfx942": {2: Tile((32,), 4), 4: Tile((16,), 4)},
@@ -152,7 +145,6 @@ ALTERNATIVES: dict[str, dict[str, str]] = {
         "decode": "128×512/4/2 64×256/4/3 64×1024/4/2 32×1024/4/2",
         "cca_mix": "32×128/8/1 64×64/8/1",
         "cca_mix_by_head": "64×128/8/1 64×64/8/1 64×64/4/1 128×64/8/1",
-        "cca_mix_backward": "32×128×16×64×1×1280/8/1",
         "cca_mix_backward_norm": "16/4/1 64/8/1",
         "cca_mix_backward_rows": "64×64/8/1 32×64/4/1",
         "cca_mix_backward_matrices": "32×13/8/2 64×26/8/2 64×13/8/3 128×13/8/2",

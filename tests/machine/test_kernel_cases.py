@@ -15,7 +15,7 @@ KERNELS = {
     "residual_norm": ["residual_norm_forward"],
     "residual_norm backward": ["residual_norm_forward", "residual_norm_backward"],
     "cca_mix": ["cca_mix"],
-    "cca_mix backward": ["cca_mix", "cca_mix_backward"],
+    "cca_mix backward": ["cca_mix", "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"],
     "attention": ["attention"],
     "attention backward": ["attention", "attention_backward_keys", "attention_backward_queries"],
     "attention of a decode": ["attention_decode", "attention_join"],

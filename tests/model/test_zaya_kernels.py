@@ -118,8 +118,9 @@ def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twi
     tokens, segments = (jax.ShapeDtypeStruct((2, LENGTH), jnp.int32) for _ in range(2))
     launches = launched(platform, gradient, *shapes(config), tokens, segments)
     layers = len(config.period)  # those in the body of the scan
-    once = ("attention", "attention_backward_keys", "attention_backward_queries", "cca_mix_backward",
-            "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
+    once = ("attention", "attention_backward_keys", "attention_backward_queries", "cca_mix", "cca_mix_backward_norm",
+            "cca_mix_backward_rows", "cca_mix_backward_matrices", "grouped_swiglu", "grouped_product",
+            "grouped_swiglu_backward")  # fmt: skip
     assert {name: launches[name] for name in once} == dict.fromkeys(once, layers)
     assert launches["residual_norm_forward"] == launches["class_sort"] == 2 * layers
     assert launches["residual_norm_backward"] == 3 * layers  # a merge with a norm, a norm alone, a merge alone

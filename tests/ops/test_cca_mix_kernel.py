@@ -17,13 +17,8 @@ from zaya_jax.ops.names import MATMUL_OUTPUT
 
 # Kernel of the operation → what it launches, forward and backward.
 LAUNCHES = {
-    "pallas": ["cca_mix", "cca_mix_backward"],
-    "pallas_by_head": [
-        "cca_mix_by_head",
-        "cca_mix_backward_norm",
-        "cca_mix_backward_rows",
-        "cca_mix_backward_matrices",
-    ],
+    name: [forward, "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"]
+    for name, forward in (("pallas", "cca_mix"), ("pallas_by_head", "cca_mix_by_head"))
 }
 each_kernel = pytest.mark.parametrize("implementation", LAUNCHES)
 # (rows, tokens, query heads, key heads, channels, pairs, k0, k1); tiles are of 16 tokens and 16 channels.
@@ -116,23 +111,25 @@ def test_a_first_token_without_a_halo_takes_the_delayed_value_of_a_start(impleme
     check(implementation, "taps", 3, np.ones((2, 40), np.int32), jnp.float32)
 
 
-def test_nothing_is_before_a_sequence_without_a_halo_in_bfloat16():
+@each_kernel
+def test_nothing_is_before_a_sequence_without_a_halo_in_bfloat16(implementation):
     """As in fp32 behind the halo of another document, and with zeros for the delayed value at the start."""
     segments = np.tile(np.repeat([9, 1, 2], [3, 20, 17]).astype(np.int32), (2, 1))
     (packed, weights, halo, start), rest, cotangents = draw("taps", 1, segments)
     packed = packed.astype(jnp.bfloat16)
-    found = jit(kernel("cca_mix", "interpret", "pallas_by_head"))(packed, None, rest[1], rest[2], weights, None)
+    found = jit(kernel("cca_mix", "interpret", implementation))(packed, None, rest[1], rest[2], weights, None)
     chex.assert_type([*found], jnp.bfloat16)
     inputs = (packed.astype(np.float32), weights, halo, np.zeros_like(start)), rest, cotangents
-    expected, _ = ours("pallas_by_head", jnp.float32)(*jax.tree.map(jnp.asarray, inputs))
+    expected, _ = ours(implementation, jnp.float32)(*jax.tree.map(jnp.asarray, inputs))
     assert_close(jax.tree.map(np.float32, tuple(found)), tuple(expected), 3e-2)
 
 
-def test_a_temperature_of_zero_has_a_gradient():
+@each_kernel
+def test_a_temperature_of_zero_has_a_gradient(implementation):
     given_, rest, cotangents = jax.tree.map(jnp.asarray, draw("released", 3, np.ones((2, 39), np.int32)))
     temperatures = jnp.array([0.0, 0.5])
     given_ = (given_[0], given_[1]._replace(temperature_k=temperatures), *given_[2:])
-    _, (_, found, *_) = ours("pallas_by_head", jnp.float32)(given_, rest, cotangents)
+    _, (_, found, *_) = ours(implementation, jnp.float32)(given_, rest, cotangents)
     _, (_, expected, *_) = jit(functools.partial(both, cca_mix, jnp.float32))(given_, rest, cotangents)
     assert_close(found, expected, 1e-4)
 

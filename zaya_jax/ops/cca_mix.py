@@ -4,12 +4,13 @@ Two convolutions run along the sequence over the `n = h + k` heads of queries an
 them. For each token, inputs before the start of its document count as 0, so that the depthwise output there is its bias
 (docs/reference.md §1.3), and packed documents give exactly the results of separate ones.
 
-Of two kernels, `pallas` recomputes the forward pass for the gradient. `pallas_by_head` has a program for each head, and
-computes the gradient from the results, which attention saves, too. If rematerialization saves these, named
-`MATMUL_OUTPUT`, the forward kernel does not run again. RoPE tables get no gradient, since they depend on positions.
+Of two kernels, `pallas` has a program for each key head, and `pallas_by_head` for each head. Both compute the gradient
+from the results, which attention saves, too. If rematerialization saves these, named `MATMUL_OUTPUT`, the forward
+kernel does not run again. RoPE tables get no gradient, since they depend on positions.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,6 @@ from pallas_kernels.cca_mix import MixArrays
 from pallas_kernels.cca_mix import cca_mix as mix_forward
 from pallas_kernels.cca_mix_backward import cca_mix_backward
 from pallas_kernels.cca_mix_by_head import cca_mix_by_head
-from pallas_kernels.cca_mix_gradients import cca_mix_gradients
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.names import MATMUL_OUTPUT
@@ -217,18 +217,13 @@ def _unsupported(
 
 
 def _kernel(
-    by_head: bool, architecture: Architecture, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
-    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
-    _parts: MixParts = ALL_PARTS,
+    forward: Callable[..., Any], architecture: Architecture, packed_bsy: jax.Array, halo: Halo | None,
+    segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array], weights: MixWeights,
+    delayed_start_x: jax.Array | None, _parts: MixParts = ALL_PARTS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     dtype = packed_bsy.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
     before: tuple[jax.Array | None, ...] = (None, None, None)
-    if halo is None and delayed_start_x is not None and not by_head:
-        # The gradient of the delayed value at the start of a document is summed at the token before it.
-        (heads, c), (num_kv,) = weights.depthwise_bias_nc.shape, weights.temperature_k.shape
-        u_bsnc, _, delayed_bsx = unpacked(packed_bsy, heads, num_kv, c)
-        halo = no_halo(u_bsnc, delayed_bsx, segments_bs, rows)
     if halo is not None:
         u_before = halo.u_bwnc.astype(dtype)
         if rows == 0:  # kernels do not support empty arrays; this one is not read
@@ -238,12 +233,14 @@ def _kernel(
     cos, sin = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in rotary)
     packed_bsmc = packed_bsy.reshape(*packed_bsy.shape[:2], -1, weights.depthwise_bias_nc.shape[1])
     x = MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start)
-    return _mix(architecture, by_head, x)
+    return _mix(architecture, forward, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mix(architecture: Architecture, by_head: bool, x: MixArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _mix_forward(architecture, by_head, x)[0]
+def _mix(
+    architecture: Architecture, forward: Callable[..., Any], x: MixArrays
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _mix_forward(architecture, forward, x)[0]
 
 
 def _rounded(x: MixArrays) -> MixArrays:
@@ -251,27 +248,17 @@ def _rounded(x: MixArrays) -> MixArrays:
     return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype))
 
 
-def _mix_forward(
-    architecture: Architecture, by_head: bool, x: MixArrays
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[MixArrays, Any]]:
-    operands, inverse = _rounded(x), ()
-    if by_head:
-        *results, inverse = cca_mix_by_head(operands, architecture=architecture)
-    else:
-        results = mix_forward(operands, architecture=architecture)
-    q, k, v, inverse = checkpoint_name((*results, inverse), MATMUL_OUTPUT)
-    return (q, k, v), (x, (q, k, inverse) if by_head else None)
+def _mix_forward(architecture: Architecture, forward: Callable[..., Any], x: MixArrays) -> tuple[Any, Any]:
+    results = forward(_rounded(x), architecture=architecture)
+    q, k, v, inverse = checkpoint_name(results, MATMUL_OUTPUT)
+    return (q, k, v), (x, (q, k, inverse))
 
 
 def _mix_backward(
-    architecture: Architecture, by_head: bool, saved: tuple[MixArrays, Any], cotangents: tuple[jax.Array, ...]
+    architecture: Architecture, _forward: Any, saved: tuple[MixArrays, Any], cotangents: tuple[jax.Array, ...]
 ) -> tuple[MixArrays]:
     x, results = saved
-    if by_head:
-        found = cca_mix_gradients(_rounded(x), results, cotangents, architecture=architecture)
-    else:
-        found = cca_mix_backward(_rounded(x), *cotangents, architecture=architecture)
-    gradients = found._asdict()
+    gradients = cca_mix_backward(_rounded(x), results, cotangents, architecture=architecture)._asdict()
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
     parts = {name: None if gradients.get(name) is None else gradients[name].astype(part.dtype)
              for name, part in x._asdict().items()}  # fmt: skip
@@ -308,11 +295,12 @@ def _shape(
     return packed.shape[0] * packed.shape[1], *weights.depthwise_bias_nc.shape, weights.temperature_k.shape[0], *taps
 
 
+_BACKWARD = "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"  # tiles
 CCA_MIX = Operation(
     "cca_mix", cca_mix, _checks, shape=_shape,
     kernels=(
-        Kernel("pallas", functools.partial(_kernel, False), _unsupported, ("cca_mix", "cca_mix_backward")),
-        Kernel("pallas_by_head", functools.partial(_kernel, True), _unsupported,
-               ("cca_mix_by_head", "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices")),
+        Kernel("pallas", functools.partial(_kernel, mix_forward), _unsupported, ("cca_mix", *_BACKWARD)),
+        Kernel("pallas_by_head", functools.partial(_kernel, cca_mix_by_head), _unsupported,
+               ("cca_mix_by_head", *_BACKWARD)),
     ),
 )  # fmt: skip
