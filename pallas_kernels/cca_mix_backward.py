@@ -77,7 +77,7 @@ def cca_mix_backward(x: MixArrays, results: tuple[jax.Array, ...], gradients: tu
     depthwise_bias = jnp.einsum("wnxc,nc->nx", x.grouped_wncc.astype(jnp.float32), bias_nc, precision="highest")
     return MixGradients(
         rows.packed_bsmc, rows.halo_u_bwnc, rows.halo_delayed_b1x, jnp.stack(depthwise), depthwise_bias,
-        _through_products(x, z_bsnc, architecture), bias_nc, temperature_ni.sum(1)[-x.temperature_k.shape[0] :],
+        _through_products(x, z_bsnc, architecture), bias_nc, temperature_ni[-x.temperature_k.shape[0] :].sum(1),
         None if rows.start_ix is None else rows.start_ix.sum(0),
     )  # fmt: skip
 

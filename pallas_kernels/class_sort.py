@@ -16,6 +16,8 @@ from jax.experimental.pallas import triton
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import Architecture, tile
 
+_COUNTS = 2**14  # of a program, which holds one for each token and class in registers
+
 
 def class_sort(
     class_t: jax.Array, classes: int, dtype: jax.typing.DTypeLike, *, architecture: Architecture
@@ -33,9 +35,10 @@ def class_sort(
       tokens of each class.
     """
     (tokens,), warps, _ = tile("class_sort", architecture, dtype)
-    count = class_t.shape[0]
+    lanes, count = pl.next_power_of_2(classes), class_t.shape[0]
+    tokens = min(tokens, max(_COUNTS // lanes, 1))
     order_t, sizes = launch(
-        functools.partial(_kernel, tokens=tokens, lanes=pl.next_power_of_2(classes)),
+        functools.partial(_kernel, tokens=tokens, lanes=lanes),
         class_t,
         name="class_sort", grid=(pl.cdiv(count, tokens),),
         out_shape=(jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((classes,), jnp.int32)),

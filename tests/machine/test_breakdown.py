@@ -70,8 +70,8 @@ def test_overlap_is_a_share_of_the_time_of_collectives():
 
 
 @pytest.mark.parametrize(("other", "named", "warned"), [
-    (0.04, 0.95, None), (0.06, 0.94, "6.0% of the time is in no part. 6.0% is other"),
-    (0.0, 0.93, "7.0% of the time is in no part. 0.0% is other"),
+    (0.04, 0.95, None), (0.06, 0.94, "6.0 % of the time is in no part. 6.0 % is other"),
+    (0.0, 0.93, "7.0 % of the time is in no part. 0.0 % is other"),
 ])  # fmt: skip
 def test_more_than_a_twentieth_of_a_step_in_no_part_is_a_warning(other, named, warned):
     ends = other * SECOND, (other + named) * SECOND

@@ -43,7 +43,7 @@ def test_candidates_are_timed_here_and_a_start_reads_the_table(capsys, monkeypat
 
 
 def measured(monkeypatch, seconds):
-    """The row of the table for the norm, if its variants take these times; an error if they take none."""
+    """The rows of the table for the norm, if its variants take these times; an error if they take none."""
 
     def time_choice(case, kernels, repeats):
         (choice,) = kernels.variants("residual_norm") if "residual_norm" in kernels.chosen else (Choice(1, REFERENCE),)
@@ -72,7 +72,7 @@ DEFAULT, OTHER = "pallas (64/1/1, 64×3×2×64/1/1)", "pallas (128/1/1, 64×3×2
     ({REFERENCE: 3.0, DEFAULT: 2.0, OTHER: 1.0, "wrong": OTHER}, DEFAULT),
 ])  # fmt: skip
 def test_the_fastest_that_runs_and_is_right_is_chosen(monkeypatch, seconds, chosen):
-    row = measured(monkeypatch, seconds)
+    (row,) = measured(monkeypatch, seconds)
     assert read_choice(row).variant == chosen
     assert all(row["seconds"][variant] == {"plain": took} for variant, took in seconds.items()
                if variant != "wrong" and took is not None)  # fmt: skip
@@ -81,17 +81,51 @@ def test_the_fastest_that_runs_and_is_right_is_chosen(monkeypatch, seconds, chos
     assert next(iter(row["seconds"])) == DEFAULT  # which reports name the first
 
 
-def test_what_was_measured_before_at_other_sizes_stays_if_the_sources_do(tmp_path):
-    def row(rows, sources="1"):
-        return {"sources": sources, "sizes": [{"dtype": "bfloat16", "rows": rows, "widths": [], "tiles": {},
-                                              "implementation": REFERENCE}]}  # fmt: skip
+def test_an_operation_of_which_nothing_runs_has_no_row(monkeypatch, capsys):
+    assert measured(monkeypatch, {REFERENCE: None, DEFAULT: None, OTHER: None}) == []
+    assert "residual_norm could not be timed: RuntimeError: out of shared memory" in capsys.readouterr().out
 
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps({"device": "cpu", "operations": {"a": row(1), "b": row(2), "c": row(3, "0")}}))
-    merged = room._merged(path, "cpu", {"a": row(1), "b": row(5), "c": row(6)})
-    assert {name: [size["rows"] for size in found["sizes"]] for name, found in merged.items()} == {
-        "a": [1], "b": [2, 5], "c": [6]}  # fmt: skip
-    assert room._merged(tmp_path / "none.json", "cpu", {"a": row(1)}) == {"a": row(1)}
+
+def test_each_operation_is_written_at_once_and_each_size_timed_once(monkeypatch, capsys):
+    """A later phase of the same sizes, and what was measured before: at other sizes it stays if the sources do."""
+    monkeypatch.setattr(room, "local_sizes", lambda config: [SMALL, SMALL._replace(sequence=2 * SMALL.sequence)])
+    monkeypatch.setattr(room, "current_target", lambda: Target("interpret", "cpu"))
+    monkeypatch.setattr(room, "DECIDING", {name: DECIDING[name] for name in ("residual_norm", "attention")})
+    calls = []
+
+    def tuned(selection, name, case, rows, sizes, dtype, repeats):
+        calls.append((name, rows))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return [size(name, rows)]
+
+    def size(name, rows):
+        return {"dtype": "bfloat16", "rows": rows, "widths": [*widths(OPERATIONS[name], SMALL.model, "bfloat16")],
+                "implementation": REFERENCE, "tiles": {}, "seconds": {REFERENCE: {"plain": 1.0}}}  # fmt: skip
+
+    monkeypatch.setattr(room, "_tune", tuned)
+    with pytest.raises(KeyboardInterrupt):
+        tune(None, [], 1)
+    assert calls == [
+        ("residual_norm", SMALL.tokens), ("attention", SMALL.sequence), ("attention", 1),
+        ("attention", 2 * SMALL.sequence),
+    ]  # fmt: skip
+    table = json.loads(own_table("cpu").read_text())
+    assert [one["rows"] for one in table["operations"]["attention"]["sizes"]] == [SMALL.sequence, 1]
+    table["operations"]["residual_norm"]["sources"] = "0"
+    table["operations"]["attention"]["sizes"] = [size("attention", 77)]
+    own_table("cpu").write_text(json.dumps(table))
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        tune(None, [], 1)
+    table = json.loads(own_table("cpu").read_text())
+    assert {name: [one["rows"] for one in row["sizes"]] for name, row in table["operations"].items()} == {
+        "residual_norm": [SMALL.tokens], "attention": [77, SMALL.sequence, 1]}  # fmt: skip
+    own_table("cpu").write_text("{")
+    calls.clear()
+    capsys.readouterr()
+    tune(None, [], 1, only=["residual_norm"])
+    assert "Replaced: " in capsys.readouterr().out
 
 
 def test_sizes_are_those_of_a_device_in_each_phase(monkeypatch):
@@ -152,5 +186,7 @@ def test_packed_documents_begin_anew_in_each_row():
 def test_flags_that_contradict_are_refused(capsys):
     assert command.main(["kernels", "--tune", "--compile-for", "h200"]) == 2
     assert "--compile-for cannot be combined with --tune" in capsys.readouterr().err
+    assert command.main(["kernels", "--repeats", "3"]) == 2
+    assert "--repeats needs --tune" in capsys.readouterr().err
     with pytest.raises(InputError):
         tune("nowhere.yaml", [], 1)

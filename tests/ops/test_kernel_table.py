@@ -103,15 +103,15 @@ def test_a_wrong_tile_is_rejected_and_the_default_takes_its_place(monkeypatch):
         ("it is wrong.", True) if choice.tiles else check(selection, name, choice, *rest)))  # fmt: skip
     with pytest.warns(UserWarning, match=r"pallas \(128/1/1\) kernel for residual_norm .* it is wrong"):
         found = validate_kernels(selection.without(OPERATIONS.keys() - {"residual_norm"}), SMALL, "bfloat16")
-    assert found.variants("residual_norm") == [Choice(1, "pallas")]
-    assert not found.measured
+    assert found.measured == {"residual_norm": (Choice(64, "pallas", (), "bfloat16"),)}
 
 
 @pytest.mark.parametrize(("change", "note"), [
     ({"sources": "0", "sizes": [size(64, REFERENCE)]}, "residual_norm was measured with other kernels than this"),
-    ({"sizes": [size(64, "hand")]}, "residual_norm has no implementation or tile hand {}"),
-    ({"sizes": [size(64, "pallas", {"residual_norm": [[3], 4, 1]})]}, "no implementation or tile pallas {'residual"),
-    ({"sizes": [size(64, "pallas", {"decode": [[64, 512], 4, 2]})]}, "no implementation or tile pallas {'decode'"),
+    ({"sizes": [size(64, "hand")]}, "this version has no hand for residual_norm, which"),
+    ({"sizes": [size(64, "pallas", {"residual_norm": [[3], 4, 1]})]}, "this version has no pallas (3/4/1) for"),
+    ({"sizes": [size(64, "pallas", {"decode": [[64, 512], 4, 2]})]}, "this version has no pallas (64×512/4/2) for"),
+    ({"sizes": []}, "residual_norm was not measured; cca_mix was not measured; attention"),
     ({"sizes": [size(64, "pallas") | {"widths": [96]}]}, "residual_norm was not measured in bfloat16 at widths [512]"),
     ({"sizes": [size(64, REFERENCE, dtype="float32")]}, "residual_norm was not measured in bfloat16 at widths [512]"),
 ])  # fmt: skip
@@ -123,6 +123,26 @@ def test_what_cannot_be_used_is_said_and_the_default_runs(change, note):
     assert not selection.measured
     assert note in str(selection)
     assert "there the default runs. Measure again with python -m zaya_jax.machine kernels --tune." in str(selection)
+
+
+def test_a_table_of_two_dtypes_serves_both():
+    tile = {"residual_norm": [[4096], 8, 1]}  # of bfloat16 alone
+    tree = content(size(64, "pallas", tile), size(64, REFERENCE, dtype="float32"))
+    assert selected(tree).measured["residual_norm"][0].variant == "pallas (4096/8/1)"
+    assert selected(tree, dtype="float32").measured["residual_norm"][0].kernel == REFERENCE
+
+
+def test_kernels_of_the_parts_of_a_measured_reference_are_validated():
+    tree = content(size(8, REFERENCE, name="experts"), size(1024, "pallas", name="experts"), name="experts")
+    parts = {"grouped_product", "grouped_product_transposed", "grouped_outer"}
+    assert parts <= selected(tree).kernels.keys()
+    assert not parts & selected(content(size(1024, "pallas", name="experts"), name="experts")).kernels.keys()
+
+
+def test_the_parts_of_attention_follow_its_pin():
+    parts = {"partial_attention", "partial_attention_gradient"}
+    assert not parts & selected(content(), attention=REFERENCE).chosen.keys()
+    assert parts <= selected(content(), attention="pallas").chosen.keys()
 
 
 def test_the_parts_of_attention_follow_its_measurement():
@@ -168,8 +188,15 @@ def test_one_s_own_table_comes_before_the_shipped_one_and_a_foreign_one_is_said(
     shipped = tmp_path / "shipped" / "nvidia_h200.json"
     shipped.write_text(json.dumps(content(size(64, REFERENCE))), encoding="utf-8")
     assert find_table(GPU, said.append).source == str(shipped)
-    path = write(content(size(64, "pallas")))
-    assert find_table(GPU, said.append).source == str(path)
+    own = write(content(size(64, "pallas"), size(128, REFERENCE)))
+    found = find_table(GPU, said.append)
+    assert found.source == f"{own} and {shipped}"
+    assert found.content["operations"] == content(size(64, "pallas"), size(128, REFERENCE))["operations"]
+    write(content(size(128, "pallas")))
+    sizes = find_table(GPU, said.append).content["operations"]["residual_norm"]["sizes"]
+    assert sizes == [size(64, REFERENCE), size(128, "pallas")]
+    path = write(content(size(4096, REFERENCE, name="attention"), name="attention"))
+    assert find_table(GPU, said.append).content["operations"].keys() == {"residual_norm", "attention"}
     assert not said
     path.write_text(json.dumps(content(device="NVIDIA H100")), encoding="utf-8")
     assert find_table(GPU, said.append).source == str(shipped)
@@ -218,6 +245,12 @@ def test_the_digest_is_of_the_code_of_an_operation_and_its_kernels(tmp_path, mon
     assert digest('"""Others,\nmore."""\n\nfrom pallas_kernels.launch import launch\nx = 1\n') == first
     assert digest("from pallas_kernels.launch import launch\nx = 2\n") != first
     assert digest("x = 1\n") != first, "the kernels that it imports count"
+    loops = [
+        digest(f"from pallas_kernels import launch\nfor i in y:\n    x = 1\n{more}x = 2\n") for more in ("", "    ")
+    ]
+    assert loops[0] != loops[1]
+    one, other = (digest(f"from zaya_jax.ops import {names}\n") for names in ("norm, stacked", "norm"))
+    assert one != other, "all that it imports counts"
     sources_digest.cache_clear()
     digests = {sources_digest(operation.reference.__module__) for operation in OPERATIONS.values()}
     assert len(digests) == len({operation.reference.__module__ for operation in OPERATIONS.values()})

@@ -37,7 +37,7 @@ def test_a_gpu_has_all_kernels_for_the_released_shapes():
     assert list(selection.chosen) == WITH_KERNELS
     assert not selection.reasons
     assert [*select_kernels(GPU, EXAMPLE, "float32").chosen] == WITH_KERNELS
-    assert "AMD Instinct MI300X: residual_norm, cca_mix, attention" in str(selection)
+    assert "AMD Instinct MI300X: residual_norm, cca_mix (pallas), attention" in str(selection)
 
 
 def test_a_cpu_has_none_and_its_ops_are_the_references():

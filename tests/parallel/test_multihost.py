@@ -24,12 +24,12 @@ from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, Reason, RunStopped, exit_reason, last_words
 from zaya_jax.ops.kernel_table import own_table, parse_table
 from zaya_jax.parallel import multihost
+from zaya_jax.parallel.kernels import TABLE
 from zaya_jax.parallel.multihost import all_gather, broadcast, check_alike, primary_first
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import initialization
-from zaya_jax.train.kernels import TABLE
 from zaya_jax.train.loop import run_training
 
 SAME = ["train.compute_dtype=float64", "train.batch.micro_batch=1", "evaluation.batch_size=4", "sample.tokens=1"]

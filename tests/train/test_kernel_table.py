@@ -10,8 +10,8 @@ from tests.train.test_interruption import copied_run
 from tests.train_helpers import STEADY, change
 from zaya_jax.config import PhaseConfig
 from zaya_jax.ops.kernel_table import REFERENCE, KernelTable, own_table, parse_table
+from zaya_jax.parallel.kernels import TABLE
 from zaya_jax.run.manifest import read_manifest
-from zaya_jax.train.kernels import TABLE
 from zaya_jax.train.loop import run_training
 
 pytestmark = pytest.mark.usefixtures("quick")

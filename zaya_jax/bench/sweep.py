@@ -113,8 +113,8 @@ def run_trial(trial: Trial) -> Curve:
     from zaya_jax.data.sources import open_sources
     from zaya_jax.evaluate.evaluator import ModelSnapshot
     from zaya_jax.evaluate.heldout import HeldoutEvaluator
+    from zaya_jax.parallel.kernels import validated_kernels
     from zaya_jax.train.compiled import CompiledSteps
-    from zaya_jax.train.kernels import validated_kernels
     from zaya_jax.train.program import Programs
     from zaya_jax.train.state import init_state
 

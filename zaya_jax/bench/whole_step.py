@@ -30,7 +30,7 @@ from zaya_jax.machine.timing import timed
 from zaya_jax.machine.train_step import estimated_bytes, reduce_to_fit
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.optim.skippable import skippable
-from zaya_jax.train.kernels import validated_kernels
+from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.train.memory_errors import available_memory, gigabytes
 from zaya_jax.train.program import Programs
 

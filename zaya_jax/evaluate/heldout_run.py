@@ -1,13 +1,15 @@
 """The held-out loss of a checkpoint, computed as its run computed it: same text, same batches, same dtypes."""
 
+import dataclasses
 import functools
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from zaya_jax.config import ModelConfig, ParallelConfig, from_dict
+from zaya_jax.config import Config, ModelConfig, ParallelConfig, from_dict
 from zaya_jax.config.stages import first_step, stage_at
 from zaya_jax.data.pipeline import HeldoutText, heldout_text
 from zaya_jax.data.sources import open_sources
@@ -18,10 +20,11 @@ from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, roles, shapes, with_values
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.registry import validate_kernels
+from zaya_jax.ops.registry import pins_anywhere
+from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import make_mesh, replicated
 from zaya_jax.parallel.multihost import primary_first
-from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
+from zaya_jax.parallel.placement import Placement, make_placement
 from zaya_jax.run.folder import read_config
 from zaya_jax.weights.sources import Weights
 
@@ -46,7 +49,7 @@ class RunHeldout:
         if not any(text.text_bytes for text in self._measure(len(self._config.phases) - 1).values()):
             raise InputError(f"The sources of {run} have no held-out text. Name files to score with --text.")
         self._evaluator = HeldoutEvaluator(self._config, prepared)
-        self._program = functools.cache(_program)
+        self._program = functools.cache(functools.partial(_program, self._config, run))
 
     def texts(self, step: int) -> dict[str, HeldoutText]:
         """Measure the held-out text of each source as the phase reads it that trained the step before `step`."""
@@ -71,7 +74,7 @@ class RunHeldout:
         Raises:
           InputError: the weights are damaged.
         """
-        placement, loss_sums = self._program(weights.config, self._config.train.compute_dtype)
+        placement, loss_sums = self._program(weights.config)
         values = weights.load(_abstract(weights, placement))
         params, balance = ({name: x for name, x in values.items() if is_balancing_bias(name) == biases}
                            for biases in (False, True))  # fmt: skip
@@ -81,11 +84,11 @@ class RunHeldout:
                 for name, loss in self._evaluator.losses.items()}  # fmt: skip
 
 
-def _program(config: ModelConfig, dtype: str) -> tuple[Placement, Any]:
-    """Make the placement over all devices of the job, and the evaluation step of training."""
-    model = abstract_model(config)
-    # The default kernels, since the processes of a job may have different measurements.
-    kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
+def _program(run_config: Config, run: Path, config: ModelConfig) -> tuple[Placement, Any]:
+    """Make the placement over all devices of the job, with the kernels of the run, and the evaluation step."""
+    model, dtype = abstract_model(config), run_config.train.compute_dtype
+    evaluated = dataclasses.replace(run_config, model=config, ops=pins_anywhere(run_config.ops))
+    kernels = validated_kernels(evaluated, run, training=False, say=functools.partial(print, file=sys.stderr))
     placement = make_placement(ParallelConfig(), make_mesh(), shapes(model), roles(model), dtype, kernels)
 
     def loss(params: Arrays, balance: Arrays, batch: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -1,6 +1,9 @@
 """Which devices generate: rows of a batch are split over some, the cache of each row over others."""
 
 import dataclasses
+import functools
+import sys
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh
@@ -18,7 +21,7 @@ from zaya_jax.parallel.placement import Placement, device_kernels
 FIRST_DEVICE = ParallelConfig(data=1)
 
 
-def decode_placement(model: Zaya, parallel: ParallelConfig) -> Placement:
+def decode_placement(model: Zaya, parallel: ParallelConfig, pinned: Mapping[str, str] | None = None) -> Placement:
     """Make the placement of generation on devices of this process, with kernels validated there.
 
     Every device has all parameters. The rows of a batch are split over `data`. The cache of each row is split over
@@ -27,6 +30,7 @@ def decode_placement(model: Zaya, parallel: ParallelConfig) -> Placement:
     Args:
       model: the model to generate with.
       parallel: sizes of `data` (None for all devices that `context` leaves) and `context`; the others must be 1.
+      pinned: implementations of operations, as in the key `ops`.
 
     Raises:
       InputError: there are not as many devices, or another axis is not 1.
@@ -35,12 +39,13 @@ def decode_placement(model: Zaya, parallel: ParallelConfig) -> Placement:
     mesh = decode_mesh(parallel)
     dtypes = compute_dtypes(roles(abstract_model(config)), dtype)
     return Placement(dataclasses.replace(parallel, data=mesh.shape["data"]), mesh, {}, dtypes,
-                     generation_kernels(config, dtype))  # fmt: skip
+                     generation_kernels(config, dtype, pinned))  # fmt: skip
 
 
-def generation_kernels(config: ModelConfig, dtype: str) -> KernelSelection:
+def generation_kernels(config: ModelConfig, dtype: str, pinned: Mapping[str, str] | None = None) -> KernelSelection:
     """Select the fastest kernels for generation on this process' devices, and validate them."""
-    selection = device_kernels(config, dtype, find_table(current_target(), print))
+    say = functools.partial(print, file=sys.stderr)  # texts go to stdout
+    selection = device_kernels(config, dtype, find_table(current_target(), say), pinned)
     return validate_kernels(selection, config, dtype, training=False)
 
 

@@ -15,6 +15,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.zaya import Zaya
+from zaya_jax.ops.registry import pins_anywhere
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.decode import REPLICATED, place
 from zaya_jax.parallel.placement import Placement
@@ -69,7 +70,7 @@ def open_text_model(
     sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)
     adds_bos = find_special_tokens(path, chat=False, eot=None, bos=None).bos is not None
     model = weights.load_model(jnp.dtype(dtype))
-    placement = decode_placement(model, parallel)
+    placement = decode_placement(model, parallel, pins_anywhere((weights.optimizer_config or {}).get("ops", {})))
     return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
                      placement, adds_bos, other_tokens(path.parent))  # fmt: skip
 

@@ -45,7 +45,9 @@ def _parser() -> Parser:
     kernels.add_argument("--tune", nargs="*", metavar="CONFIG", help="time the implementations of each operation on "
                          "this machine's device instead, at the sizes of this configuration, with section.key=value "
                          "to override (default: configs/bench_8b.yaml)")  # fmt: skip
-    add_flags(kernels, repeats=5)
+    kernels.add_argument("--repeats", type=int, metavar="N",
+                         help="number of timed repetitions of each candidate (with --tune; default: 5)")  # fmt: skip
+    add_flags(kernels)
     parser.epilog = verb_examples(verbs)
     return parser
 
@@ -95,7 +97,9 @@ def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
             raise InputError("--compile-for cannot be combined with --tune, which measures this machine's device.")
         from zaya_jax.machine.tune import tune
 
-        return tune(parsed.tune[0] if parsed.tune else None, parsed.tune[1:], parsed.repeats)
+        return tune(parsed.tune[0] if parsed.tune else None, parsed.tune[1:], parsed.repeats or 5)
+    if parsed.repeats is not None:
+        raise InputError("--repeats needs --tune: without it, kernels are compiled, not timed.")
     from zaya_jax.machine.compilers.kernels import bench_kernels
 
     return bench_kernels(parsed.compile_for, parsed.output)

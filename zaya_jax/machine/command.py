@@ -99,7 +99,8 @@ def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
     files = {f"--{name}": getattr(parsed, name, None) for name in ("output", "png")}
 
     def run() -> int:
-        check_request(getattr(parsed, "repeats", 1), files)
+        repeats = getattr(parsed, "repeats", None)
+        check_request(1 if repeats is None else repeats, files)
         result = parsed.run(parsed)
         write_result(result, getattr(parsed, "output", None))
         if getattr(parsed, "png", None):

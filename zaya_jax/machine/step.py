@@ -12,8 +12,8 @@ from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.hardware.data_sheets import peak_flops
 from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.machine.timing import timed
+from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.train.initialization import initialize
-from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.program import PhaseProgram, Programs
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_local_loss

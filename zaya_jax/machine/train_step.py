@@ -35,8 +35,8 @@ from zaya_jax.machine.step import (
     time_train_steps,
 )
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.run.folder import PROFILE
-from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.memory_errors import available_memory, gigabytes
 from zaya_jax.train.program import Programs
 

@@ -23,7 +23,17 @@ from zaya_jax.machine.dry_run.estimate import simulated_programs
 from zaya_jax.machine.kernel_cases import SMALL, Case, Sizes, cases, drawn, experts_of_a_step, passes
 from zaya_jax.machine.queued_calls import calls_together, repeated
 from zaya_jax.machine.result import describe_run, print_tables
-from zaya_jax.ops.kernel_table import REFERENCE, Choice, own_table, parse_table, read_choice, sources_digest, tiles_of
+from zaya_jax.ops.kernel_table import (
+    REFERENCE,
+    Choice,
+    merged,
+    own_table,
+    parse_table,
+    read_choice,
+    size_key,
+    sources_digest,
+    tiles_of,
+)
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection, check_kernel, select_kernels, widths
 from zaya_jax.ops.target import Target, current_target
 from zaya_jax.parallel.mesh import batch_shards
@@ -76,26 +86,45 @@ def tune(
     dtype = config.train.compute_dtype
     result = describe_run("kernels --tune", f"{source or 'configs/bench_8b.yaml'}, {dtype}", "XLA", ())
     result |= {"date": time.strftime("%Y-%m-%d", time.gmtime()), "device": target.device_kind, "operations": {}}
+    path = own_table(target.device_kind)
+    make_folder(path.parent)
     for sizes in [SMALL] if emulated else local_sizes(config):
         selection = select_kernels(target, sizes.model, dtype)
         every = deciding_cases(sizes, dtype)
         for name, deciding in DECIDING.items():
-            if name not in only or time.monotonic() > start + seconds:
+            if name not in only:
+                continue
+            if time.monotonic() > start + seconds:
+                print(f"{name} is not timed: the limit of {seconds:.0f} s is over.")
                 continue
             row = result["operations"].setdefault(
                 name, {"sources": sources_digest(OPERATIONS[name].reference.__module__), "sizes": []}
             )
+            timed = []
             for case, rows in deciding.items():
-                size = _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
-                row["sizes"].append(size)
-            selection = with_choice(selection, name, read_choice(row["sizes"][-len(deciding)]))
-            print_tables([_table(name, row["sizes"][-len(deciding) :])])
-    path = own_table(target.device_kind)
-    result["operations"] = _merged(path, target.device_kind, result["operations"])
-    make_folder(path.parent)
-    write_atomically(path, json_text(result))
+                at = dtype, rows(sizes), widths(OPERATIONS[name], sizes.model, dtype)
+                if at not in map(size_key, row["sizes"]):  # by another phase
+                    timed += _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
+            if timed:
+                row["sizes"] += timed
+                selection = with_choice(selection, name, read_choice(timed[0]))
+                print_tables([_table(name, timed)])
+                _write(path, result)
+    if not any(row["sizes"] for row in result["operations"].values()):
+        raise InputError("Nothing could be timed. The lines above say why.")
     print(f"Wrote {path}, which training on this machine reads from now on.")
     return result
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the table after each operation, so that an interruption loses one."""
+    before = {}
+    try:
+        if path.exists():
+            before = parse_table(read_object(path), result["device"], str(path)).content["operations"]
+    except InputError as error:
+        print(f"Replaced: {error}")
+    write_atomically(path, json_text({**result, "operations": merged(before, result["operations"])}))
 
 
 def deciding_cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
@@ -121,8 +150,8 @@ def local_sizes(config: Config) -> list[Sizes]:
 
 def _tune(
     selection: KernelSelection, name: str, case: Case, rows: int, sizes: Sizes, dtype: str, repeats: int
-) -> dict[str, Any]:  # fmt: skip
-    """Time the candidates of an operation; returns its row of the table."""
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Time the candidates of an operation; returns its row of the table, none if no candidate ran."""
     operation, target, times = OPERATIONS[name], selection.target, dict[str, dict[str, float]]()
     reasons = dict[str, str]()
 
@@ -141,11 +170,12 @@ def _tune(
             reasons[kernel.name] = selection.reasons[name, kernel.name]
             continue
         declared = tiles_of(kernel, target, dtype)
-        best = default = Choice(rows, kernel.name, tuple((each, tiles[0]) for each, tiles in declared.items()), dtype)
+        first = tuple(sorted((each, tiles[0]) for each, tiles in declared.items()))
+        best = default = Choice(rows, kernel.name, first, dtype)
         for each, tiles in declared.items():
             for tile in tiles[1:]:
                 limit = GAIN * seconds(best)  # the default tiles are timed first
-                trial = best._replace(tiles=tuple((dict(best.tiles) | {each: tile}).items()))
+                trial = best._replace(tiles=tuple(sorted((dict(best.tiles) | {each: tile}).items())))
                 best = trial if seconds(trial) < limit else best
         candidates += dict.fromkeys((best, default))
 
@@ -158,11 +188,14 @@ def _tune(
         return not reason
 
     choice = next(filter(is_right, sorted(candidates, key=seconds)))
+    if not any(times.values()):
+        print(f"{name} could not be timed: {next(iter(reasons.values()))}")
+        return []
     tiles = {each: [list(tile.sizes), tile.warps, tile.stages] for each, tile in choice.tiles}
-    return {
+    return [{
         "dtype": dtype, "rows": rows, "widths": list(widths(operation, sizes.model, dtype)),
         "implementation": choice.kernel, "tiles": tiles, "seconds": times, "not_used": reasons,
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 def time_case(case: Case, kernels: KernelSelection, repeats: int) -> dict[str, float]:
@@ -220,22 +253,3 @@ def _table(name: str, sizes: Sequence[Mapping[str, Any]]) -> Table:
                  for kernel, variant in best.items()]  # fmt: skip
     return make_table(name, rows, {"rows": "rows", "implementation (tiles/warps/stages)": "variant", "ms": "ms",
                                    "× XLA": "xla", "runs": "runs"})  # fmt: skip
-
-
-def _merged(path: Path, device: str, operations: dict[str, Any]) -> dict[str, Any]:
-    """Add what was measured before with the same sources, at other sizes."""
-    try:
-        before = parse_table(read_object(path), device, str(path)).content["operations"]
-    except InputError:
-        return operations
-    merged = {name: row for name, row in before.items() if name not in operations}
-    for name, row in operations.items():
-        same = before.get(name, {"sources": ""})["sources"] == row["sources"]
-        keys = [_key(size) for size in row["sizes"]]
-        kept = [size for size in before[name]["sizes"] if _key(size) not in keys] if same else []
-        merged[name] = row | {"sizes": [*kept, *row["sizes"]]}
-    return merged
-
-
-def _key(size: Mapping[str, Any]) -> tuple[Any, ...]:
-    return size["dtype"], size["rows"], tuple(size["widths"])

@@ -25,9 +25,11 @@ from zaya_jax.run.files import expanded, read_object
 
 REFERENCE = "reference"  # name of the implementation that XLA compiles from plain JAX
 _SHIPPED = Path(__file__).parent / "tables"
-# What changes no result: docstrings, comments and white space.
-_IGNORED = re.compile(r'"""[\s\S]*?"""|#.*|\s+')
-_IMPORTS = re.compile(r"^from (pallas_kernels\S*) import \(?\s*(\w+)", re.MULTILINE)
+# What changes no result: docstrings, comments, white space at the end of a line.
+_IGNORED = re.compile(r'[ \t]*"""[\s\S]*?"""|[ \t]*#.*|[ \t]+$', re.MULTILINE)
+_IMPORTS = re.compile(r"^from (pallas_kernels|zaya_jax\.ops)(\S*) import ([^(\n]+|\([^)]*)", re.MULTILINE)
+# Modules that select and check kernels, or name them.
+_APART = {f"zaya_jax.ops.{name}" for name in ("kernel_table", "names", "operation", "parts", "registry", "target")}
 
 
 class Choice(NamedTuple):
@@ -35,7 +37,7 @@ class Choice(NamedTuple):
 
     rows: int  # the first value of `Operation.shape`
     kernel: str  # name of a kernel, or `REFERENCE`
-    tiles: tuple[tuple[str, Tile], ...] = ()  # of the kernel, by name; defaults for others
+    tiles: tuple[tuple[str, Tile], ...] = ()  # of the kernel, sorted by name; defaults for others
     dtype: str = ""  # of the activations with which they were measured
 
     @property
@@ -76,26 +78,28 @@ class KernelTable:
         name = operation.measured_as or operation.name
         row = self.content["operations"].get(name)
         if row is None or not row["sizes"]:
-            return (), ""
+            return (), f"{name} was not measured"
         if row["sources"] != sources_digest(operation.reference.__module__):
             return (), f"{name} was measured with other kernels than this version's"
-        kernels = {kernel.name: kernel for kernel in operation.kernels}
-        found = []
+        kernels, measured = {kernel.name: kernel for kernel in operation.kernels}, []
+        note = f"{name} was not measured in {dtype} at widths {list(widths)}"
         for size in row["sizes"]:
-            kernel = kernels.get(size["implementation"])
+            if size["dtype"] != dtype or size["widths"] != list(widths):
+                continue
             choice = read_choice(size)
+            kernel = kernels.get(choice.kernel)
             declared = all(kernel and name in kernel.tiles and tile in tiles(name, target.architecture, dtype)
                            for name, tile in choice.tiles)  # fmt: skip
-            if not declared or (kernel is None and size["implementation"] != REFERENCE):
-                return (), f"{name} has no implementation or tile {size['implementation']} {size['tiles']}"
-            if size["dtype"] == dtype and size["widths"] == list(widths):
-                found.append(choice)
-        return tuple(found), "" if found else f"{name} was not measured in {dtype} at widths {list(widths)}"
+            if declared and (kernel or choice.kernel == REFERENCE):
+                measured.append(choice)
+            else:
+                note = f"this version has no {choice.variant} for {name}, which was measured"
+        return tuple(measured), "" if measured else note
 
 
 def read_choice(size: Mapping[str, Any]) -> Choice:
     """Return the choice of one size in a table."""
-    chosen = tuple((name, Tile(tuple(sizes), *rest)) for name, (sizes, *rest) in size["tiles"].items())
+    chosen = tuple((name, Tile(tuple(sizes), *rest)) for name, (sizes, *rest) in sorted(size["tiles"].items()))
     return Choice(size["rows"], size["implementation"], chosen, size["dtype"])
 
 
@@ -111,16 +115,16 @@ def nearest(choices: Sequence[Choice], rows: int) -> Choice:
 
 @functools.cache
 def sources_digest(module: str) -> str:
-    """Return a digest of the sources of an operation's module and of the kernels that it imports, without tiles."""
+    """Return a digest of the sources of an operation's module and of the kernels and operations that it imports."""
     texts, pending = dict[str, str](), [module]
     while pending:
         name = pending.pop()
-        spec = None if name in (*texts, "pallas_kernels", "pallas_kernels.tiles") else importlib.util.find_spec(name)
+        spec = None if name in (*texts, *_APART, "pallas_kernels.tiles") else importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             text = Path(spec.origin).read_text(encoding="utf-8")
-            texts[name] = _IGNORED.sub("", text)
-            for package, imported in _IMPORTS.findall(text):
-                pending += [package] if package != "pallas_kernels" else [f"{package}.{imported}"]
+            texts[name] = "\n".join(filter(None, _IGNORED.sub("", text).splitlines()))
+            for package, rest, names in _IMPORTS.findall(text):
+                pending += [package + rest] if rest else [f"{package}.{each}" for each in re.findall(r"\w+", names)]
     return digest("\n".join(f"{name} {texts[name]}" for name in sorted(texts)).encode())[:16]
 
 
@@ -135,19 +139,40 @@ def _file_name(device_kind: str) -> str:
 
 
 def find_table(target: Target, say: Callable[[str], object]) -> KernelTable | None:
-    """Return the user's own table for a device, or the one that ships with the project, or None.
+    """Return the user's own table for a device, with what it lacks from the one that ships, or None without any.
 
     Args:
       target: kind of device.
       say: called with a sentence about a table that cannot be used.
     """
+    tables = []
     for path in (own_table(target.device_kind), _SHIPPED / f"{_file_name(target.device_kind)}.json"):
         try:
             if path.exists():
-                return parse_table(read_object(path), target.device_kind, str(path))
+                tables.append(parse_table(read_object(path), target.device_kind, str(path)))
         except (InputError, OSError) as error:
             say(f"Not used: {error}")
-    return None
+    if len(tables) <= 1:
+        return tables[0] if tables else None
+    own, shipped = (table.content for table in tables)
+    both = {"device": own["device"], "operations": merged(shipped["operations"], own["operations"])}
+    return KernelTable(json.dumps(both, sort_keys=True), " and ".join(table.source for table in tables))
+
+
+def merged(before: Mapping[str, Any], operations: Mapping[str, Any]) -> dict[str, Any]:
+    """Add to a table's operations what was measured before with the same sources, at other sizes."""
+    both = {name: row for name, row in before.items() if name not in operations}
+    for name, row in operations.items():
+        same = before.get(name, {"sources": ""})["sources"] == row["sources"]
+        keys = [size_key(size) for size in row["sizes"]]
+        kept = [size for size in before[name]["sizes"] if size_key(size) not in keys] if same else []
+        both[name] = {**row, "sizes": [*kept, *row["sizes"]]}
+    return both
+
+
+def size_key(size: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what identifies a size of an operation."""
+    return size["dtype"], size["rows"], tuple(size["widths"])
 
 
 def parse_table(content: Mapping[str, Any], device_kind: str, source: str) -> KernelTable:

@@ -108,14 +108,19 @@ class KernelSelection:
     @property
     def kernels(self) -> dict[str, str]:
         """`chosen`, without operations that only a replaced reference would use."""
-        whole = {part for name in self.chosen for part in OPERATIONS[name].uses}
+        whole = {part for name in self.chosen for part in OPERATIONS[name].uses
+                 if all(choice.kernel != REFERENCE for choice in self.measured.get(name, ()))}  # fmt: skip
         return {name: kernel for name, kernel in self.chosen.items() if name not in whole}
 
     def __str__(self) -> str:
         """Describe the selection in one line."""
         if self.target.platform not in PLATFORMS:
             return f"There are no kernels for {self.target.platform}: XLA runs all operations."
-        said = [f"Kernels for {self.target.device_kind}: {', '.join(self.kernels) or 'none'}."]
+        named = (name if len(OPERATIONS[name].kernels) == 1 else f"{name} ({kernel})"
+                 for name, kernel in self.kernels.items())  # fmt: skip
+        said = [f"Kernels for {self.target.device_kind}: {', '.join(named) or 'none'}."]
+        if self.pinned:
+            said.append(f"Pinned: {', '.join(f'{name}={kernel}' for name, kernel in self.pinned.items())}.")
         if self.table is not None:
             said.append(f"Measured in {self.table.source}: {', '.join(self.measured) or 'none of these'}.")
         said += [f"No {kernel} kernel for {name}: {reason}" for (name, kernel), reason in self.reasons.items()]
@@ -154,43 +159,47 @@ def select_kernels(
     Raises:
       InputError: a pinned implementation does not exist, or cannot be used.
     """
-    chosen: dict[str, str] = {}
-    reasons: dict[tuple[str, str], str] = {}
-    measured: dict[str, tuple[Choice, ...]] = {}
-    notes, pinned = [], pinned or {}
+    chosen, reasons, measured, notes = dict[str, str](), dict[tuple[str, str], str](), {}, dict[str, str]()
+    pinned = pinned or {}
     check_pinned(pinned)
     for name, operation in OPERATIONS.items():
-        every, able = operation.kernels_for(target.platform), []
-        for kernel in every:
-            why = _rejected.get((target, name, kernel.name)) or _unsupported(operation, kernel, target, model, dtype)
-            if not why:
-                able.append(kernel)
-            elif not able:
-                reasons[name, kernel.name] = why
-        if pin := pinned.get(name):
-            able = [kernel for kernel in able if kernel.name == pin]
-            if not able and pin != REFERENCE:
-                why = next(
-                    (
-                        _rejected.get((target, name, pin)) or _unsupported(operation, kernel, target, model, dtype)
-                        for kernel in every
-                        if kernel.name == pin
-                    ),
-                    f"{target.device_kind} has no such kernel.",
-                )
-                raise InputError(f"ops.{name}={pin} cannot be used: {why} Set ops.{name}={REFERENCE}, or leave it out.")
-        elif table is not None and every:
-            found, note = table.choices(operation, target, dtype, widths(operation, model, dtype))
-            names = {REFERENCE, *(kernel.name for kernel in able)}
-            found = tuple(choice for choice in found
-                          if choice.kernel in names and (target, name, choice.variant) not in _rejected)  # fmt: skip
-            if found:
-                measured[name] = found
-                able = [kernel for kernel in able if kernel.name in {choice.kernel for choice in found}]
-            notes += [note] if note and able else []
+        why = {kernel.name: _rejected.get((target, name, kernel.name))
+               or _unsupported(operation, kernel, target, model, dtype)
+               for kernel in operation.kernels_for(target.platform)}  # fmt: skip
+        able = [kernel for kernel in why if not why[kernel]]
+        # A pin of an operation holds for those that are its kernels with other outputs.
+        pin = pinned.get(name) or pinned.get(operation.measured_as)
+        if pin:
+            if name in pinned and pin not in (REFERENCE, *able):
+                reason = why.get(pin, f"{target.device_kind} has no such kernel.")
+                raise InputError(f"ops.{name}={pin} cannot be used: {reason} Set ops.{name}={REFERENCE}, or leave it "
+                                 "out.")  # fmt: skip
+            able = [kernel for kernel in able if kernel == pin]
+        elif table is not None and why:
+            found, notes[name] = table.choices(operation, target, dtype, widths(operation, model, dtype))
+            usable = [_usable(choice, target, name) for choice in found if choice.kernel in (REFERENCE, *able)]
+            if usable:
+                measured[name] = tuple(usable)
+                able = [kernel for kernel in able if kernel in {choice.kernel for choice in usable}]
         if able:
-            chosen[name] = able[0].name
-    return KernelSelection(target, chosen, reasons, (), measured, table, tuple(dict.fromkeys(notes)), pinned)
+            chosen[name] = able[0]
+        for kernel, reason in why.items():
+            if not reason:
+                break
+            reasons[name, kernel] = reason
+    selection = KernelSelection(target, chosen, reasons, (), measured, table, (), pinned)
+    said = (notes.get(name) for name in selection.kernels)
+    return dataclasses.replace(selection, notes=tuple(dict.fromkeys(filter(None, said))))
+
+
+def _usable(choice: Choice, target: Target, name: str) -> Choice:
+    """Return a choice, with the default tiles if its tiles were rejected."""
+    return choice._replace(tiles=()) if (target, name, choice.variant) in _rejected else choice
+
+
+def pins_anywhere(pinned: Mapping[str, str]) -> dict[str, str]:
+    """Return a run's pins to the reference, which other devices than the run's have, too."""
+    return {name: pin for name, pin in pinned.items() if pin == REFERENCE}
 
 
 def check_pinned(pinned: Mapping[str, str]) -> None:

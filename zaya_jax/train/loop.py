@@ -25,6 +25,7 @@ from zaya_jax.model.lora import merged
 from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
+from zaya_jax.parallel.kernels import keep_table, validated_kernels
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, primary_first
 from zaya_jax.parallel.peer_liveness import PeerLiveness
@@ -46,7 +47,6 @@ from zaya_jax.train.initialization import (
     open_init_from,
     record_base,
 )
-from zaya_jax.train.kernels import keep_table, validated_kernels
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.plot import plot_run

@@ -24,9 +24,9 @@ from zaya_jax.config.stages import stages
 from zaya_jax.machine.step import place_rows, random_tokens
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
+from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.train.autotuning import Autotuning
 from zaya_jax.train.initialization import initialize
-from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.program import Programs
 
 TIMES = 10

@@ -32,8 +32,8 @@ def measure_tuning(small: bool, seconds: float) -> dict[str, Any]:
     for name, row in table["operations"].items():
         for size in row["sizes"]:
             by_variant, title = totals(size), f"{name}, {size['rows']:,} rows"
-            # The first kernel that was timed is the default, with its default tiles.
-            default = next((variant for variant in by_variant if variant != REFERENCE), REFERENCE)
+            # The first kernel to be timed is the default, with its default tiles; it may have failed.
+            default = next((variant for variant in size["seconds"] if variant != REFERENCE), REFERENCE)
             fastest = min(by_variant, key=by_variant.__getitem__, default=REFERENCE)
             for what, variant in (("fastest", fastest), ("default", default), ("XLA", REFERENCE)):
                 if variant in by_variant:  # XLA's may have failed, too

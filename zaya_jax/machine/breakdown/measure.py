@@ -23,9 +23,9 @@ from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables
 from zaya_jax.machine.step import place_rows, random_tokens, time_train_steps
 from zaya_jax.ops.parts import OTHER, PARTS
+from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.run.folder import PROFILE
 from zaya_jax.run.run import Run
-from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import make_programs
 from zaya_jax.train.state import TrainState
@@ -186,10 +186,12 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int =
 
 def _warnings(other: float, unattributed: float) -> list[str]:
     """Say what to do if parts do not explain a step, of whose time these shares are in none."""
-    if other + unattributed <= _UNCLEAR:
+    hidden = max(unattributed, 0.0)  # instructions that run at the same time count twice
+    if other + hidden <= _UNCLEAR:
         return []
+    total, other, hidden = (f"{100 * share:.1f} %" for share in (other + hidden, other, hidden))
     return [
-        f"Warning: {other + unattributed:.1%} of the time is in no part. {other:.1%} is other: --instructions 20 names "
-        f"the instructions, please report them. In {unattributed:.1%} (unattributed) the trace shows none: the device "
-        f"waits, or XLA_FLAGS sets {TRACED.name}, whose graphs hide them."
+        f"Warning: {total} of the time is in no part. {other} is other: --instructions 20 names the instructions, "
+        f"please report them. In {hidden} (unattributed) the trace shows none: the device waits, or XLA_FLAGS sets "
+        f"{TRACED.name}, whose graphs hide them."
     ]

@@ -24,10 +24,10 @@ from zaya_jax.machine.compilers.hlo import entry_place, parse
 from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.report.tables import message_table
 from zaya_jax.machine.result import describe_run, print_once, table_lines
+from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.metrics import append_row
-from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.program import make_programs
 
 _OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}

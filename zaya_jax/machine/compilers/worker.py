@@ -51,7 +51,7 @@ def compile_cases(gpu: str, request: str, folder: str) -> None:
 def compile_products(gpu: str, request: str, path: str, folder: str) -> None:
     """Compile the products of a `gemm.sweep.Request`, given as JSON, and write them into `folder`."""
     config, wanted = load_config(path), GemmRequest(**json.loads(request))
-    kernels = select_kernels(GPUS[gpu].target, config.model, wanted.dtype)
+    kernels = select_kernels(GPUS[gpu].target, config.model, wanted.dtype, None, config.ops)
     for index, problem in enumerate(make_problems(config, wanted, kernels)):
         compile_program(program_name(index), problem.run, (*problem.arrays, *problem.integers), gpu, Path(folder))
 

@@ -41,7 +41,9 @@ def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
     check_gpu(gpu)
     find_toolchain(gpu)
     silence_plugins()
-    problems = make_problems(config, request, select_kernels(GPUS[gpu].target, config.model, request.dtype))
+    problems = make_problems(
+        config, request, select_kernels(GPUS[gpu].target, config.model, request.dtype, None, config.ops)
+    )
     result = describe_run("compiled matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens, "
                           f"{gpu}", "", (f"jax-{'cuda12-plugin' if GPUS[gpu].platform == 'cuda' else 'rocm7-pjrt'}",)
                           ) | {"results": []}  # fmt: skip

@@ -42,7 +42,7 @@ def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
     Raises:
       InputError: `routing` has no counts for this configuration.
     """
-    kernels = select_kernels(current_target(), config.model, request.dtype)
+    kernels = select_kernels(current_target(), config.model, request.dtype, None, config.ops)
     every = make_problems(config, request, kernels)
     result = describe_run("matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens", "", ())
     result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, []

@@ -118,7 +118,7 @@ def _fastest(
       hardware: data sheet or measurements.
       limit: seconds; slower steps need not be returned.
     """
-    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype)
+    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     context, bounded, products = config.context_for(config.phases[phase]), [], dict[Remat, float]()
     for parallel in whole_node_layouts(config, phase, devices, hardware.node_size):
         for remat in get_args(Remat):

@@ -7,11 +7,11 @@ from tests.train_helpers import CONFIG
 from zaya_jax.ops import registry
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target, current_target
+from zaya_jax.parallel import kernels as room
 from zaya_jax.parallel import placement
-from zaya_jax.train import kernels as room
-from zaya_jax.train.kernels import validated_kernels
+from zaya_jax.parallel.kernels import validated_kernels
 
-GPU = Target("cuda", "NVIDIA H200", "sm_90")
+GPU = Target("cuda", "NVIDIA H100", "sm_90")
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +26,14 @@ def test_on_a_cpu_nothing_is_chosen_tried_or_said(capsys):
 
 
 def test_what_is_used_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(placement, "current_target", lambda: GPU)
+    for module in (placement, room):
+        monkeypatch.setattr(module, "current_target", lambda: GPU)
     run = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, compute_dtype="float64"))
     selection = validated_kernels(run)
     assert selection.chosen == {}
     first, second = capsys.readouterr().out.splitlines()
-    assert first == str(selection)
-    assert second.startswith("No kernels were measured on NVIDIA H200: the default ones run. To measure: ")
+    assert second == str(selection)
+    assert first.startswith("No kernels were measured on NVIDIA H100: the default ones run. To measure: ")
 
 
 @pytest.mark.filterwarnings("ignore:The pallas kernel for residual_norm")
@@ -49,7 +50,7 @@ def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
     monkeypatch.setattr(room, "all_gather", all_gather)
     monkeypatch.setattr(room, "broadcast", lambda value: value)
     monkeypatch.setattr(placement, "current_target", lambda: GPU)
-    monkeypatch.setattr(room, "validate_kernels", lambda selection, *_: selection)
+    monkeypatch.setattr(room, "validate_kernels", lambda selection, *_, **__: selection)
     selection = validated_kernels(CONFIG)
     assert rounds == [[], [other]]
     assert "residual_norm" not in selection.chosen

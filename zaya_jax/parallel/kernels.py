@@ -17,26 +17,30 @@ TABLE = "kernels.json"  # in the run folder: the measurements that the run began
 _PATIENCE = 600  # seconds to wait for another process, which compiles the kernels it validates
 
 
-def validated_kernels(config: Config, folder: Path | None = None) -> KernelSelection:
+def validated_kernels(
+    config: Config, folder: Path | None = None, *, training: bool = True, say: Callable[[str], object] = print
+) -> KernelSelection:
     """Select the kernels that exist for the devices and give correct results in every process.
 
-    Process 0 reads the measurements that decide for all processes, and prints the selection, on platforms that have
+    Process 0 reads the measurements that decide for all processes, and describes the selection, on platforms that have
     kernels.
 
     Args:
       config: configuration of the run.
       folder: run folder; None if nothing is resumed.
+      training: whether to check gradients and the optimizer's operations, too.
+      say: called with each line for the user.
 
     Raises:
       InputError: an implementation of `config.ops` does not exist, or cannot be used.
       TimeoutError: another process did not answer.
     """
-    dtype, found = config.train.compute_dtype, _read_table(folder) if is_primary() else None
+    dtype, found = config.train.compute_dtype, _read_table(folder, say) if is_primary() else None
     texts = broadcast([found.text, found.source] if found else [])
     table = KernelTable(*texts) if texts else None
     while True:
         selection = device_kernels(config.model, dtype, table, config.ops)
-        selection = validate_kernels(selection, config.model, dtype)
+        selection = validate_kernels(selection, config.model, dtype, training=training)
         target = selection.target
         processes = all_gather("kernels", rejections(target), _PATIENCE)
         for operation, kernel, reason in (rejection for process in processes for rejection in process):
@@ -45,23 +49,28 @@ def validated_kernels(config: Config, folder: Path | None = None) -> KernelSelec
         if all({tuple(r[:2]) for r in process} == {tuple(r[:2]) for r in processes[0]} for process in processes):
             break
     if is_primary() and (selection.kernels or selection.reasons):
-        print(selection)
-        if table is None and target.platform in GPU_PLATFORMS:
-            print(f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG")
+        say(str(selection))
     return selection
 
 
-def _read_table(folder: Path | None) -> KernelTable | None:
+def _read_table(folder: Path | None, say: Callable[[str], object]) -> KernelTable | None:
     """Return the measurements that a run began with, or for a run that begins, those for this process' device."""
     target = current_target()
     if folder is not None and (folder / TABLE).exists():
         try:
             return parse_table(read_object(folder / TABLE), target.device_kind, str(folder / TABLE))
-        except InputError as error:  # such as after a change of devices
-            print(f"Not used: {error}")
-    elif folder is not None and has_checkpoint(folder / CHECKPOINTS):
-        return None  # it began without any
-    return find_table(target, print)
+        except InputError as error:  # such as after a change of devices; others might change from start to start
+            say(f"Not used: {error} The default kernels run.")
+            return None
+    began = folder is not None and has_checkpoint(folder / CHECKPOINTS)
+    table = None if began else find_table(target, say)
+    if table is None and target.platform in GPU_PLATFORMS:
+        say(
+            "This run began without measured kernels, and goes on with the default ones."
+            if began
+            else f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
+        )
+    return table
 
 
 def keep_table(folder: Path, table: KernelTable | None, check: Callable[[], object]) -> None:
