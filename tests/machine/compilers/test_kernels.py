@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.class_sort import class_sort
 from tests.kernel_helpers import kernels, shape
 from tests.machine.compilers.test_compiled import need_stand_ins, run
 from tests.ops import test_attention_kernel as attention
@@ -117,6 +118,9 @@ def further(gpu):
         for name in cca_mix.LAUNCHES:
             mix = functools.partial(cca_mix.trained, platform=gpu, implementation=name)
             made[f"mix_{kind}_{name}"] = mix, cca_mix.shapes(dtype, c=64, pairs=16)
+    for classes in (24, 63):
+        sort = functools.partial(class_sort, classes=classes, dtype=jnp.bfloat16, architecture=GPUS[gpu].architecture)
+        made[f"sort_{classes}"] = sort, (shape(16384, dtype=jnp.int32),)
     return made
 
 
