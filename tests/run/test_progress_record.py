@@ -81,6 +81,18 @@ def test_the_first_exit_record_is_kept(sentence, status, is_origin, reason):
     assert progress.exit_record.reason is reason
 
 
+def test_what_the_process_before_left_can_be_read(memory):
+    assert read_progress(memory, before=True) is None
+    first = open_record(memory)
+    assert read_progress(memory, before=True) is None
+    first.start_training(0, Path("run"))
+    first.end(0, "Done.", is_origin=True)
+    left = read_progress(memory)
+    open_record(memory).end(2, "The command line is invalid.", is_origin=True)
+    assert read_progress(memory, before=True) == left
+    assert read_progress(memory).exit_record.status == 2
+
+
 @given(st.binary(max_size=SIZE + 8))
 def test_garbage_is_no_progress(content):
     file = os.memfd_create(NAME)

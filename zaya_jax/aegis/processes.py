@@ -86,6 +86,14 @@ class Rank:
         progress = read_progress(self._record)
         if progress is None or (self.end is None and not self._keeps_record(progress.pid)):
             return None
+        before = read_progress(self._record, before=True)  # which may have ended since the last call
+        if before is not None:
+            self._note_run(before)
+        self._note_run(progress)
+        return progress
+
+    def _note_run(self, progress: Progress) -> None:
+        """Remember whether a run of the script has finished; may be repeated, in the same order."""
         has_failed = progress.exit_record is not None and progress.exit_record.status != 0
         if progress.first_step >= 0:
             self._unfinished.pop(0, None)  # it was tried again
@@ -94,7 +102,6 @@ class Rank:
                 self._finished = self._unfinished.pop(progress.run)
         elif has_failed and self._finished is None:
             self._unfinished.setdefault(0, progress)
-        return progress
 
     def _keeps_record(self, pid: int) -> bool:
         """Return whether a process was started with this record, in whatever session (setsid, srun), or has ended.

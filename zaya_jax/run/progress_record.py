@@ -4,7 +4,8 @@ A supervisor makes a record for each process, a file in memory whose path is in 
 `ZAYA_PROGRESS`. Without one, the record is memory that nobody reads. Only the training loop writes it, never a helper
 thread, which would keep writing while the loop hangs.
 
-The head is written in one piece with a checksum, so that a reader recognizes a write in progress.
+The head is written in one piece with a checksum, so that a reader recognizes a write in progress. A process that takes
+over a record keeps a copy of what the one before it left, which a supervisor may not have read yet.
 """
 
 import contextlib
@@ -81,7 +82,8 @@ _LONGEST_SENTENCE = 1024  # bytes
 _HEAD_AT = 16
 _TIMES_AT = _HEAD_AT + 64
 _EXIT_AT = _TIMES_AT + _TIMES.size
-SIZE = _EXIT_AT + _EXIT.size + _LONGEST_SENTENCE  # bytes of a record
+_RECORD = _EXIT_AT + _EXIT.size + _LONGEST_SENTENCE  # bytes
+SIZE = 2 * _RECORD  # bytes of the file: the record, and a copy of what the process before the current one left
 
 
 class ProgressRecord:
@@ -104,6 +106,7 @@ class ProgressRecord:
         else:
             with path.open("r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), SIZE)
+            self._memory[_RECORD:] = self._memory[:_RECORD]
         self._writes, self._phase, self._step, self._first_step = 0, Phase.START, 0, -1
         self._loss = self._grad_norm = math.nan
         self._run = 0
@@ -189,11 +192,14 @@ def supervisor_pid(path: str) -> int | None:
         return int(match[1]) if match and os.readlink(path).startswith(f"/memfd:{NAME}") else None
 
 
-def read_progress(file: int) -> Progress | None:
-    """Read the record in the open file `file`; None if it is empty, torn or damaged."""
+def read_progress(file: int, *, before: bool = False) -> Progress | None:
+    """Read the record in the open file `file`; None if it is empty, torn or damaged.
+
+    `before` reads the copy of what the process before the current one left.
+    """
     for _ in range(3):  # a write may be in progress
-        content = os.pread(file, SIZE, 0)
-        if len(content) < SIZE or not content.startswith(_MAGIC):
+        content = os.pread(file, _RECORD, _RECORD if before else 0)
+        if len(content) < _RECORD or not content.startswith(_MAGIC):
             return None
         head = content[_HEAD_AT : _HEAD_AT + _HEAD.size]
         if _CHECKSUM.unpack_from(content, _HEAD_AT + _HEAD.size)[0] == zlib.crc32(head):
