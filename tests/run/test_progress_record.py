@@ -86,6 +86,7 @@ def test_what_the_process_before_left_can_be_read(memory):
     first = open_record(memory)
     assert read_progress(memory, before=True) is None
     first.start_training(0, Path("run"))
+    first.complete_step(1, 2.5, 0.125)
     first.end(0, "Done.", is_origin=True)
     left = read_progress(memory)
     open_record(memory).end(2, "The command line is invalid.", is_origin=True)
