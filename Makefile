@@ -72,7 +72,7 @@ docs: $(VENV)/.stamp-docs
 	@echo "Open build/docs/index.html"
 
 parity: $(VENV)/.stamp-parity
-	$(PY) -m pytest -m parity $(or $(PYTEST_ARGS),tests/parity tests/bench)
+	$(PY) -m pytest -m parity $(or $(PYTEST_ARGS),tests/parity tests/benchmarks)
 
 # In an environment of its own: with the plugins installed, every jax program looks for their GPUs first.
 compilers: $(VENV)-compilers/.stamp
@@ -80,8 +80,8 @@ compilers: $(VENV)-compilers/.stamp
 	  -m "compilers and not soak" tests/machine/compilers $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-bench
-	$(PY) -m zaya_jax.bench step
-	$(PY) -m zaya_jax.bench data
+	$(PY) -m benchmarks step
+	$(PY) -m benchmarks data
 
 # REPORT='--only step' passes flags on. With CONTAINER=docker or podman it runs in the ROCm image, and installs nothing here.
 ifdef CONTAINER
@@ -89,11 +89,11 @@ gpu-report:
 	$(CONTAINER) build -f containers/rocm.Dockerfile -t zaya-jax:rocm .
 	$(CONTAINER) run --rm --device /dev/kfd --device /dev/dri --group-add video --security-opt seccomp=unconfined \
 	  --ipc host --ulimit memlock=-1 -v "$(CURDIR)/benchmarks:/zaya_jax/benchmarks" zaya-jax:rocm \
-	  python -m zaya_jax.bench gpu-report --commit "$$(git rev-parse HEAD)" $(REPORT)
+	  python -m benchmarks gpu_report --commit "$$(git rev-parse HEAD)" $(REPORT)
 else
 gpu-report: $(VENV)/.stamp-$(or $(GPU),run)
 	$(if $(GPU),,@echo "No GPU found (no /dev/kfd, no /dev/nvidia*): measuring the CPU, at a small size.")
-	$(PY) -m zaya_jax.bench gpu-report $(REPORT)
+	$(PY) -m benchmarks gpu_report $(REPORT)
 endif
 
 # Also needs Chromium and promtool (Debian: chromium, prometheus).

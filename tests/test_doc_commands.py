@@ -50,7 +50,7 @@ def simple_commands(line: str) -> Iterator[list[str]]:
 def calls(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the module and arguments of each of our commands in a command: also of one that a supervisor starts."""
     for index, word in enumerate(words):
-        if word == "-m" and words[index + 1].startswith("zaya_jax"):
+        if word == "-m" and words[index + 1].startswith(("zaya_jax", "benchmarks")):
             yield words[index + 1], words[index + 2 :]
         elif word == "zaya" and len(words) > index + 1:
             module, *first = COMMANDS[words[index + 1]][0]
@@ -79,7 +79,8 @@ def parse() -> Callable[[str, list[str]], Namespace]:
         if hasattr(main, "_parser"):
             return main._parser().parse_args(arguments)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(main, "run_verb", lambda parser, arguments: parser.parse_args(arguments))
+            for user in ("benchmarks.command", "benchmarks.gpu_report") if module == "benchmarks" else (main.__name__,):
+                patch.setattr(f"{user}.run_verb", lambda parser, arguments: parser.parse_args(arguments))
             return main.main(arguments)
 
     return parse
@@ -97,7 +98,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_commands_of_every_module_are_found():
-    assert {module for _, module, _ in CALLS} == {module for (module, *_), _ in COMMANDS.values()}
+    assert {module for _, module, _ in CALLS} == {"benchmarks", *(module for (module, *_), _ in COMMANDS.values())}
     assert ("docs/cluster.md", "zaya_jax.main") in {(page, module) for page, module, _ in CALLS}  # of mpirun
     assert len(COMMAND_LINES) > 100
 

@@ -145,9 +145,9 @@ def test_the_manual_shows_a_configuration_and_commands_that_are_accepted(tmp_pat
 
 
 def test_the_benchmark_has_the_command_it_is_said_to_have(capsys):
-    from zaya_jax.bench.__main__ import main as bench
+    from benchmarks.__main__ import main as bench
 
-    for arguments in commands("python -m zaya_jax.bench"):
+    for arguments in commands("python -m benchmarks"):
         with pytest.raises(SystemExit) as stop:
             bench([*arguments, *(() if "--help" in arguments else ("--help",))])
         assert stop.value.code == 0

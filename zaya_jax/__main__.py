@@ -20,7 +20,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "checkpoint": (("zaya_jax.checkpoint",), "list, verify, average and export checkpoints"),
     "aegis": (("zaya_jax.aegis",), "keep a training run alive"),
     "machine": (("zaya_jax.machine",), "describe, test and time this machine's devices"),
-    "bench": (("zaya_jax.bench",), "compare zaya_jax with other libraries, or training recipes"),
     "doctor": (("zaya_jax.machine", "describe"), "describe this machine and check its installation"),
 }
 _BAD_INPUT = 2

@@ -42,9 +42,7 @@ def test_a_training_command_may_be_written_in_any_way(tmp_path, words, flag):
     assert (read.config.seed, read.run_dir, read.argv) == (5, tmp_path / "run", tuple(argv))
 
 
-@pytest.mark.parametrize(
-    "words", ["zaya data describe", "python -m zaya_jax.bench train", "zaya_jax main", "train zaya"]
-)
+@pytest.mark.parametrize("words", ["zaya data describe", "python -m benchmarks train", "zaya_jax main", "train zaya"])
 def test_another_command_needs_a_run_folder(tmp_path, words):
     with pytest.raises(InputError, match="--run-dir is missing"):
         read_command([*words.split(), str(write_run(tmp_path))], 1, None)

@@ -1,4 +1,4 @@
-"""What a machine is, and what every result and command of `machine` and `bench` shares."""
+"""What a machine is, and what every result and command of `machine` and the benchmarks shares."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zaya_jax.bench.__main__ import main as bench
+from benchmarks.__main__ import main as bench
 from zaya_jax.machine import describe as module
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.describe import describe_machine
@@ -36,10 +36,10 @@ def test_a_gpu_that_jax_does_not_use_is_a_failure(monkeypatch):
 
 
 def test_a_result_says_how_and_where_it_was_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "orig_argv", ["/bin/python", "-m", "zaya_jax.bench", "step", "--config", "a b.yaml"])
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python", "-m", "benchmarks", "step", "--config", "a b.yaml"])
     head = describe_run("speed", "large", "another", ["numpy", "no-such-package"])
     assert (head["benchmark"], head["size"], head["peer"]) == ("speed", "large", "another")
-    assert head["command"] == "python -m zaya_jax.bench step --config 'a b.yaml'"
+    assert head["command"] == "python -m benchmarks step --config 'a b.yaml'"
     assert head["versions"].keys() == {"python", "zaya-jax", "jax", "jaxlib", "numpy", "no-such-package"}
     assert head["versions"]["no-such-package"] == "not installed"
     assert head["hardware"].keys() == {"machine", "cpu", "cpus"}
@@ -95,4 +95,4 @@ def test_the_help_of_each_verb_ends_with_an_example(run, verb, capsys):
     usage, description, *_, example = capsys.readouterr().out.strip().split("\n\n")
     assert usage.startswith("usage: ")
     assert len(description) > 60
-    assert re.match(rf"example: python -m zaya_jax\.(bench|machine) {verb}\b", example)
+    assert re.match(rf"example: python -m (benchmarks|zaya_jax\.machine) {verb}\b", example)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.gpu_report.figures import step_figures
 from tests.machine.compilers.test_schedule import TEXT
 from tests.machine.helpers import Program
 from tests.train_helpers import CONFIG, change
-from zaya_jax.bench.gpu_report.figures import step_figures
 from zaya_jax.config import BatchConfig, load_config
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError

@@ -1,4 +1,4 @@
-"""Every write and delete of the product, and why those outside of `run/writing.py` can harm nobody."""
+"""Every write and delete of product and benchmarks, and why those outside of `run/writing.py` can harm nobody."""
 
 import ast
 from collections import Counter
@@ -9,7 +9,7 @@ import pytest
 import zaya_jax
 
 ROOT = Path(zaya_jax.__file__).parent
-PACKAGES = (ROOT, ROOT.parent / "pallas_kernels")
+PACKAGES = (ROOT, *(ROOT.parent / name for name in ("pallas_kernels", "benchmarks")))
 MODULE = "run/writing.py"
 TEMPORARY = "in a temporary folder with a random name, which only this user may enter"
 CHOSEN = "folders that must not exist, and a file that `run/writing.py` has opened"
@@ -21,22 +21,22 @@ OTHERS = {
     "aegis/notify.py": ("fdopen", "an anonymous file in memory"),
     "aegis/processes.py": ("truncate", "of an anonymous file in memory"),
     "aegis/rollback.py": ("TemporaryFile", "a file without a name"),
-    "bench/ablations.py": ("TemporaryDirectory", TEMPORARY),
-    "bench/balance.py": ("TemporaryDirectory", TEMPORARY),
-    "bench/checkpoint.py": ("TemporaryDirectory mkdir open rmtree unlink", TEMPORARY),
-    "bench/corpora.py": ("mkdir open write_bytes", TEMPORARY),
-    "bench/data.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
-    "bench/data_peers.py": ("TemporaryDirectory", TEMPORARY),
-    "bench/gpu_report/determinism.py": ("TemporaryDirectory mkdir", TEMPORARY),
-    "bench/gpu_report/training.py": ("TemporaryDirectory open write_text", TEMPORARY),
-    "bench/gpu_report/state.py": ("rmtree rmtree write_text", TEMPORARY),
-    "bench/gpu_report/supervisor.py": ("mkdir write_text", TEMPORARY),
-    "bench/gpu_report/temporary.py": ("TemporaryDirectory", TEMPORARY),
-    "bench/gpu_report/tuning.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
-    "bench/optimizer.py": ("TemporaryDirectory", TEMPORARY),
-    "bench/saving.py": ("dump mkdir open rename rmtree save_checkpointables_async write_text", TEMPORARY),
-    "bench/startup.py": ("TemporaryDirectory open write_bytes", TEMPORARY),
-    "bench/supervision.py": ("TemporaryDirectory truncate", TEMPORARY),
+    "benchmarks/ablations.py": ("TemporaryDirectory", TEMPORARY),
+    "benchmarks/balance.py": ("TemporaryDirectory", TEMPORARY),
+    "benchmarks/checkpoint.py": ("TemporaryDirectory mkdir open rmtree unlink", TEMPORARY),
+    "benchmarks/corpora.py": ("mkdir open write_bytes", TEMPORARY),
+    "benchmarks/data.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
+    "benchmarks/data_peers.py": ("TemporaryDirectory", TEMPORARY),
+    "benchmarks/gpu_report/determinism.py": ("TemporaryDirectory mkdir", TEMPORARY),
+    "benchmarks/gpu_report/training.py": ("TemporaryDirectory open write_text", TEMPORARY),
+    "benchmarks/gpu_report/state.py": ("rmtree rmtree write_text", TEMPORARY),
+    "benchmarks/gpu_report/supervisor.py": ("mkdir write_text", TEMPORARY),
+    "benchmarks/gpu_report/temporary.py": ("TemporaryDirectory", TEMPORARY),
+    "benchmarks/gpu_report/tuning.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
+    "benchmarks/optimizer.py": ("TemporaryDirectory", TEMPORARY),
+    "benchmarks/saving.py": ("dump mkdir open rename rmtree save_checkpointables_async write_text", TEMPORARY),
+    "benchmarks/startup.py": ("TemporaryDirectory open write_bytes", TEMPORARY),
+    "benchmarks/supervision.py": ("TemporaryDirectory truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),
     "checkpoint/orbax_save.py": ("save_checkpointables_async",
                                  "into folders that must not exist and that Orbax creates"),
@@ -120,7 +120,8 @@ def _write(call: ast.Call) -> str | None:
 @pytest.fixture(scope="module")
 def found():
     """File → the functions in it that write or delete."""
-    files = ((path.relative_to(package).as_posix(), path) for package in PACKAGES for path in package.rglob("*.py"))
+    files = ((path.relative_to(ROOT if package == ROOT else ROOT.parent).as_posix(), path)
+             for package in PACKAGES for path in package.rglob("*.py"))  # fmt: skip
     return {name: calls for name, path in files if (calls := writes(path.read_text())) and name != MODULE}
 
 

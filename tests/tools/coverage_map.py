@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 _CONFIGURATION = """[run]
-source_pkgs = zaya_jax, pallas_kernels
+source_pkgs = zaya_jax, pallas_kernels, benchmarks
 data_file = {folder}/data
 parallel = true
 relative_files = true

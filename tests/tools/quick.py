@@ -17,7 +17,7 @@ import grimp
 
 ROOT = Path(__file__).parent.parent.parent
 TIMES = Path(__file__).parent / "times.json"
-PACKAGES = ("zaya_jax", "pallas_kernels")
+PACKAGES = ("zaya_jax", "pallas_kernels", "benchmarks")
 _ELSEWHERE = ("parity", "soak")  # not part of `make test`
 _NONE_RAN = 5  # status of pytest if all tests of the files are marked for other commands
 _UNKNOWN_SECONDS = 1.0  # of a test file that no record has

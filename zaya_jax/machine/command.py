@@ -1,4 +1,4 @@
-"""Flags, output file and error handling that the commands `machine` and `bench` share."""
+"""Flags, output file and error handling that the commands of `machine` and the benchmarks share."""
 
 import argparse
 import inspect
@@ -27,15 +27,20 @@ def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
       run: from the parsed arguments, makes the result. Its docstring ends in an example, which starts with the name of
         the verb; the paragraphs before it are the description, and the first one stands in the list of verbs.
     """
-    *description, example = inspect.cleandoc(run.__doc__ or "").split("\n\n")
-    summary = description[0].replace("\n", " ").removesuffix(".")
-    verb = verbs.add_parser(
-        example.split()[0], help=f"{summary[0].lower()}{summary[1:]}", epilog=f"example: {program} {example}",
-        description=textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    name, texts = help_texts(program, run)
+    summary = inspect.cleandoc(run.__doc__ or "").partition("\n\n")[0].replace("\n", " ").removesuffix(".")
+    verb = verbs.add_parser(name, help=f"{summary[0].lower()}{summary[1:]}", **texts)
     verb.set_defaults(run=run)
     return verb
+
+
+def help_texts(program: str, run: Run) -> tuple[str, dict[str, Any]]:
+    """Return the name of a verb, and the texts of its parser, from the docstring that `add_verb` describes."""
+    *description, example = inspect.cleandoc(run.__doc__ or "").split("\n\n")
+    return example.split()[0], {
+        "description": textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False),
+        "epilog": f"example: {program} {example}", "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }  # fmt: skip
 
 
 def verb_examples(verbs: Any) -> str:

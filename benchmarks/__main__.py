@@ -1,0 +1,51 @@
+"""Run a benchmark: `python -m benchmarks NAME`.
+
+Imports no jax: processes that benchmarks start, such as those of PyTorch, import this module first.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.run.command import prepare_streams
+from zaya_jax.run.parser import Parser
+
+BENCHMARKS = {
+    "step": "training step, against transformers",
+    "decode": "greedy decoding, against transformers",
+    "prefill": "attention of a prompt, against grouped-query and full attention",
+    "data": "packing against Grain, data preparation against datasets",
+    "checkpoint": "saving and restoring, against Orbax and gather-and-pickle",
+    "supervision": "training under a supervisor, against training without one",
+    "startup": "start of training by part, with empty caches and again",
+    "kernels": "each Pallas kernel, against XLA, PyTorch and the device's peak",
+    "gpu_report": "what training on this machine's GPUs computes, how fast, and whether it can be trusted",
+    "optimizer": "steps that Muon needs to reach AdamW's final held-out loss",
+    "balance": "steps that each balancing rule needs to even out the expert load",
+    "ablations": "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a benchmark; the exit status is 0, 1 if something failed, or 2 for bad input."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in BENCHMARKS:
+        return importlib.import_module(f"benchmarks.{name}").main(rest)
+    width = max(map(len, BENCHMARKS)) + 2
+    parser = Parser(
+        prog="python -m benchmarks", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Benchmark zaya_jax against other libraries, or compare training recipes.",
+        epilog="\n".join(["benchmarks:", *(f"  {each:<{width}}{what}" for each, what in BENCHMARKS.items()),
+                          "\nexample: python -m benchmarks step --help"]),
+    )  # fmt: skip
+    parser.add_argument("name", choices=[*BENCHMARKS], metavar="NAME", help="benchmark to run")
+    parser.parse_args([name])
+    return 0
+
+
+if __name__ == "__main__":
+    prepare_streams()
+    use_huge_pages()
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Ablations: held-out loss with one part of ZAYA1 removed at a time, at equal FLOPs and the best learning rates."""
+
+import argparse
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import add_steps, prepare_trainings, run_benchmark
+from benchmarks.sweep import BATCH, CONTEXT, PACKAGES, SEEDS, SIZE, Curve, Trial, run_trials, small_config
+from zaya_jax.config import Config, ModelConfig, PhaseConfig, ScheduleConfig
+from zaya_jax.machine.plot import draw_spread
+from zaya_jax.machine.result import describe_run
+from zaya_jax.run.parser import Parser
+
+WHOLE = "ZAYA1"
+MULTIPLIERS = (0.5, 1.0, 2.0)  # of all learning rates; the grid grows while the best is at its edge
+_MAX_EXTENSIONS = 2  # of the grid
+
+
+def variants(model: ModelConfig) -> dict[str, ModelConfig]:
+    """Return the whole model, and variants that replace or remove one part, by name."""
+    return {
+        WHOLE: model,
+        "GQA": replace(model, attention="gqa"),
+        "GQA with QK-norm": replace(model, attention="gqa_qk_norm"),
+        "no convolutions": replace(model, convolutions=False),
+        "no QK-mean": replace(model, query_key_mean=False),
+        "no value shift": replace(model, value_shift=False),
+        "no depth averaging": replace(model, depth_averaging=False),
+        "router MLP of one layer": replace(model, router_layers=1),
+        "linear router": replace(model, router="linear"),
+        "no residual scaling": replace(model, residual_scaling=False),
+    }
+
+
+def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
+    """Train each variant with the FLOPs of `steps` steps of the whole model, with three seeds.
+
+    The learning rates are tuned on the first seed.
+
+    Args:
+      steps: training steps of the whole model.
+      png: file for a plot of the differences; None for no plot.
+    """
+    from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+
+    result = describe_run(
+        "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time, each at its best learning rates",
+        f"{SIZE}, {steps} steps of {BATCH:,} tokens of the text corpus for the whole model, cosine schedule",
+        "the whole model with the same seed", PACKAGES,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        models = variants(small_config(Path(folder), steps).model)
+        flops = {name: training_flops_per_token(model, CONTEXT) for name, model in models.items()}
+        count = {name: round(steps * flops[WHOLE] / flops[name]) for name in flops}
+
+        def trial(name: str, multiplier: float, seed: int) -> Trial:
+            config = _config(Path(folder), models[name], count[name], multiplier, seed)
+            return Trial(f"{name} x{multiplier:g} seed {seed}", config, count[name])
+
+        tuning = tune(list(models), lambda keys: run_trials({key: trial(*key, SEEDS[0]) for key in keys}))
+        best = {name: _best(losses) for name, losses in tuning.items()}
+        curves = run_trials({(name, seed): trial(name, best[name], seed) for name in models for seed in SEEDS[1:]})
+    final = {name: [tuning[name][best[name]], *(curves[name, seed].final for seed in SEEDS[1:])] for name in models}
+    over = {name: [loss - whole for loss, whole in zip(final[name], final[WHOLE], strict=True)] for name in models}
+    result["results"] = {
+        name: {
+            "parameters": total_parameters(model),
+            "flops_per_token": round(flops[name]),
+            "steps": count[name],
+            "heldout_loss_by_multiplier": {f"{m:g}": round(loss, 4) for m, loss in sorted(tuning[name].items())},
+            "multiplier": best[name],
+            "interior": min(tuning[name]) < best[name] < max(tuning[name]),
+            "heldout_loss": [round(loss, 4) for loss in final[name]],
+            "over_zaya1": [round(loss, 4) for loss in over[name]],
+            "mean_over_zaya1": round(statistics.mean(over[name]), 4),
+        }
+        for name, model in models.items()
+    }
+    for name, row in result["results"].items():
+        print(f"{name}: held-out loss {statistics.mean(final[name]):.4f} nats/token, {row['mean_over_zaya1']:+.4f} "
+              f"({min(over[name]):+.4f} to {max(over[name]):+.4f}) against ZAYA1")  # fmt: skip
+    if png:
+        over.pop(WHOLE)
+        draw_spread(Path(png), over, title=f"Ablations at equal FLOPs (mean and {len(SEEDS)} seeds)",
+                    x="held-out loss above ZAYA1 (nats/token)")  # fmt: skip
+    return result
+
+
+def tune(
+    names: list[str], run: Callable[[list[tuple[str, float]]], dict[tuple[str, float], Curve]]
+) -> dict[str, dict[float, float]]:
+    """Try multipliers of the learning rates for each variant, further ones while the best is at the edge.
+
+    Args:
+      names: of the variants.
+      run: trains pairs of a variant and a multiplier.
+
+    Returns:
+      Held-out loss by variant and multiplier.
+    """
+    losses: dict[str, dict[float, float]] = {name: {} for name in names}
+    keys = [(name, multiplier) for name in names for multiplier in MULTIPLIERS]
+    for _ in range(1 + _MAX_EXTENSIONS):
+        for (name, multiplier), curve in run(keys).items():
+            losses[name][multiplier] = curve.final
+        keys = [(name, further) for name, tried in losses.items() if (further := _further(tried)) is not None]
+        if not keys:
+            break
+    return losses
+
+
+def _best(losses: dict[float, float]) -> float:
+    """Return the multiplier with the lowest loss; one that diverged is never it, unless all did."""
+    return min(losses, key=lambda multiplier: losses[multiplier] if math.isfinite(losses[multiplier]) else math.inf)
+
+
+def _further(losses: dict[float, float]) -> float | None:
+    best = _best(losses)
+    return best / 2 if best == min(losses) else best * 2 if best == max(losses) else None
+
+
+def _config(cache: Path, model: ModelConfig, steps: int, multiplier: float, seed: int) -> Config:
+    schedule = ScheduleConfig(final=0.1, warmup_tokens=20 * BATCH)
+    config = small_config(cache, steps, seed, model=model, phases=(PhaseConfig(steps * BATCH, schedule=schedule),))
+    rates = config.optimizer
+    optimizer = replace(rates, muon=replace(rates.muon, learning_rate=multiplier * rates.muon.learning_rate),
+                        adamw=replace(rates.adamw, learning_rate=multiplier * rates.adamw.learning_rate))  # fmt: skip
+    return replace(config, optimizer=optimizer)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run this benchmark; see `command.run_benchmark`."""
+    return run_benchmark(_run, arguments, _add, png="differences from the whole model")
+
+
+def _add(parser: Parser) -> None:
+    add_steps(parser, 200, "number of training steps of the whole model")
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time.
+
+    Trains models of 1.65M parameters with three seeds, one training per core. The learning rates of each variant are
+    tuned on the first seed.
+
+    ablations --steps 100 --png ablations.png
+    """
+    prepare_trainings(parsed)
+    return bench_ablations(parsed.steps, parsed.png)

@@ -1,0 +1,217 @@
+"""Time data loading against other projects: packing against Grain, preparation against `datasets`."""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.command import run_benchmark
+from benchmarks.corpora import write_drawn, write_lines
+from benchmarks.data_peers import GrainSettings, datasets_preparing, grain_packing, time_batches
+from zaya_jax.config import DataConfig, from_dict
+from zaya_jax.data.corpus import find_corpus
+from zaya_jax.data.pipeline import train_batches
+from zaya_jax.data.prepare import PrepareSettings, prepare
+from zaya_jax.data.sources import open_sources
+from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.machine.result import describe_run, require_packages, rounded
+from zaya_jax.machine.subprocesses import interleave_subprocesses
+
+WORKERS = 2
+
+_THREADS = (0, 1, 2, 4, 16)  # numbers of Grain's reading threads to try
+_BUFFERS = (1, 4, 16)  # sizes of its workers' buffers to try, in batches
+_TRIES = 3  # passes with each setting
+_SKIPPED = 50  # batches before timing; more than all buffers hold
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the inputs."""
+
+    tokens: int = 20_000_000  # of the corpus to pack
+    shards: int = 10
+    context: int = 4096
+    batch: int = 8
+    batches: int = 1000  # of a timed pass
+    tried: int = 200  # of a pass that tries a setting of Grain
+    text_bytes: int = 40_000_000  # of the input to prepare
+    vocab_size: int = 4096
+    corpus: DataConfig = field(default_factory=DataConfig)  # the text to prepare
+
+    @property
+    def batch_tokens(self) -> int:
+        """Number of tokens in a batch."""
+        return self.batch * self.context
+
+
+class Inputs(NamedTuple):
+    """Paths of the inputs, all below one folder."""
+
+    folder: Path
+    tokenizer: Path
+    lines: Path  # JSONL
+    drawn: Path  # prepared folder of random documents
+
+
+def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
+    """Time both sides, and print the speed of each and the relative speed.
+
+    Args:
+      sizes: sizes of the inputs.
+      repeats: number of timed passes of each side, interleaved.
+
+    Raises:
+      InputError: a peer is not installed.
+    """
+    require_packages("bench", "datasets")
+    result = describe_run(
+        "packing and preparing data",
+        f"packing {sizes.tokens:,} tokens in windows of {sizes.context}, batch {sizes.batch}, {sizes.batches} batches "
+        f"a pass; preparing {sizes.text_bytes:,} bytes of JSONL by {WORKERS} processes",
+        "Grain's ConcatThenSplitIterDataset; datasets' load_dataset and map with the tokenizers library",
+        ("grain", "array_record", "numpy", "tokenizers", "datasets", "pyarrow"),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = make_inputs(Path(folder), sizes)
+        result["results"] = {
+            "packing": measure_packing(inputs, sizes, repeats, workers=0),
+            f"packing, {WORKERS} workers": measure_packing(inputs, sizes, repeats, workers=WORKERS),
+            "preparing": measure_preparing(inputs, repeats),
+        }
+    return result
+
+
+def make_inputs(folder: Path, sizes: Sizes) -> Inputs:
+    """Write all inputs into an existing folder."""
+    inputs = Inputs(folder, *(folder / name for name in ("tokenizer.json", "lines.jsonl", "drawn")))
+    texts = list(find_corpus(sizes.corpus).texts("train"))
+    train_tokenizer(texts, sizes.vocab_size).save(inputs.tokenizer)
+    write_lines(inputs.lines, texts, sizes.text_bytes)
+    write_drawn(inputs.drawn, inputs.tokenizer, sizes.tokens, sizes.shards)
+    return inputs
+
+
+def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int) -> dict[str, Any]:
+    """Measure tokens/s of packing, with the fastest of Grain's settings."""
+    best, tried = fastest_settings(inputs, sizes, [GrainSettings(threads) for threads in _THREADS])
+    if workers:
+        candidates = [GrainSettings(best.threads, workers, buffer) for buffer in _BUFFERS]
+        best, tried = fastest_settings(inputs, sizes, candidates)
+    sides = {
+        "ours": (our_packing, inputs.drawn, inputs.folder / "cache", sizes, workers),
+        "peer": _grain(inputs, sizes, best, sizes.batches),
+    }
+    passes = interleave_subprocesses(sides, repeats)
+    seconds = {name: timed.results for name, timed in passes.items()}  # without start-up, unlike `timed.seconds`
+    speeds = {name: sizes.batches * sizes.batch_tokens / statistics.median(times) for name, times in seconds.items()}
+    ratio = speeds["ours"] / speeds["peer"]
+    print(f"packing, {workers} workers: zaya_jax {speeds['ours'] / 1e6:.1f} million tokens/s, Grain "
+          f"{speeds['peer'] / 1e6:.1f} ({_describe(best)}); zaya_jax is {ratio:.2f}× as fast", flush=True)  # fmt: skip
+    return {
+        "tokens_per_second": {name: round(speed) for name, speed in speeds.items()},
+        "ratio": round(ratio, 3),
+        "peer_settings": best._asdict(),
+        "peer_settings_tried": [settings._asdict() | {"tokens_per_second": speed} for settings, speed in tried.items()],
+        "seconds": {name: rounded(times) for name, times in seconds.items()},
+    }
+
+
+def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
+    """Measure MB/s of input, from JSONL to what training reads."""
+    size = inputs.lines.stat().st_size
+    sides = {"ours": (our_preparing, inputs.lines, inputs.tokenizer, inputs.folder)} | {
+        name: (datasets_preparing, inputs.lines, inputs.tokenizer, WORKERS, fast, inputs.folder)
+        for name, fast in (("peer", False), ("peer_fast", True))
+    }
+    passes = interleave_subprocesses(sides, repeats)
+    seconds = {name: timed.seconds for name, timed in passes.items()}
+    seconds |= {f"{name}_map_alone": passes[name].results for name in ("peer", "peer_fast")}
+    speeds = {name: size / 1e6 / statistics.median(times) for name, times in seconds.items()}
+    ratios = {name: speeds["ours"] / speed for name, speed in speeds.items() if name != "ours"}
+    print(f"preparing, {WORKERS} processes: zaya_jax {speeds['ours']:.2f} MB/s", flush=True)
+    for name, what in (("peer", "datasets"), ("peer_fast", "datasets with encode_batch_fast")):
+        print(f"  {what} {speeds[name]:.2f} MB/s ({speeds[f'{name}_map_alone']:.2f} without loading the JSONL); "
+              f"zaya_jax is {ratios[name]:.2f}× as fast", flush=True)  # fmt: skip
+    return {
+        "megabytes_per_second": {name: round(speed, 3) for name, speed in speeds.items()},
+        "ratio": {name: round(ratio, 3) for name, ratio in ratios.items()},
+        "input_bytes": size,
+        "seconds": {name: rounded(times) for name, times in seconds.items()},
+    }
+
+
+def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callable[[], float]:
+    """Make a function that makes training batches from a prepared folder, and returns the seconds they took.
+
+    Args:
+      folder: prepared folder.
+      cache: `data.cache_dir`.
+      sizes: size and number of the batches.
+      workers: `data.workers`.
+    """
+    config = from_dict({
+        "model": {
+            "vocab_size": sizes.vocab_size, "hidden_size": 8, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 2,
+            "head_dim": 4, "num_experts": 2, "expert_size": 8, "router_size": 4, "max_positions": sizes.context,
+        },
+        "phases": [{"tokens": 2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens}],
+        "data": {"sources": {"drawn": {"path": str(folder)}}, "context": sizes.context, "cache_dir": str(cache),
+                 "workers": workers},
+        "train": {"batch": {"tokens": sizes.batch_tokens}},
+    })  # fmt: skip
+    prepared = open_sources(config)
+
+    def step() -> float:
+        with train_batches(config, prepared) as iterator:
+            return time_batches(iterator, _SKIPPED, sizes.batches)
+
+    return step
+
+
+def our_preparing(lines: Path, tokenizer: Path, scratch: Path) -> Callable[[], None]:
+    """Make a function that prepares JSONL in a new folder below `scratch`."""
+
+    def step() -> None:
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            prepare([str(lines)], tokenizer, Path(folder) / "out", PrepareSettings(), workers=WORKERS)
+
+    return step
+
+
+def fastest_settings(
+    inputs: Inputs, sizes: Sizes, candidates: Sequence[GrainSettings]
+) -> tuple[GrainSettings, dict[GrainSettings, int]]:
+    """Return the fastest of Grain's settings, and tokens/s with each."""
+    sides = {settings: _grain(inputs, sizes, settings, sizes.tried) for settings in candidates}
+    tokens = sizes.tried * sizes.batch_tokens
+    speeds = {settings: round(tokens / statistics.median(timed.results))
+              for settings, timed in interleave_subprocesses(sides, _TRIES).items()}  # fmt: skip
+    return max(speeds, key=speeds.__getitem__), speeds
+
+
+def _grain(inputs: Inputs, sizes: Sizes, settings: GrainSettings, batches: int) -> tuple[Any, ...]:
+    return grain_packing, inputs.drawn, sizes.context, sizes.batch, settings, _SKIPPED, batches
+
+
+def _describe(settings: GrainSettings) -> str:
+    buffers = f", {settings.workers} workers with buffers of {settings.buffer}" if settings.workers else ""
+    return f"{settings.threads} reading threads{buffers}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run this benchmark; see `command.run_benchmark`."""
+    return run_benchmark(_run, arguments, repeats=5)
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time packing against Grain, and data preparation against datasets.
+
+    Uses generated documents and the Python standard library as input, with Grain's fastest settings.
+
+    data --repeats 3 --output data.json
+    """
+    return bench_data(Sizes(), parsed.repeats)

@@ -1,0 +1,123 @@
+"""Compare the results of a repeated training step bit by bit, within a process and between processes."""
+
+import functools
+import hashlib
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_report.figures import Figures
+from benchmarks.gpu_report.tiny import ONE_DEVICE
+from benchmarks.gpu_report.training import large_config, small_config
+from zaya_jax.config import Config
+from zaya_jax.config.stages import stages
+from zaya_jax.machine.step import place_rows, random_tokens
+from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
+from zaya_jax.ops.target import GPU_PLATFORMS, current_target
+from zaya_jax.parallel.kernels import validated_kernels
+from zaya_jax.train.autotuning import Autotuning
+from zaya_jax.train.initialization import initialize
+from zaya_jax.train.program import Programs
+
+TIMES = 10
+
+# The digests of each tensor of the new state and of the metrics, one for each repetition.
+Digests = Mapping[str, Sequence[str]]
+
+
+class Side(NamedTuple):
+    """A process that repeats the step."""
+
+    deterministic: bool  # value of `train.deterministic`
+    folder: str  # name of the folder in which XLA's choices of algorithms are kept
+
+
+# The second process resumes with the choices of the first, the third makes its own.
+_SIDES = {
+    "first": Side(False, "kept"), "resumed": Side(False, "kept"), "chosen again": Side(False, "other"),
+    "deterministic": Side(True, "none"), "deterministic, again": Side(True, "none"),
+}  # fmt: skip
+
+
+def measure_determinism(small: bool) -> dict[str, Any]:
+    """Repeat the same step ten times in each of several processes, which compile without a cache.
+
+    Args:
+      small: whether this is a CPU, on which algorithms are not chosen by time: a small model in two processes.
+
+    Returns:
+      For JSON: which tensors `differ` in each process and between processes, by name; and `figures`. `failed`: a
+      sentence, if they differ in a process, in one that resumes, or with `train.deterministic`.
+    """
+    config = small_config() if small else large_config()
+    sides = {name: side for name, side in _SIDES.items() if not small or side.folder == "kept"}
+    digests, seconds = {}, {}
+    with tempfile.TemporaryDirectory() as folder, restored_environment():
+        os.environ |= ONE_DEVICE
+        for name, side in sides.items():
+            kept = Path(folder, side.folder)
+            kept.mkdir(exist_ok=True)
+            changed = replace(config, train=replace(config.train, deterministic=side.deterministic))
+            with run_in_subprocess(functools.partial, repeat_step, changed, str(kept)) as ask:
+                digests[name], seconds[name] = ask()
+    differ = {name: differing([each]) for name, each in digests.items()}
+    pairs = [("first", "resumed"), ("first", "chosen again"), ("deterministic", "deterministic, again")]
+    differ |= {f"{first}; {second}": differing([digests[first], digests[second]])
+               for first, second in pairs if second in digests}  # fmt: skip
+    figures: Figures = {f"differing tensors, {name}": [len(names), f"of {len(digests['first'])}"]
+                        for name, names in differ.items()}  # fmt: skip
+    steps = {name: statistics.median(each) for name, each in seconds.items()}
+    figures["step"] = [round(1e3 * steps["first"], 3), "ms"]
+    if "deterministic" in steps:
+        price = 100 * (steps["deterministic"] / steps["first"] - 1)
+        figures["price of train.deterministic"] = [round(price, 2), "% of the step"]
+    result = {"times": TIMES, "differ": differ, "step_seconds": seconds, "figures": figures}
+    wrong = {name: names for name, names in differ.items() if names and "chosen again" not in name}
+    if wrong:
+        name, names = next(iter(wrong.items()))
+        result["failed"] = (f"{len(names)} tensors of a step differ ({name}), such as {names[0]}: a resumed run would "
+                            "not be bitwise the uninterrupted one.")  # fmt: skip
+    return result
+
+
+def differing(processes: Sequence[Digests]) -> list[str]:
+    """Return the names of the tensors whose digests are not all equal in one process, or in several together."""
+    names = dict.fromkeys(itertools.chain(*processes))
+    return [name for name in names if len({digest for each in processes for digest in each.get(name, ["missing"])}) > 1]
+
+
+def repeat_step(config: Config, folder: str) -> tuple[Digests, list[float]]:
+    """Repeat the first step from the same state; return digests of all results, and the seconds of each repetition.
+
+    Args:
+      config: configuration of the run.
+      folder: where XLA's choices are kept, as in a run folder.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)  # each process compiles
+    chooses = current_target().platform in GPU_PLATFORMS and not config.train.deterministic
+    kept = Autotuning(Path(folder), chooses, True, lambda: None, print)
+    program, stage = Programs(config, validated_kernels(config))[0], stages(config)[0]
+    compiled = program.compile(stage)
+    kept.write()
+    initial, batch = initialize(program), place_rows(program, stage, random_tokens(config))
+    digests, seconds = {}, []
+    for _ in range(TIMES):
+        state = jax.block_until_ready(jax.tree.map(jnp.copy, initial))
+        start = time.perf_counter()
+        results = jax.block_until_ready(compiled(state, batch, {}))
+        seconds.append(time.perf_counter() - start)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(results):
+            values = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+            digest = hashlib.blake2b(np.asarray(values).tobytes(), digest_size=8).hexdigest()
+            digests.setdefault(jax.tree_util.keystr(path), []).append(digest)
+    return digests, seconds

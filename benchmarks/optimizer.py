@@ -1,0 +1,168 @@
+"""Compare Muon for matrices with AdamW for everything: steps to the same held-out loss, at their best rates."""
+
+import argparse
+import itertools
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from benchmarks.command import add_steps, prepare_trainings, run_benchmark
+from benchmarks.sweep import (
+    PACKAGES,
+    SEEDS,
+    SIZE,
+    Curve,
+    Trial,
+    draw_heldout,
+    median_or_never,
+    run_trials,
+    small_config,
+)
+from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
+from zaya_jax.errors import InputError
+from zaya_jax.machine.result import describe_run
+from zaya_jax.run.files import expanded, read_object, require_existing
+from zaya_jax.run.parser import Parser
+
+Kind = Literal["muon", "adamw"]
+Rates = tuple[float, float]  # learning rates of the matrices, and of all other parameters
+
+# The grid of learning rates: of the matrices with each optimizer, and of all other parameters.
+MATRICES: dict[Kind, tuple[float, ...]] = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)}
+OTHERS = (0.006, 0.018, 0.054)
+
+
+def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerConfig:
+    """Make the configuration of one optimizer: `kind` for matrices, AdamW for the rest, each with its learning rate."""
+    role = RoleConfig(learning_rate=matrices / others)
+    roles = RolesConfig(attention=role, router=role, expert=role) if kind == "adamw" else RolesConfig()
+    return OptimizerConfig(kind, MuonConfig(learning_rate=matrices, newton_schulz_dtype="float32"),
+                           AdamWConfig(learning_rate=others), roles, BalanceConfig(learning_rate=0.02))  # fmt: skip
+
+
+def bench_optimizer(steps: int, png: str | None, tuned: str | None = None) -> dict[str, Any]:
+    """Tune both optimizers on one seed with the same number of trials, then compare them on three seeds.
+
+    Args:
+      steps: training steps of each trial.
+      png: file for a plot of the curves; None for no plot.
+      tuned: file of an earlier result, whose best learning rates are used instead of tuning; None tunes.
+
+    Raises:
+      InputError: `tuned` is not a result of this benchmark.
+    """
+    result = describe_run(
+        "steps to the final held-out loss of AdamW",
+        f"{SIZE}, {steps} steps of 2,048 tokens of the text corpus, rates constant after 10 steps",
+        "AdamW for all parameters", PACKAGES,
+    )  # fmt: skip
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    grid = None if tuned is None else read_grid(tuned)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def trial(kind: Kind, rates: Rates, seed: int, evaluation_interval: int) -> Trial:
+            config = small_config(Path(folder), steps, seed, optimizer=optimizer_config(kind, *rates))
+            return Trial(f"{kind} {rates[0]:g} {rates[1]:g} seed {seed}", config, evaluation_interval)
+
+        if grid is None:
+            pairs = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}
+            curves = run_trials(
+                {(kind, rates): trial(kind, rates, 0, steps) for kind in kinds for rates in pairs[kind]}
+            )
+            grid = {kind: _grid_rows({rates: curves[kind, rates].final for rates in pairs[kind]}, MATRICES[kind])
+                    for kind in kinds}  # fmt: skip
+        best = {kind: (grid[kind]["best"]["matrices"], grid[kind]["best"]["others"]) for kind in kinds}
+        curves = run_trials({(seed, kind): trial(kind, best[kind], seed, 5) for seed in SEEDS for kind in kinds})
+    result |= {"tuned": tuned, "grid": grid}
+    named = {f"{kind} seed {seed}": curve for (seed, kind), curve in curves.items()}
+    result["curves"] = {name: curve.heldout for name, curve in named.items()}
+    result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in SEEDS})
+    for kind, row in result["grid"].items():
+        if not row["interior"]:
+            print(f"The best learning rates of {kind} are at the edge of the grid: widen the grid.")
+    share = result["results"]["median"]
+    print("Muon did not reach AdamW's final held-out loss." if share is None else
+          f"Muon reaches AdamW's final held-out loss in {share:.0%} of its steps (median of "
+          f"{len(SEEDS)} seeds).")  # fmt: skip
+    draw_heldout(png, named, "Optimizers at their best learning rates")
+    return result
+
+
+def _grid_rows(losses: dict[Rates, float], matrices: tuple[float, ...]) -> dict[str, Any]:
+    """Return the final losses of a grid of learning rates, and the best, for JSON."""
+    best = min(losses, key=losses.__getitem__)
+    return {
+        "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in losses.items()],
+        "best": {"matrices": best[0], "others": best[1]},
+        "interior": _interior(best, matrices, OTHERS),
+    }
+
+
+def read_grid(tuned: str) -> dict[str, Any]:
+    """Read the grids of an earlier result; InputError if the file `tuned` has none."""
+    path = expanded(tuned)
+    require_existing(path, f"--tuned is {tuned!r}, which")
+    grid: Any = read_object(path).get("grid")
+    try:
+        rates = [grid[kind]["best"][role] for kind in get_args(Kind) for role in ("matrices", "others")]
+    except (TypeError, KeyError):
+        rates = [None]
+    if not all(isinstance(rate, float) and 0 < rate < math.inf for rate in rates):
+        raise InputError(f"--tuned is {tuned!r}, but must be a result of python -m benchmarks optimizer.")
+    return grid
+
+
+def compare(curves: dict[int, dict[Kind, Curve]]) -> dict[str, Any]:
+    """Count the steps of both to AdamW's final loss, and their ratio, for each seed; and the median ratio.
+
+    A seed with which Muon never reaches that loss counts as infinite.
+    """
+    rows = []
+    for seed, both in curves.items():
+        target = both["adamw"].final
+        muon, adamw = (steps_to(both[kind], target) for kind in ("muon", "adamw"))
+        ratio = muon / adamw if muon is not None and adamw is not None else None
+        rows.append({"seed": seed, "heldout_loss": round(target, 4), "muon": muon, "adamw": adamw,
+                     "ratio": None if ratio is None else round(ratio, 3)})  # fmt: skip
+    return {"seeds": rows, "median": median_or_never([row["ratio"] for row in rows])}
+
+
+def steps_to(curve: Curve, target: float) -> float | None:
+    """Return the steps until the held-out loss reaches `target`, interpolated linearly; None if it never does."""
+    before: tuple[float, float] | None = None
+    for step, loss in curve.heldout:
+        if loss <= target:
+            if before is None:
+                return step
+            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+        before = (step, loss)
+    return None
+
+
+def _interior(best: Rates, *axes: tuple[float, ...]) -> bool:
+    return all(min(axis) < value < max(axis) for value, axis in zip(best, axes, strict=True))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run this benchmark; see `command.run_benchmark`."""
+    return run_benchmark(_run, arguments, _add, png="held-out loss against steps")
+
+
+def _add(parser: Parser) -> None:
+    add_steps(parser, 150, "number of training steps")
+    parser.add_argument("--tuned", metavar="FILE", help="use the best learning rates of an earlier --output instead of "
+                        "tuning them, such as benchmarks/optimizer_cpu.json")  # fmt: skip
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Count the steps that Muon needs to reach AdamW's final held-out loss.
+
+    Trains models of 1.65M parameters with three seeds, one training per core. The learning rates of both are tuned on a
+    grid first.
+
+    optimizer --steps 100 --png optimizer.png
+    """
+    prepare_trainings(parsed)
+    return bench_optimizer(parsed.steps, parsed.png, parsed.tuned)

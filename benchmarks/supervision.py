@@ -1,0 +1,95 @@
+"""What supervision costs a healthy run: the progress record per step, and the step time under a supervisor."""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import add_run, run_benchmark
+from zaya_jax.config import load_config
+from zaya_jax.errors import RunStopped
+from zaya_jax.machine.result import describe_run, rounded
+from zaya_jax.run.folder import TIMINGS
+from zaya_jax.run.metrics import read_rows
+from zaya_jax.run.progress_record import SIZE, Phase, ProgressRecord
+
+_WRITES = 20_000  # steps for which the record is timed
+_WARM_UP = 10  # steps of a run that are not timed
+
+
+def bench_supervision(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Time training with and without `aegis run`, in turn, and print the ratio of the median step times.
+
+    Args:
+      config: path of the configuration to train.
+      overrides: of the configuration.
+      repeats: number of runs of each side.
+
+    Raises:
+      RunStopped: a run failed.
+    """
+    result = describe_run("supervision", f"{config} {' '.join(overrides)}", "the same run without a supervisor", ())
+    record = [_time_record() for _ in range(repeats)]
+    seconds: dict[str, list[float]] = {"alone": [], "supervised": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(repeats):
+            for side in sorted(seconds, reverse=turn % 2 == 1):
+                seconds[side].append(_train(Path(folder), f"{side}-{turn}", side == "supervised", config, overrides))
+    medians = {side: statistics.median(each) for side, each in seconds.items()}
+    ratio = medians["supervised"] / medians["alone"]
+    spread = (max(seconds["alone"]) - min(seconds["alone"])) / medians["alone"]
+    print(f"The progress record takes {statistics.median(record):.2f} µs per step. A step takes "
+          f"{1000 * medians['supervised']:.3f} ms under a supervisor and {1000 * medians['alone']:.3f} ms without: "
+          f"{ratio:.3f}× (runs without a supervisor differ by {spread:.1%}).")  # fmt: skip
+    result["results"] = {"record_microseconds": rounded(record), "ratio": round(ratio, 4), "spread": round(spread, 4),
+                         "step_seconds": {side: rounded(each) for side, each in seconds.items()}}  # fmt: skip
+    return result
+
+
+def _time_record() -> float:
+    """Return the microseconds of all writes of one step."""
+    file = os.memfd_create("record")
+    os.truncate(file, SIZE)
+    record = ProgressRecord(Path(f"/proc/{os.getpid()}/fd/{file}"))
+    begun = time.perf_counter()
+    for step in range(_WRITES):
+        record.enter(Phase.DATA)
+        record.enter(Phase.DISPATCH)
+        record.enter(Phase.DEVICE_WAIT)
+        record.complete_step(step, 1.0, 1.0)
+    os.close(file)
+    return 1e6 * (time.perf_counter() - begun) / _WRITES
+
+
+def _train(folder: Path, name: str, supervised: bool, config: str, overrides: Sequence[str]) -> float:
+    """Train once, and return the median seconds of a step."""
+    run_dir = folder / name
+    training = [sys.executable, "-m", "zaya_jax.main", "--config", config, *overrides, f"run_dir={run_dir}"]
+    supervisor = [sys.executable, "-m", "zaya_jax.aegis", "run", "--"] if supervised else []
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **os.environ}
+    done = subprocess.run([*supervisor, *training], env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        raise RunStopped(f"{' '.join(training)} failed: {done.stderr[-300:]}")
+    return statistics.median(row["seconds"] for row in read_rows(run_dir / TIMINGS)[_WARM_UP:])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run this benchmark; see `command.run_benchmark`."""
+    return run_benchmark(_run, arguments, add_run, repeats=3)
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time training under a supervisor against training without one.
+
+    Trains a configuration with and without `aegis run`, in turn, and times the progress record.
+
+    supervision --config configs/tiny.yaml phases.0.tokens=122_880 --output supervision.json
+    """
+    load_config(parsed.config, parsed.overrides)  # so that a mistake is named before anything runs
+    return bench_supervision(parsed.config, parsed.overrides, parsed.repeats)

@@ -1,0 +1,253 @@
+"""The report of a GPU: what is run, what is left, what is compared, and what fails it."""
+
+import functools
+import json
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.gpu_report import determinism, runner, training, tuning
+from benchmarks.gpu_report.determinism import differing
+from benchmarks.gpu_report.figures import kernel_figures
+from benchmarks.gpu_report.parts import Part, make_parts
+from benchmarks.gpu_report.runner import figures_table, gpu_report, run_part
+from benchmarks.gpu_report.training import large_config, small_config
+from zaya_jax.config.stages import total_steps
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.environment import describe_preset
+from zaya_jax.hardware.presets import PRESETS
+from zaya_jax.machine.compilers.predict import ASSUMPTIONS
+from zaya_jax.machine.result import table_lines
+from zaya_jax.machine.tune import DECIDING
+from zaya_jax.model.arithmetic import total_parameters
+
+KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {
+    "attention": {"bytes": 4e9, "flops": 80e12, "median_seconds": {"kernel": 0.2}, "reference": 5.0, "peer": None},
+    "residual_norm": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"kernel": 0.02}},
+    "muon": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"reference": 0.02}},
+}}  # fmt: skip
+
+
+def test_a_part_that_raises_hangs_or_takes_its_process_down_fails(capsys):
+    assert run_part("broken", Part(0, functools.partial(divmod, 1, 0)), 60)["failed"].startswith("ZeroDivisionError: ")
+    assert "status 3" in run_part("broken", Part(0, functools.partial(os._exit, 3)), 60)["failed"]
+    assert "status 3" in capsys.readouterr().out
+    begun = time.monotonic()
+    assert (
+        "ended after 2 s"
+        in run_part("hung", Part(0, functools.partial(os.system, "sleep 987 & sleep 987")), 2)["failed"]
+    )
+    assert time.monotonic() - begun < 30
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
+    assert left == [], "what it started goes with it"
+
+
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    """A report of two parts in this process, of which one breaks; `made` are the parts that ran."""
+    made, machine = [], {"platform": "cpu", "device": "AMD Some/Thing", "devices": 1, "drivers": {"amdgpu": "6"}}
+    works = {"bad": {"failed": "It broke."}, "good": {"figures": {"speed": [2.0, "tokens/s", 1.0]}}}
+
+    def part(name, *_):
+        made.append(name)
+        return {**(machine if name == "machine" else works[name])}
+
+    monkeypatch.setattr(runner, "run_part", part)
+    monkeypatch.setattr(runner, "make_parts", lambda *_: {name: Part(60, dict) for name in works})
+
+    def run(*flags):
+        made.clear()
+        return main(["gpu_report", "--folder", str(tmp_path), "--commit", "abc", *flags])
+
+    run.made, run.works, run.folder = made, works, tmp_path / "amd_some_thing"
+    return run
+
+
+def test_a_failed_part_leaves_the_others_to_run_and_the_status_is_one(report, capsys):
+    assert report() == 1
+    written = {path.stem: json.loads(path.read_text()) for path in report.folder.iterdir()}
+    assert written.keys() == {"machine", "bad", "good"}
+    assert written["bad"]["failed"] == "It broke."
+    for part in written.values():
+        assert (part["commit"], part["size"], part["before"]) == ("abc", "small", None)
+        assert part["hardware"] | {"device": "AMD Some/Thing", "driver": "6"} == part["hardware"]
+        assert "jax" in part["versions"]
+        assert part["command"]
+    *_, passed, failed, last = capsys.readouterr().out.splitlines()
+    assert (passed, failed) == ("Passed: machine; good", "Failed: bad")
+    assert str(report.folder) in last
+
+
+def test_a_second_call_goes_on_with_what_failed_or_was_left(report, capsys):
+    assert report("--minutes", "0.5") == 0
+    assert report.made == ["machine"], "each part may take a minute"
+    assert "No time for: bad; good. Run the command again to resume." in capsys.readouterr().out
+    report()
+    report.works["bad"] = {}
+    assert report() == 0
+    assert report.made == ["machine", "bad"]
+    assert "== good: recorded before" in capsys.readouterr().out
+    report("--only", "good")
+    assert report.made == ["machine", "good"], "what is named runs again"
+    report("--commit", "def")
+    assert report.made == ["machine", "bad", "good"]
+
+
+def test_a_recording_is_compared_with_the_last_one_of_other_code(report, capsys):
+    report()
+    report.works["good"] = {"figures": {"speed": [3.0, "tokens/s", 1.0], "new": [None, "GB"]}}
+    report("--commit", "def")
+    for _ in range(2):  # made again, it is still compared with the other code
+        before = json.loads((report.folder / "good.json").read_text())["before"]
+        assert (before["commit"], before["figures"]) == ("abc", {"speed": [2.0, "tokens/s", 1.0]})
+        report("--commit", "def", "--only", "good")
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line.split() for line in reversed(lines) if " speed " in line) == [
+        "good", "speed", "tokens/s", "3.00", "1.00", "2.00", "1.50"]  # fmt: skip
+    report.works["good"] = {"failed": "It broke."}
+    report("--commit", "ghi")
+    report.works["good"] = {"figures": {"speed": [4.0, "tokens/s"]}}
+    report("--commit", "ghi")
+    before = json.loads((report.folder / "good.json").read_text())["before"]
+    assert before["commit"] == "def", "a failure in between is no recording to compare with"
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--only", "god"], "--only is 'god', but must be one of machine, bad, good."),
+    (["--minutes", "0"], "--minutes is 0"),
+    (["--folder", f"{__file__}/gpu"], "test_gpu_report.py/gpu) cannot be written"),
+])  # fmt: skip
+def test_a_mistake_is_told_before_anything_runs(report, capsys, flags, message):
+    assert report(*flags) == 2
+    assert report.made in ([], ["machine"])
+    assert message in capsys.readouterr().err
+
+
+def test_all_parts_run_with_the_preset_of_training(report, monkeypatch):
+    seen = []
+    monkeypatch.setattr(runner, "select_preset", lambda _: PRESETS["h200"])
+    monkeypatch.setattr(runner, "make_parts", lambda *_: seen.append(describe_preset()) or {})
+    before = dict(os.environ)
+    report()
+    assert seen[0].startswith("Preset h200: --xla")
+    assert os.environ == before
+
+
+def test_a_damaged_recording_is_made_again(report):
+    report()
+    for content in ("{", "[]", '{"figures": 3, "versions": 5}'):
+        (report.folder / "good.json").write_text(content)
+        report()
+        assert "good" in report.made
+
+
+def test_parts_that_need_several_devices_are_left_out_on_one():
+    one, two = make_parts(True, 1, Path()), make_parts(True, 2, Path())
+    assert two.keys() - one.keys() == {"collectives", "step_fsdp", "context"}
+    # On one GPU: each in a call, and all of them in three.
+    limits = [part.seconds for part in make_parts(False, 1, Path()).values()]
+    assert max(limits) < 9 * 60
+    assert sum(limits) < 3 * 9 * 60
+    assert total_parameters(small_config().model) < 1e6
+    assert total_parameters(large_config().model) > 1e8
+    assert total_steps(small_config()) == 50
+
+
+def test_a_kernel_is_predicted_from_the_data_sheet():
+    near = functools.partial(pytest.approx, rel=1e-3)
+    h200, figures = HARDWARE["h200"], kernel_figures(KERNELS, "NVIDIA H200")
+    assert figures.keys() == {"attention", "attention against XLA", "residual_norm"}
+    assert figures["attention"] == [200, "ms", near(1e3 * 80e12 / (h200.peak * ASSUMPTIONS.kernel))]
+    assert figures["residual_norm"] == [20, "ms", near(1e3 * 40e9 / (h200.bandwidth * ASSUMPTIONS.memory))]
+    assert figures["attention against XLA"] == [5.0, "×"]
+    assert kernel_figures(KERNELS, "cpu")["attention"] == [200, "ms", None]
+
+
+def test_a_table_has_a_line_for_each_figure_also_without_a_value():
+    parts = {"step": {"figures": {"step": [1.0, "s", 2.0], "memory": [None, "GB"]},
+                      "before": {"figures": {"step": [2.0, "s"]}}}, "broken": {"failed": "It broke."}}  # fmt: skip
+    _, head, *lines = table_lines(figures_table(parts))
+    assert head.endswith("measured/last")
+    step, memory = (line.split() for line in lines)
+    assert step == ["step", "step", "s", "1.00", "2.00", "2.00", "0.500"]
+    assert memory == ["step", "memory", "GB", "–", "–", "–", "–"]
+
+
+def test_a_tensor_differs_if_one_repetition_or_process_does():
+    same = {"a": ["1", "1"], "b": ["2", "2"]}
+    assert differing([same]) == differing([same, same]) == []
+    assert differing([{"a": ["1", "1"], "b": ["2", "3"]}]) == ["b"]
+    assert differing([same, {"a": ["4", "4"], "b": ["2", "2"]}]) == ["a"]
+    assert differing([same, {"a": ["1", "1"]}]) == ["b"]
+
+
+@pytest.mark.parametrize(("small", "timed"), [(True, {"residual_norm"}), (False, set(DECIDING))])
+def test_a_gpu_times_all_operations_and_emulation_one(small, timed, monkeypatch):
+    asked = []
+
+    def tune(source, overrides, repeats, seconds, only):
+        asked.extend(only)
+        size = {"rows": 64, "seconds": {"reference": {}, "pallas (64/1/1)": {"plain": 2e-6, "packed": 1e-6}}}
+        return {"operations": {"residual_norm": {"sizes": [size]}}}
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    figures = tuning.measure_tuning(small, 1)["figures"]
+    assert set(asked) == timed
+    assert figures == {f"residual_norm, 64 rows: {what}": [0.003, "ms"] for what in ("fastest", "default")}
+
+
+def test_a_step_whose_bits_vary_fails_the_part(monkeypatch):
+    calls = iter([["1", "1"], ["1", "1"], ["2", "2"], ["3", "3"], ["3", "3"]])
+    monkeypatch.setattr(determinism, "repeat_step", None)
+
+    class Side:
+        def __enter__(self):
+            digests = next(calls)
+            return lambda: ({"params['head']": digests}, [0.2 if digests[0] == "3" else 0.1])
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr(determinism, "run_in_subprocess", lambda *_: Side())
+    result = determinism.measure_determinism(False)
+    assert "failed" not in result, "XLA may choose otherwise where nothing was kept"
+    assert result["differ"]["first; chosen again"] == ["params['head']"]
+    assert result["figures"]["price of train.deterministic"] == [100, "% of the step"]
+    calls = iter([["1", "1"], ["4", "4"]])
+    assert "(first; resumed), such as params['head']" in determinism.measure_determinism(True)["failed"]
+
+
+def test_a_run_that_does_not_learn_or_differs_from_the_cpu_fails_the_part(monkeypatch):
+    falls, on_cpu = [5 - 0.1 * step for step in range(20)], [3.0]
+
+    def train(config, seconds, environment=None):
+        rows = [{"step": index + 1, "loss": loss} for index, loss in enumerate(falls)]
+        rows[-1]["heldout_loss"] = on_cpu[0] if environment else 3.0
+        timings = [{"seconds": 2.0, "data_wait": 0.5, "tokens_per_second": 100.0} for _ in rows]
+        return rows, timings, 50.0
+
+    monkeypatch.setattr(training, "_train", train)
+    result = training.measure_training(False)
+    assert "failed" not in result
+    assert result["figures"]["waiting for data"] == [25.0, "% of the step"]
+    assert result["figures"]["speed with evaluation and saves"] == [round(19 * 32 * 1024 / 50), "tokens/s"]
+    on_cpu[0] = 3.1
+    assert "3.1000 on the CPU" in training.measure_training(False)["failed"]
+    falls[:] = [5.0] * 20
+    assert "from 5.00 to 5.00" in training.measure_training(True)["failed"]
+    falls[-1] = float("nan")
+    assert "to nan" in training.measure_training(True)["failed"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_all_parts_pass_on_a_cpu(tmp_path, monkeypatch, devices):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
+    result = gpu_report(str(tmp_path), [], 9, None)
+    assert (result["failed"], result["left"]) == ([], []), result["parts"]
+    assert list(result["parts"]) == ["machine", *make_parts(True, int(devices), tmp_path)]

@@ -1,0 +1,237 @@
+import contextlib
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import kernels as bench
+from zaya_jax.errors import InputError
+from zaya_jax.machine import queued_calls, subprocesses
+from zaya_jax.machine.kernel_cases import SMALL, Aim, Case, cases
+from zaya_jax.machine.subprocesses import Passes
+from zaya_jax.ops.target import Target
+
+LIMITS = {"copy": 4e12, "dense": 800e12}
+
+
+def a_case(aim, *, flops=4e12, size=40e9):
+    return Case("attention", None, (), (), False, flops, size, aim)
+
+
+def timed(*seconds, calls=10):
+    return Passes([calls * one for one in seconds], [calls] * len(seconds))
+
+
+def test_the_speed_is_that_of_the_median_call():
+    passes = {"kernel": timed(0.02, 0.05, 0.01), "reference": timed(0.06, 0.06, 0.07), "peer": timed(0.01, 0.01, 0.03)}
+    found = bench.row(a_case(None), passes, {}, LIMITS, "NVIDIA H200")
+    assert found["median_seconds"] == {"kernel": 0.02, "reference": 0.06, "peer": 0.01}
+    assert (found["reference"], found["peer"]) == (3.0, 0.5)
+    assert (found["bytes_per_second"], found["flops_per_second"]) == (2e12, 200e12)
+    assert found["seconds"]["kernel"] == [0.02, 0.05, 0.01]
+    assert "aim" not in found
+
+
+@pytest.mark.parametrize(
+    ("of", "reached"), [("copy", 0.5), ("dense", 0.25), ("roofline", 0.5), ("tflops", 200), ("reference", 3.0)]
+)
+def test_an_aim_is_reached_or_not_on_the_device_that_it_is_for(of, reached):
+    passes = {"kernel": timed(0.02), "reference": timed(0.06)}
+    for least, device, met in ((reached, "NVIDIA H200", True), (1.01 * reached, "NVIDIA H200", False),
+                               (reached, "NVIDIA H100", None)):  # fmt: skip
+        found = bench.row(a_case(Aim(of, least)), passes, {}, LIMITS, device)["aim"]
+        assert found == {"of": of, "least": least, "reached": pytest.approx(reached), "met": met}
+
+
+def test_the_roofline_is_what_takes_longer():
+    bound_by_products = a_case(Aim("roofline", 0.5), flops=16e12, size=1e9)
+    assert bench.reach(bound_by_products, bound_by_products.aim, 0.04, {}, LIMITS) == pytest.approx(0.5)
+
+
+def test_a_side_that_is_missing_is_told():
+    found = bench.row(
+        a_case(Aim("reference", 1.5)), {"kernel": timed(0.02)}, {"reference": "It broke."}, LIMITS, "H200"
+    )
+    assert found["aim"]["reached"] is None
+    assert found["aim"]["met"] is False
+    assert "no reference: It broke." in bench.sentence(found)
+    nothing = bench.row(a_case(None), {"peer": timed(0.02)}, {"kernel": "It broke."}, LIMITS, "H200")
+    assert bench.sentence(nothing) == "no kernel: It broke."
+
+
+def test_a_row_is_a_sentence():
+    passes = {"kernel": timed(0.02), "reference": timed(0.06), "peer": timed(0.03)}
+    found = bench.row(a_case(Aim("copy", 0.8)), passes, {}, LIMITS, "NVIDIA H200")
+    assert bench.sentence(found) == (
+        "20 ms, 2,000 GB/s, 200 TFLOP/s; 3× as fast as XLA; 1.5× as fast as PyTorch; "
+        "fraction of the copy bandwidth 0.5 (goal 0.8, missed)"
+    )
+
+
+def test_a_pass_has_as_many_calls_as_it_takes_and_one_wait(monkeypatch):
+    now, calls, waits = [0.0], [], []
+
+    def call():
+        calls.append(1)
+        now[0] += 0.003
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    one_pass = queued_calls.repeated(call, lambda: waits.append(len(calls)), 8)
+    calls.clear(), waits.clear()
+    number = one_pass()
+    assert number == 8 * len(calls)
+    assert waits == [len(calls)]
+    assert queued_calls.PASS <= 0.003 * len(calls) <= 2.1 * queued_calls.PASS
+
+
+def test_calls_of_one_program_are_all_done(monkeypatch):
+    programs = []
+    monkeypatch.setattr(queued_calls, "repeated", lambda call, wait, counts: programs.append(counts) or call)
+    monkeypatch.setattr(
+        queued_calls.jax, "jit", lambda run: programs.append(jax.make_jaxpr(run)) or (lambda sets: sets)
+    )
+    x = jnp.ones((8, 8))
+    queued_calls.queued(jnp.dot, (x, x), 3)()
+    traced, counts = programs
+    sets = [(jnp.copy(x), jnp.copy(x)) for _ in range(3)]
+    equations = traced(sets).eqns
+    assert [equation.primitive.name for equation in equations] == ["dot_general"] * 3
+    assert len({variable for equation in equations for variable in equation.invars}) == 6
+    assert counts == 3
+
+
+def test_what_is_held_is_given_away_and_is_the_next_call_s(monkeypatch):
+    seen, donated = [], []
+    monkeypatch.setattr(queued_calls, "repeated", lambda call, wait, counts: call)
+    monkeypatch.setattr(queued_calls.jax, "jit", lambda run, donate_argnums: donated.append(donate_argnums) or run)
+
+    def function(held, given):
+        seen.append(held)
+        return held + given, "not held"
+
+    call = queued_calls.stepped(function, (0, 2), 1)
+    for _ in range(3):
+        call()
+    assert seen == [0, 2, 4]
+    assert donated == [0]
+
+
+def test_what_training_updates_in_place_is_timed_so(monkeypatch):
+    found = []
+    monkeypatch.setattr(bench, "stepped", lambda function, arguments, held: found.append(held))
+    bench.our_side("muon", SMALL, "bfloat16", False, False)
+    assert found == [cases(SMALL, "bfloat16")["muon"].held] != [0]
+
+
+def test_short_calls_are_many_of_one_program_on_a_gpu(monkeypatch):
+    small, large = ([jax.ShapeDtypeStruct((size,), jnp.int8)] for size in (8, queued_calls.SHORT))
+    monkeypatch.setattr(jax.ShapeDtypeStruct, "nbytes", property(lambda x: x.size), raising=False)
+    assert queued_calls.calls_together(small) == 1
+    monkeypatch.setattr(queued_calls.jax, "default_backend", lambda: "gpu")
+    assert [queued_calls.calls_together(arrays) for arrays in (small, large)] == [8, 1]
+
+
+def in_this_process(make, *arguments):
+    return contextlib.nullcontext(make(*arguments))
+
+
+@pytest.fixture
+def sides(monkeypatch):
+    """Sides that take no time to make: the kernel a second, the reference three, PyTorch is not there."""
+    now, made = [0.0], []
+
+    def side(seconds):
+        def step():
+            now[0] += seconds
+            return 1
+
+        return step
+
+    def ours(name, sizes, dtype, kernel, emulated):
+        made.append((name, sizes, dtype, kernel, emulated))
+        return side(1.0 if kernel else 3.0)
+
+    def peer(*_):
+        raise InputError("The peer needs PyTorch.")
+
+    monkeypatch.setattr(subprocesses.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(subprocesses.time, "sleep", lambda _: None)
+    monkeypatch.setattr(bench, "run_in_subprocess", in_this_process)
+    monkeypatch.setattr(bench, "our_side", ours)
+    monkeypatch.setattr(bench, "peer_side", peer)
+    monkeypatch.setattr(subprocesses, "run_in_subprocess", in_this_process)
+    monkeypatch.setattr(bench, "roofline", lambda probe, sizes: side(1e-3))
+    return made
+
+
+def test_without_a_gpu_all_cases_are_emulated_at_small_size(sides, tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    assert command.main(["kernels", "--repeats", "3", "--output", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["emulated"] is True
+    assert found["results"].keys() == cases(SMALL, "bfloat16").keys()
+    assert {(sizes, emulated) for _, sizes, _, _, emulated in sides} == {(SMALL, True)}
+    norm = found["results"]["residual_norm"]
+    assert norm["median_seconds"] == {"kernel": 1.0, "reference": 3.0}
+    assert norm["missing"] == {"peer": "The peer needs PyTorch."}
+    assert norm["aim"]["met"] is None
+    assert found["results"]["cca_mix"]["missing"] == {"peer": "PyTorch has no counterpart."}
+    assert found["rooflines"] == pytest.approx({"copy": 2 * 2**24 / 1e-3, "dense": 2 * 512**3 / 1e-3}, rel=1e-3)
+    assert "do not compare these times with a GPU" in capsys.readouterr().out
+
+
+def test_on_a_gpu_they_have_the_8b_s_sizes(sides, monkeypatch):
+    monkeypatch.setattr(bench, "current_target", lambda: Target("cuda", "NVIDIA H200"))
+    found = bench.bench_kernels(["residual_norm"], 1, None)
+    assert found["results"].keys() == {"residual_norm"}
+    assert not found["emulated"]
+    assert {(sizes, emulated) for _, sizes, _, _, emulated in sides} == {(bench.EIGHT_B, False)}
+    assert found["results"]["residual_norm"]["aim"]["met"] is False
+
+
+def test_a_process_that_ends_in_a_timed_pass_costs_one_case(sides, monkeypatch, capsys):
+    interleave = bench.interleave
+
+    def ends_once(steps, repeats):
+        if "kernel" in steps and len(sides) == 2:
+            raise RuntimeError("The measured process exited with status -11.")
+        return interleave(steps, repeats)
+
+    monkeypatch.setattr(bench, "interleave", ends_once)
+    assert command.main(["kernels", "--only", "residual_norm", "gram_polynomial"]) == 1
+    assert "gram_polynomial: 1000 ms" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "interleave", interleave)
+    assert command.main(["kernels", "--only", "residual_norm", "gram_polynomial"]) == 0
+
+
+def test_a_device_without_kernels_does_not_fail(sides, monkeypatch):
+    monkeypatch.setattr(bench, "current_target", lambda: Target("cuda", "NVIDIA A10", "sm_86"))
+    monkeypatch.setattr(bench, "_selection", lambda *_: bench.KernelSelection(Target("cuda", "NVIDIA A10"), {}))
+    monkeypatch.setattr(bench, "time_sides", lambda *_: ({}, {"kernel": "It has none."}))
+    assert "failed" not in bench.bench_kernels(["residual_norm"], 1, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [(["--only", "attention", "norm"], "--only is 'norm'"), (["--repeats", "0"], "--repeats is 0")],
+)
+def test_what_cannot_be_measured_is_told_before_measuring(sides, capsys, arguments, match):
+    assert command.main(["kernels", *arguments]) == 2
+    assert match in capsys.readouterr().err
+    assert not sides
+
+
+def test_a_side_that_breaks_says_why(monkeypatch):
+    monkeypatch.setattr(bench, "program", lambda *_: 1 / 0)
+    with pytest.raises(InputError, match="ZeroDivisionError: division by zero"):
+        bench.our_side("gram_polynomial", SMALL, "bfloat16", True, True)
+
+
+@pytest.mark.soak
+def test_everything_runs_on_a_cpu(tmp_path, monkeypatch):
+    found = bench.bench_kernels([], 1, str(tmp_path / "kernels.json"))
+    for name, row in found["results"].items():
+        assert {"kernel", "reference"} <= row["median_seconds"].keys(), (name, row["missing"])

@@ -1,1 +1,0 @@
-"""Benchmarks against other projects, on the same machine in the same run."""
