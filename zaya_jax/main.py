@@ -44,7 +44,7 @@ from zaya_jax.run.status import mark_stopped
 from zaya_jax.run.supervised import end_with_supervisor
 
 if TYPE_CHECKING:
-    from zaya_jax.parallel.peer_liveness import PeerLiveness
+    from zaya_jax.job.peer_liveness import PeerLiveness
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(config: Config, options: argparse.Namespace, process: "_Process") -> None:
     process.run_dir = config.run_dir
     preset = _prepare_jax(config)
-    from zaya_jax.parallel.multihost import is_primary, join
+    from zaya_jax.job.multihost import is_primary, join
     from zaya_jax.train.loop import run_training
     from zaya_jax.train.report import report
 
@@ -154,7 +154,7 @@ class _Process:
         if self.peers is None:
             self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=True)
             raise error
-        from zaya_jax.parallel.multihost import is_peer_loss
+        from zaya_jax.job.multihost import is_peer_loss
 
         if is_peer_loss(error):
             self.peers.wait()  # until the peer timeout names the lost process, and ends this one

@@ -12,7 +12,7 @@ import pytest
 from tests.aegis.aegis_helpers import Supervised, left_running
 from tests.aegis.real_helpers import POLICY, undisturbed
 from tests.compile_helpers import CHEAP
-from tests.parallel.processes_helpers import free_port
+from tests.job.processes_helpers import free_port
 from tests.train_helpers import write_run
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import METRICS

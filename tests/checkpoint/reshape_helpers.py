@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tests.checkpoint.test_store import ABOUT
-from tests.parallel.processes_helpers import CHEAP, free_port, wide_everywhere
+from tests.job.processes_helpers import CHEAP, free_port, wide_everywhere
 from tests.parallel_helpers import WIDE
 from tests.train_helpers import ROOT, make_program, placed_step
 from zaya_jax.checkpoint.leaves import like, named
@@ -22,7 +22,7 @@ from zaya_jax.checkpoint.reader import CheckpointReader
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import BatchConfig, CheckpointConfig, ParallelConfig
-from zaya_jax.parallel.multihost import join
+from zaya_jax.job.multihost import join
 
 
 class Shape(NamedTuple):

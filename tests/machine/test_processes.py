@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.job.processes_helpers import finish_job, start_job
 from tests.machine.helpers import parse_rows
-from tests.parallel.processes_helpers import finish_job, start_job
 
 # Those that processes do by an all-reduce, and one that they do as devices of one process.
 OPERATIONS = ["broadcast", "reduce_scatter", "all_to_all"]
@@ -20,7 +20,7 @@ def main(arguments):
     folder, *job = arguments
     flags = ["--tolerance", "95", "--output", folder + "preflight"]
     status = machine.main(["preflight", "configs/tiny.yaml", *flags, *job])
-    from zaya_jax.parallel import multihost
+    from zaya_jax.job import multihost
     multihost.join = lambda *_: None
     sizes = ["--operations", *OPERATIONS, "--min-bytes", "512", "--max-bytes", "512", "--repeats", "1"]
     return status or machine.main(["collectives", *sizes, "--output", folder + "collectives", *job])

@@ -1,4 +1,4 @@
-"""Real signals to a real process; tests/parallel/test_preemption.py has those that a run saves for."""
+"""Real signals to a real process; tests/job/test_preemption.py has those that a run saves for."""
 
 import os
 import random

@@ -60,7 +60,7 @@ OTHERS = {
     "machine/storage/sweep.py": ("TemporaryDirectory unlink", TEMPORARY),
     "machine/train_step.py": ("TemporaryDirectory", TEMPORARY),
     "model/tree.py": ("replace", "no file: a variable of the model"),
-    "parallel/relay.py": ("TemporaryDirectory", TEMPORARY),
+    "job/relay.py": ("TemporaryDirectory", TEMPORARY),
     "run/command.py": ("open open open", "/dev/null, and the streams that this process was started with"),
     "run/files.py": ("open fchmod", MEMORY),
     "run/folder.py": ("rmdir", "of the run folder that this process created, while it is empty"),

@@ -18,7 +18,7 @@ import pytest
 
 from tests.checkpoint.test_disk import fill
 from tests.compile_helpers import CHEAP
-from tests.parallel.processes_helpers import free_port
+from tests.job.processes_helpers import free_port
 from tests.train_helpers import ROOT, differing, restore, write_run
 from zaya_jax.config import load_config
 from zaya_jax.run.folder import METRICS

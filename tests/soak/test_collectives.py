@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from tests.job.processes_helpers import free_port
 from tests.machine.helpers import parse_rows
-from tests.parallel.processes_helpers import free_port
 from tests.train_helpers import ROOT
 from zaya_jax.machine.collectives.operations import COLLECTIVES
 

@@ -13,7 +13,7 @@ from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader, retried, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, Reason, RunStopped
-from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary, primary_first
+from zaya_jax.job.multihost import all_gather, broadcast, is_primary, primary_first
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.fencing import is_current

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from zaya_jax.checkpoint.digest import ArrayPart, parts_to_save
-from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.digests import slice_text
 
 SMALL_ARRAYS = "bundle"  # name of the packed array in a checkpoint

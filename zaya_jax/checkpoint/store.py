@@ -26,7 +26,7 @@ from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError, Reason, RunStopped, Superseded, as_sentence
-from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
+from zaya_jax.job.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import joined, leaf_digest, uncovered
 from zaya_jax.run.fencing import Fence, is_current

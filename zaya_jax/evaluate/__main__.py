@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> None:
         _check(options, parser.get_default)
         keep_compilations()
-        from zaya_jax.parallel.multihost import join
+        from zaya_jax.job.multihost import join
 
         preset = select_preset(None)
         peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, preset.peer_timeout)

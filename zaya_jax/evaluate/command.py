@@ -32,9 +32,9 @@ from zaya_jax.evaluate.scoring import Scorer
 from zaya_jax.evaluate.suites import SuiteConfig, load_suite, named_tasks
 from zaya_jax.evaluate.texts import read_texts, text_losses
 from zaya_jax.generate.source import open_text_model
+from zaya_jax.job.multihost import broadcast, is_primary
 from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import balancing_biases, parameters
-from zaya_jax.parallel.multihost import broadcast, is_primary
 from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
 from zaya_jax.run.files import display_path, expanded
 from zaya_jax.run.versions import package_version

@@ -16,6 +16,7 @@ from zaya_jax.data.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
+from zaya_jax.job.multihost import primary_first
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, roles, shapes, with_values
 from zaya_jax.model.zaya import abstract_model
@@ -23,7 +24,6 @@ from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import pins_anywhere
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import make_mesh, replicated
-from zaya_jax.parallel.multihost import primary_first
 from zaya_jax.parallel.placement import Placement, make_placement
 from zaya_jax.run.folder import read_config
 from zaya_jax.weights.sources import Weights

@@ -30,7 +30,7 @@ from zaya_jax.evaluate.writing import ROWS, Prompt, Writer, prompt_seed
 from zaya_jax.generate.chat import render, render_prompt
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel, open_text_model
-from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.signals import warn_once
 
 # Other settings of continuations that tasks may have: read below, or without effect here.

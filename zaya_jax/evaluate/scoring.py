@@ -17,11 +17,11 @@ import numpy as np
 from zaya_jax.config.checks import counted
 from zaya_jax.data.bins import pack
 from zaya_jax.errors import InputError
+from zaya_jax.job.multihost import all_gather
 from zaya_jax.model.loss import chunked_logprobs
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.decode import REPLICATED, ROWS, place
 from zaya_jax.parallel.mesh import batch_shards
-from zaya_jax.parallel.multihost import all_gather
 from zaya_jax.parallel.placement import Placement
 
 ROW = 2048  # tokens of the shortest rows

@@ -12,9 +12,9 @@ from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.evaluate.scoring import PEER_SECONDS, Progress
 from zaya_jax.generate.decode import BLOCK, cache_capacity, continuations
 from zaya_jax.generate.sampling import Sampling
+from zaya_jax.job.multihost import all_gather
 from zaya_jax.model.zaya import Zaya, unrolled
 from zaya_jax.parallel.mesh import batch_shards
-from zaya_jax.parallel.multihost import all_gather
 from zaya_jax.parallel.placement import Placement
 
 ROWS = 16  # prompts of a device in one batch

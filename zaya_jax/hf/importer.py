@@ -19,9 +19,9 @@ from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import Folder
 from zaya_jax.hf.safetensors import Stored
 from zaya_jax.hf.tensors import Tensor
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import abstract_weights
-from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.progress import WorkProgress
 
 PIECE = 2**28  # maximum bytes of a tensor in host memory at once

@@ -80,7 +80,7 @@ def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], di
 
     Process 0 alone writes files: the others drop their names.
     """
-    from zaya_jax.parallel.multihost import is_primary, join
+    from zaya_jax.job.multihost import is_primary, join
 
     peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
     try:

@@ -87,7 +87,7 @@ def print_tables(tables: Iterable[Table]) -> None:
 
 def print_once(*lines: str) -> None:
     """Print lines in the first process of the job."""
-    from zaya_jax.parallel.multihost import is_primary
+    from zaya_jax.job.multihost import is_primary
 
     if is_primary():
         print("\n".join(lines), flush=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
+from zaya_jax.job.multihost import all_gather, broadcast, is_primary
 from zaya_jax.ops.kernel_table import KernelTable, find_table, parse_table
 from zaya_jax.ops.registry import TUNE, KernelSelection, reject, rejections, validate_kernels
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
-from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
 from zaya_jax.parallel.placement import device_kernels
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.files import read_object, write_atomically

@@ -9,12 +9,12 @@ import jax
 from zaya_jax.config import Config
 from zaya_jax.config.stages import first_step, stage_at
 from zaya_jax.errors import InputError
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import Arrays, balancing_biases
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import replicated
-from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.train.program import PhaseProgram, known_options
 from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_values, warn_about_positions
 from zaya_jax.train.state import TrainState, init_counters, init_state

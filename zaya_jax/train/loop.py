@@ -21,15 +21,15 @@ from zaya_jax.errors import InputError, Superseded
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss
 from zaya_jax.hardware.environment import combine_thresholds
+from zaya_jax.job.multihost import broadcast, check_alike, is_primary, primary_first
+from zaya_jax.job.peer_liveness import PeerLiveness
+from zaya_jax.job.preemption import Preemption
 from zaya_jax.model.lora import merged
 from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.parallel.kernels import keep_table, validated_kernels
 from zaya_jax.parallel.mesh import replicated
-from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, primary_first
-from zaya_jax.parallel.peer_liveness import PeerLiveness
-from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.parallel.storage import storage_rows, storage_table
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.fencing import Fence

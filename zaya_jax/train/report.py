@@ -11,7 +11,7 @@ from zaya_jax.errors import printable
 from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.generate.decode import generate_tokens
 from zaya_jax.generate.sampling import Sampling
-from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import SUMMARY
 from zaya_jax.run.metrics import finite

@@ -14,7 +14,7 @@ from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import first_step, stage_at, tokens_before, total_steps
 from zaya_jax.data.pipeline import TrainBatches
 from zaya_jax.errors import InputError, printable
-from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.digests import digest
 from zaya_jax.run.manifest import Manifest

@@ -12,8 +12,8 @@ from zaya_jax.config import Config, ModelConfig, PhaseConfig, to_dict
 from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps, rows_before, schedule_spans, stage_at, stages, tokens_before
 from zaya_jax.errors import InputError
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.optim.schedule import learning_rate_factor
-from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
 from zaya_jax.run.folder import run_folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
-from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink
 from zaya_jax.train.mirror import Mirror

@@ -13,9 +13,9 @@ from zaya_jax.config.stages import phase_steps, stage_at, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches
 from zaya_jax.errors import Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
+from zaya_jax.job.multihost import is_primary
+from zaya_jax.job.preemption import Preemption
 from zaya_jax.model.tree import Arrays
-from zaya_jax.parallel.multihost import is_primary
-from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.folder import CONFIG, PHASES, record_changes, run_folder, write_phase_ends
 from zaya_jax.run.metrics import DiskGuard
 from zaya_jax.run.progress_record import Phase, ProgressRecord

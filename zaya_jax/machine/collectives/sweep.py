@@ -14,6 +14,7 @@ import numpy as np
 from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
+from zaya_jax.job.multihost import is_primary
 from zaya_jax.machine.collectives import text
 from zaya_jax.machine.collectives.fit import fit_times
 from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, label
@@ -26,7 +27,6 @@ from zaya_jax.machine.report.tables import message_table
 from zaya_jax.machine.result import describe_run, print_once, table_lines
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
-from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.metrics import append_row
 from zaya_jax.train.program import make_programs
 

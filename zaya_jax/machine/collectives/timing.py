@@ -6,11 +6,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from zaya_jax.job.multihost import all_gather
 from zaya_jax.machine.collectives.operations import COLLECTIVES, label
 from zaya_jax.machine.collectives.programs import IN_GRAPH, Case, Programs
 from zaya_jax.machine.timing import timed
 from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
-from zaya_jax.parallel.multihost import all_gather
 
 Mode = Literal["dispatch", "graph"]
 WARM_UP = 5  # calls before the first timed one

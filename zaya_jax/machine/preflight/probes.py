@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zaya_jax.job.multihost import all_gather
 from zaya_jax.machine.collectives.operations import COLLECTIVES
 from zaya_jax.machine.collectives.programs import Case, Programs
 from zaya_jax.machine.collectives.text import column
 from zaya_jax.machine.timing import timed
 from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
-from zaya_jax.parallel.multihost import all_gather
 
 PATIENCE = 600  # seconds that another process may take, which compiles
 _PASSES, _WARM_UP = 15, 3

@@ -9,13 +9,13 @@ import jax
 
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
+from zaya_jax.job.multihost import all_gather, broadcast
 from zaya_jax.machine.collectives.operations import COLLECTIVES, label
 from zaya_jax.machine.collectives.timing import check_collectives
 from zaya_jax.machine.preflight import probes
 from zaya_jax.machine.preflight.bisection import ROUNDS, find_slow
 from zaya_jax.machine.result import describe_run, print_once
 from zaya_jax.parallel.kernels import validated_kernels
-from zaya_jax.parallel.multihost import all_gather, broadcast
 
 Status = Literal["PASS", "WARN", "FAIL"]
 _MEASURED = ("all_reduce", "all_gather")

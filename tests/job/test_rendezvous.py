@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.parallel.processes_helpers import free_port
+from tests.job.processes_helpers import free_port
 from zaya_jax.errors import InputError, PeersMissing
-from zaya_jax.parallel import rendezvous
-from zaya_jax.parallel.peer import end_connections
-from zaya_jax.parallel.rendezvous import Job, meet, split_address
+from zaya_jax.job import rendezvous
+from zaya_jax.job.peer import end_connections
+from zaya_jax.job.rendezvous import Job, meet, split_address
 from zaya_jax.run.job_secret import secret_path
 
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.parallel.processes_helpers import free_port
+from tests.job.processes_helpers import free_port
 from tests.train_helpers import ROOT
 from zaya_jax.errors import InputError, PeersMissing
-from zaya_jax.parallel import rendezvous
-from zaya_jax.parallel.peer import EXIT, Peer, parse_exit
-from zaya_jax.parallel.rendezvous import Job, meet
-from zaya_jax.parallel.stop_step import StopStep
+from zaya_jax.job import rendezvous
+from zaya_jax.job.peer import EXIT, Peer, parse_exit
+from zaya_jax.job.rendezvous import Job, meet
+from zaya_jax.job.stop_step import StopStep
 from zaya_jax.run.job_secret import VARIABLE, prove
 
 SECRET = "0123456789abcdef"  # noqa: S105
@@ -151,7 +151,7 @@ def test_what_was_recorded_opens_no_later_start(monkeypatch):
 MEET = """
 import resource, sys
 from zaya_jax.errors import InputError
-from zaya_jax.parallel.rendezvous import Job, meet
+from zaya_jax.job.rendezvous import Job, meet
 most, port, process, seconds = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 try:

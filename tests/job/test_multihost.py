@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close
-from tests.parallel.processes_helpers import Link, finish_job, free_port, random_state, start_job, wide_everywhere
+from tests.job.processes_helpers import Link, finish_job, free_port, random_state, start_job, wide_everywhere
 from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, Reason, RunStopped, exit_reason, last_words
+from zaya_jax.job import multihost
+from zaya_jax.job.multihost import all_gather, broadcast, check_alike, primary_first
 from zaya_jax.ops.kernel_table import own_table, parse_table
-from zaya_jax.parallel import multihost
 from zaya_jax.parallel.kernels import TABLE
-from zaya_jax.parallel.multihost import all_gather, broadcast, check_alike, primary_first
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
@@ -62,9 +62,9 @@ import os
 import threading
 import jax
 import psutil
-from tests.parallel.processes_helpers import random_state
+from tests.job.processes_helpers import random_state
 from zaya_jax.main import main
-from zaya_jax.parallel import multihost
+from zaya_jax.job import multihost
 from zaya_jax.run.options import parse_training
 from zaya_jax.train import initialization, loop
 from zaya_jax.train.program import PhaseProgram

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from tests.parallel.processes_helpers import finish_job, start_job
+from tests.job.processes_helpers import finish_job, start_job
 from tests.train_helpers import differing, restore, write_run
 from zaya_jax.config import load_config
-from zaya_jax.parallel.preemption import Preemption
+from zaya_jax.job.preemption import Preemption
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.signals import NAMES

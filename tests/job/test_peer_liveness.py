@@ -10,17 +10,17 @@ import tempfile
 import pytest
 
 from tests.train_helpers import ROOT
-from zaya_jax.parallel.peer import Peer
-from zaya_jax.parallel.relay import private_address, relay
+from zaya_jax.job.peer import Peer
+from zaya_jax.job.relay import private_address, relay
 
 # The threads have a clock that stands still unless `pass_time` sets it, so that no peer is late on a busy machine.
 CODE = """
 import socket, sys, threading, time
 from collections import Counter
 from types import SimpleNamespace
-from zaya_jax.parallel import peer_liveness
-from zaya_jax.parallel.peer import Peer
-from zaya_jax.parallel.peer_liveness import PeerLiveness
+from zaya_jax.job import peer_liveness
+from zaya_jax.job.peer import Peer
+from zaya_jax.job.peer_liveness import PeerLiveness
 
 now, looks = 0.0, Counter()
 def read_clock():

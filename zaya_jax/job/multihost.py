@@ -17,10 +17,10 @@ from jax._src import clusters, distributed
 
 from zaya_jax.errors import ExitCode, InputError, Reason, RunStopped, exit_reason, last_words
 from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
-from zaya_jax.parallel.compilation_cache import share_compilation_cache
-from zaya_jax.parallel.peer_liveness import PeerLiveness
-from zaya_jax.parallel.relay import private_address, relay
-from zaya_jax.parallel.rendezvous import Job, meet, split_address
+from zaya_jax.job.compilation_cache import share_compilation_cache
+from zaya_jax.job.peer_liveness import PeerLiveness
+from zaya_jax.job.relay import private_address, relay
+from zaya_jax.job.rendezvous import Job, meet, split_address
 from zaya_jax.run.launcher import detect_launcher
 from zaya_jax.run.progress_record import ProgressRecord
 

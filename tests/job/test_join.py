@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from zaya_jax.errors import InputError
-from zaya_jax.parallel.multihost import is_peer_loss, join
+from zaya_jax.job.multihost import is_peer_loss, join
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from zaya_jax.errors import InputError, PeersMissing, printable
-from zaya_jax.parallel.peer import Peer, end_connections
+from zaya_jax.job.peer import Peer, end_connections
 from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secret_path, share_secret
 from zaya_jax.run.signals import warn, warn_once
 

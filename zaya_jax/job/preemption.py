@@ -4,7 +4,7 @@ import os
 import signal
 from types import FrameType
 
-from zaya_jax.parallel.stop_step import StopStep
+from zaya_jax.job.stop_step import StopStep
 from zaya_jax.run.signals import NAMES, Listener, exit_status, warn
 
 
