@@ -11,6 +11,7 @@ from tests.config_helpers import SMALL, changed, row_ranges
 from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig
 from zaya_jax.config.stages import (
     first_step,
+    micro_batch,
     phase_steps,
     rows_before,
     schedule_spans,
@@ -169,3 +170,17 @@ def test_more_steps_than_can_be_counted_are_refused():
 def test_ends_of_a_ramp_are_whole_tokens_however_long_it_is():
     batch = BatchConfig(4096, start=1024, ramp_tokens=6 * 10**400)
     assert [end for end, _ in batch.sizes()] == [10**400, 3 * 10**400, 5 * 10**400, None]
+
+
+@given(sequences=st.integers(1, 40), shards=st.integers(1, 30), micro=st.none() | st.integers(1, 8))
+def test_a_step_divides_into_micro_batches_of_each_shard(sequences, shards, micro):
+    config = changed(
+        SMALL, phases=(PhaseConfig(1, batch=BatchConfig(tokens=8 * sequences, micro_batch=micro), context=8),)
+    )
+    (stage,) = stages(config)
+    of_shard, found = sequences // shards, micro_batch(config, stage, shards)
+    if micro is None or micro > of_shard:  # one micro-batch
+        assert found == max(1, of_shard)
+        assert (sequences % (shards * found) == 0) == (sequences % shards == 0)
+    else:
+        assert found == micro

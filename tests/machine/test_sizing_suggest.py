@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.machine.helpers import share_states
 from zaya_jax.config import load_config
 from zaya_jax.config.phases import Remat
-from zaya_jax.config.stages import stages
-from zaya_jax.errors import InputError
+from zaya_jax.config.stages import micro_batch, stages
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.dry_run import memory
@@ -34,7 +33,7 @@ from zaya_jax.machine.sizing.suggest import (
 )
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
 from zaya_jax.ops.registry import select_kernels
-from zaya_jax.parallel.mesh import check_batch, make_mesh
+from zaya_jax.parallel.mesh import batch_shards, make_mesh
 
 RELEASED = load_config("configs/zaya1_8b.yaml")
 TINY = [
@@ -117,12 +116,10 @@ def brute_force(config, devices, hardware, shapes):
 
 def divides(config, mesh, size):
     """Whether every stage of a ramp divides into micro-batches of a size."""
-    try:
-        for stage in stages(single_phase(config, 0)):
-            check_batch(mesh, stage.sequences, "batch", size)
-    except InputError:
-        return False
-    return True
+    phase, shards = single_phase(config, 0), batch_shards(mesh)
+    batch = dataclasses.replace(phase.batch_for(phase.phases[0]), micro_batch=size)
+    phase = dataclasses.replace(phase, phases=(dataclasses.replace(phase.phases[0], batch=batch),))
+    return all(stage.sequences % (shards * micro_batch(phase, stage, shards)) == 0 for stage in stages(phase))
 
 
 def front_of(candidates):

@@ -1,19 +1,11 @@
-from types import SimpleNamespace
-
 import jax
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.train_helpers import on_devices
-from zaya_jax.errors import InputError
 from zaya_jax.parallel.mesh import (
     AXES,
     BATCH_AXES,
     batch_sharding,
-    batch_shards,
-    check_batch,
     make_mesh,
     replicated,
 )
@@ -54,17 +46,3 @@ def test_each_device_holds_its_sequences_in_order_or_everything():
     assert all(np.array_equal(part, array) for _, part in placed["whole"])
     assert placed["some"] == [1, 2]
     assert placed["sizes"] == [8, 2]
-
-
-@given(sizes=st.tuples(*[st.sampled_from([1, 2, 3])] * 4), sequences=st.integers(1, 40), micro=st.integers(1, 4))
-def test_a_batch_must_split_evenly_over_its_axes_into_whole_micro_batches(sizes, sequences, micro):
-    mesh = SimpleNamespace(shape=dict(zip(AXES, sizes, strict=True)))
-    shards = sizes[0] * sizes[1] * sizes[2]
-    assert batch_shards(mesh) == shards
-    micro = max(1, min(micro, sequences // shards))  # a shard with fewer sequences has one micro-batch
-    if sequences % (shards * micro) == 0:
-        check_batch(mesh, sequences, "train.batch", micro)
-    else:
-        said = rf"^train\.batch gives {sequences} .* multiple of {shards * micro} \({shards} data-parallel shard"
-        with pytest.raises(InputError, match=said):
-            check_batch(mesh, sequences, "train.batch", micro)

@@ -11,7 +11,7 @@ from typing import Self
 
 from zaya_jax.config import Config, from_dict, load_config
 from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
-from zaya_jax.config.stages import stages, total_steps
+from zaya_jax.config.stages import micro_batch, stages, total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
 from zaya_jax.run.files import expanded
@@ -118,14 +118,12 @@ def _merged(ranges: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
 def fits(config: Config, devices: int) -> bool:
     """Return whether the batches and layouts of all phases fit that number of devices."""
     for stage in stages(config):
-        phase = config.phases[stage.phase]
-        micro_batch = config.batch_for(phase).micro_batch or 1
         try:
-            sizes = axis_sizes(config.parallel_for(phase), devices)
+            sizes = axis_sizes(config.parallel_for(config.phases[stage.phase]), devices)
         except InputError:
             return False
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
-        if stage.sequences % (min(micro_batch, max(1, stage.sequences // shards)) * shards):
+        if stage.sequences % (shards * micro_batch(config, stage, shards)):
             return False
     return True
 

@@ -64,6 +64,15 @@ def stages(config: Config) -> tuple[BatchStage, ...]:
     return tuple(batch_stages)
 
 
+def micro_batch(config: Config, stage: BatchStage, shards: int) -> int:
+    """Return the sequences of a micro-batch on each of the `shards` that a batch is split over.
+
+    A shard with fewer sequences than the key `micro_batch` has one micro-batch, and so has one if the key is null.
+    """
+    of_shard = max(1, stage.sequences // shards)
+    return min(config.batch_for(config.phases[stage.phase]).micro_batch or of_shard, of_shard)
+
+
 def largest_stage(config: Config, phase: int) -> BatchStage:
     """Return the stage of a phase with the largest batch."""
     return max((stage for stage in stages(config) if stage.phase == phase), key=lambda stage: stage.sequences)

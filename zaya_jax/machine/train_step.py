@@ -15,7 +15,7 @@ import jax
 from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.shipped import shipped
-from zaya_jax.config.stages import stages
+from zaya_jax.config.stages import micro_batch, stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, find_hardware, no_data_sheet
 from zaya_jax.machine.breakdown.measure import trace_rows, trace_steps
@@ -179,18 +179,17 @@ def reduce_to_fit(config: Config, devices: int, limit: float) -> Config:
         return config
     phase, period = config.phases[0], len(config.model.period)
     depths = range(period, config.model.num_layers + 1, period)
-    batch = config.batch_for(phase)
-    micro_batch = batch.micro_batch or stages(config)[0].sequences // devices
+    batch, micro = config.batch_for(phase), micro_batch(config, stages(config)[0], devices)
 
     def with_depth(depth: int) -> Config:
-        phases = (replace(phase, batch=replace(batch, micro_batch=micro_batch)),)
+        phases = (replace(phase, batch=replace(batch, micro_batch=micro)),)
         return replace(config, model=replace(config.model, num_layers=depth), phases=phases)
 
-    while micro_batch:
+    while micro:
         fitting = bisect.bisect_right(depths, limit, key=lambda depth: estimated_bytes(with_depth(depth), devices))
         if fitting:
             return with_depth(depths[fitting - 1])
-        micro_batch //= 2
+        micro //= 2
     raise InputError(f"A step with {period} of the {config.model.num_layers} layers does not fit: the devices have "
                      f"{gigabytes(int(limit))} each for it.")  # fmt: skip
 

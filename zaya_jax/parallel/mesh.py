@@ -9,9 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax.config import ParallelConfig
-from zaya_jax.config.checks import counted
 from zaya_jax.config.parallel import AXES, BATCH_AXES, axis_sizes
-from zaya_jax.errors import InputError
 
 SEQUENCE_AXIS = "context"
 # Outermost first: gathering all axes but fsdp gives a layer's fsdp shard.
@@ -65,16 +63,3 @@ def batch_shards(mesh: AnyMesh) -> int:
 def nontrivial_axes(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
     """Return the `axes` with more than one device, since a collective over one device would still copy."""
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
-
-
-def check_batch(mesh: AnyMesh, sequences: int, key: str, micro: int = 1) -> None:
-    """Raise `InputError` unless `sequences`, set by the key `key`, are a multiple of shards × `micro`.
-
-    A shard with fewer than `micro` sequences has one micro-batch.
-    """
-    shards = batch_shards(mesh)
-    micro = min(micro, max(1, sequences // shards))
-    if sequences % (shards * micro):
-        each = "" if micro == 1 else f" × micro_batch {micro}"
-        raise InputError(f"{key} gives {counted(sequences, 'sequence')}, but must give a multiple of {shards * micro} "
-                         f"({counted(shards, 'data-parallel shard')}{each}).")  # fmt: skip

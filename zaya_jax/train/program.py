@@ -11,8 +11,9 @@ import numpy as np
 import optax
 
 from zaya_jax.config import Config, ModelConfig, ParallelConfig
+from zaya_jax.config.checks import counted
 from zaya_jax.config.phases import Remat
-from zaya_jax.config.stages import BatchStage, stages
+from zaya_jax.config.stages import BatchStage, micro_batch, stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import step_options
 from zaya_jax.model.layers import Role
@@ -23,7 +24,7 @@ from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import GPU_PLATFORMS
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
-from zaya_jax.parallel.mesh import AnyMesh, batch_sharding, batch_shards, check_batch, make_mesh, replicated
+from zaya_jax.parallel.mesh import AnyMesh, batch_sharding, batch_shards, make_mesh, replicated
 from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
@@ -73,9 +74,8 @@ class PhaseProgram:
 
     def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
         """Return (micro-batches, sequences of a micro-batch over all devices, tokens of a sequence)."""
-        micro = self.config.batch_for(self.config.phases[stage.phase]).micro_batch
         shards = batch_shards(self.placement.mesh)
-        sequences = stage.sequences if micro is None else min(stage.sequences, micro * shards)
+        sequences = shards * micro_batch(self.config, stage, shards)
         return stage.sequences // sequences, sequences, stage.context
 
     def trace(self, stage: BatchStage) -> jax.stages.Traced:
@@ -176,9 +176,13 @@ class Programs:
                 raise InputError(f"{config.parallel_key(phase)}.expert_exchange=ragged is not available on CPUs. Set "
                                  "it to all_gather.")  # fmt: skip
         for stage in stages(config):
-            phase = config.phases[stage.phase]
-            micro = config.batch_for(phase).micro_batch
-            check_batch(self[stage.phase].placement.mesh, stage.sequences, config.batch_key(phase), micro or 1)
+            phase, shards = config.phases[stage.phase], batch_shards(self[stage.phase].placement.mesh)
+            micro = 1 if config.batch_for(phase).micro_batch is None else micro_batch(config, stage, shards)
+            if stage.sequences % (shards * micro):
+                each = "" if micro == 1 else f" × micro_batch {micro}"
+                raise InputError(f"{config.batch_key(phase)} gives {counted(stage.sequences, 'sequence')}, but must "
+                                 f"give a multiple of {shards * micro} ({counted(shards, 'data-parallel shard')}"
+                                 f"{each}).")  # fmt: skip
 
 
 def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Programs:

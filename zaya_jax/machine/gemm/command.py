@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from zaya_jax.config import load_config
-from zaya_jax.config.stages import largest_stage
+from zaya_jax.config.stages import largest_stage, micro_batch
 from zaya_jax.errors import InputError
 from zaya_jax.machine.command import add_config, add_flags, add_verb, parse_bytes
 
@@ -53,8 +53,8 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     if dtype not in _DTYPES:
         raise InputError(f"train.compute_dtype is {dtype}, but products are measured in {' or '.join(_DTYPES)}: set "
                          "--dtype.")  # fmt: skip
-    micro, stage = config.batch_for(phase).micro_batch, largest_stage(config, 0)
-    tokens = parsed.tokens or (micro or stage.sequences) * stage.context // config.parallel_for(phase).context
+    stage = largest_stage(config, 0)
+    tokens = parsed.tokens or micro_batch(config, stage, 1) * stage.context // config.parallel_for(phase).context
     from zaya_jax.machine.gemm.sweep import Request, measure_gemm
 
     request = Request(parsed.families, dtype, list(range(first, last + 1, step)),
