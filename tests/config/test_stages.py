@@ -174,9 +174,8 @@ def test_ends_of_a_ramp_are_whole_tokens_however_long_it_is():
 
 @given(sequences=st.integers(1, 40), shards=st.integers(1, 30), micro=st.none() | st.integers(1, 8))
 def test_a_step_divides_into_micro_batches_of_each_shard(sequences, shards, micro):
-    config = changed(
-        SMALL, phases=(PhaseConfig(1, batch=BatchConfig(tokens=8 * sequences, micro_batch=micro), context=8),)
-    )
+    phase = PhaseConfig(1, batch=BatchConfig(8 * sequences, micro_batch=micro), context=8)
+    config = changed(SMALL, {"phases": (phase,)})
     (stage,) = stages(config)
     of_shard, found = sequences // shards, micro_batch(config, stage, shards)
     if micro is None or micro > of_shard:  # one micro-batch
