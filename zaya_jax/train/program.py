@@ -8,24 +8,22 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from zaya_jax.config import Config, ModelConfig, ParallelConfig
-from zaya_jax.config.checks import counted
 from zaya_jax.config.phases import Remat
-from zaya_jax.config.stages import BatchStage, micro_batch, stages
+from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import step_options
-from zaya_jax.model.layers import Role
 from zaya_jax.model.lora import adapter_roles, adapter_shapes
 from zaya_jax.model.tree import compute_dtypes, fused, roles, shapes
-from zaya_jax.model.zaya import Zaya, abstract_model
+from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import GPU_PLATFORMS
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
-from zaya_jax.parallel.mesh import AnyMesh, batch_sharding, batch_shards, make_mesh, replicated
-from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
+from zaya_jax.parallel.mesh import AnyMesh, batch_sharding, make_mesh, replicated
+from zaya_jax.parallel.placement import device_kernels, make_placement
+from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
@@ -33,19 +31,8 @@ _TYPES = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "pos
           "loss_mask": np.bool_}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PhaseProgram:
-    """Everything that is fixed during a phase. It allocates nothing, and compiles only on request."""
-
-    config: Config  # configuration of the run
-    placement: Placement  # mesh, shardings and operations
-    model: Zaya  # abstract model, with the RoPE settings of the phase
-    remat: Remat  # rematerialization policy of the backward pass
-    roles: dict[str, Role]  # role of each parameter, adapters included, by name
-    # Shape of each parameter that the optimizer updates, by name: those of the model, or of its adapters.
-    trained: dict[str, tuple[int, ...]]
-    optimizer: optax.GradientTransformation  # updates the trained parameters
-    balancer: optax.GradientTransformation  # updates the balancing biases
+class PhaseProgram(PhaseSpec):
+    """The step functions of a phase. It allocates nothing, and compiles only on request."""
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -71,12 +58,6 @@ class PhaseProgram:
     def evaluation_step(self) -> Callable[..., dict[str, jax.Array]]:
         """The evaluation step, see `step.make_evaluation_step`."""
         return make_evaluation_step(self)
-
-    def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
-        """Return (micro-batches, sequences of a micro-batch over all devices, tokens of a sequence)."""
-        shards = batch_shards(self.placement.mesh)
-        sequences = shards * micro_batch(self.config, stage, shards)
-        return stage.sequences // sequences, sequences, stage.context
 
     def trace(self, stage: BatchStage) -> jax.stages.Traced:
         """Trace the training step (state, batch, base) → (state, metrics) of a stage; the state is donated.
@@ -176,13 +157,7 @@ class Programs:
                 raise InputError(f"{config.parallel_key(phase)}.expert_exchange=ragged is not available on CPUs. Set "
                                  "it to all_gather.")  # fmt: skip
         for stage in stages(config):
-            phase, shards = config.phases[stage.phase], batch_shards(self[stage.phase].placement.mesh)
-            micro = 1 if config.batch_for(phase).micro_batch is None else micro_batch(config, stage, shards)
-            if stage.sequences % (shards * micro):
-                each = "" if micro == 1 else f" × micro_batch {micro}"
-                raise InputError(f"{config.batch_key(phase)} gives {counted(stage.sequences, 'sequence')}, but must "
-                                 f"give a multiple of {shards * micro} ({counted(shards, 'data-parallel shard')}"
-                                 f"{each}).")  # fmt: skip
+            self[stage.phase].batch_shape(stage)
 
 
 def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Programs:

@@ -1,7 +1,7 @@
 """The training state: everything that changes from step to step."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,8 @@ from zaya_jax.model.lora import draw_adapters
 from zaya_jax.model.tree import Arrays, balancing_biases, parameters
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.spikes import LossHistory, empty_history
-
-if TYPE_CHECKING:
-    from zaya_jax.train.program import PhaseProgram
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +31,7 @@ class TrainState:
     rng: jax.Array  # random key for everything other than data and initialization
 
 
-def init_state(program: "PhaseProgram") -> TrainState:
+def init_state(program: PhaseSpec) -> TrainState:
     """Draw the state before the first step from `seed`; traceable."""
     config = program.config
     key = jax.random.split(jax.random.key(config.seed))[0]

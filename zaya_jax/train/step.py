@@ -1,7 +1,7 @@
 """The training step and the evaluation step: pure functions of state and batch."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,9 @@ from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.build import optimizer_settings
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.optim.skippable import skippable
+from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.spikes import append_skipped, append_step, classify_step, reset_history
 from zaya_jax.train.state import TrainState
-
-if TYPE_CHECKING:
-    from zaya_jax.train.program import PhaseProgram
 
 # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]; with several sources also
 # sources: int16 [.., b, s], index in `data.sources`.
@@ -31,7 +29,7 @@ Metrics = dict[str, jax.Array]
 
 
 def make_local_loss(
-    program: "PhaseProgram",
+    program: PhaseSpec,
 ) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
     """Make the loss function of one device: (compute copy, balancing biases, batch) → (summed loss, sums).
 
@@ -63,7 +61,7 @@ def make_local_loss(
     return local_loss
 
 
-def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, Metrics]]:
+def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metrics]]:
     """Make the training step (state, batch, base) → (state, metrics) of a phase.
 
     The batch's leaves are [micro-batches, sequences, context]. `base` holds the frozen parameters under adapters, by
@@ -135,7 +133,7 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
     return train_step
 
 
-def make_evaluation_step(program: "PhaseProgram") -> Callable[..., dict[str, jax.Array]]:
+def make_evaluation_step(program: PhaseSpec) -> Callable[..., dict[str, jax.Array]]:
     """Make the evaluation step (params, balance, batch, frozen) → `loss` (summed, nats) and number of `tokens`.
 
     The batch's leaves are [sequences, context]; `frozen` is the `base` of `make_train_step`.
@@ -154,7 +152,7 @@ def _squares(tree: Any) -> dict[str, jax.Array]:
     return {name: jnp.square(tree[name]).sum() for name in sorted(tree)}
 
 
-def _norm_by_role(squares: dict[str, jax.Array], program: "PhaseProgram") -> dict[str, jax.Array]:
+def _norm_by_role(squares: dict[str, jax.Array], program: PhaseSpec) -> dict[str, jax.Array]:
     """Return the norm over all leaves of each role, from squared norms by leaf."""
     totals: dict[str, Any] = {}
     for name, square in squares.items():
