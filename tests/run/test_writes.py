@@ -51,7 +51,7 @@ OTHERS = {
     "machine/compilers/cross_compile.py": ("mkdir rename write_text", TEMPORARY),
     "machine/compilers/stand_ins.py": ("TemporaryDirectory mkdir rename unlink write_text write_text",
                                        "in a private folder"),
-    "machine/compilers/worker.py": ("write_text write_text", TEMPORARY),
+    "machine/compile_worker.py": ("write_text write_text", TEMPORARY),
     "machine/dry_run/prove.py": ("TemporaryDirectory write_text", TEMPORARY),
     "machine/memory/stream.py": ("write_text", TEMPORARY),
     "machine/memory/sweep.py": ("TemporaryDirectory", TEMPORARY),

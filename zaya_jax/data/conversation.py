@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from zaya_jax.data.readers.tool_calls import calls_from_sharegpt, parse_calls
 from zaya_jax.data.readers.values import EMPTY, OFF, json_kind
-from zaya_jax.data.tool_calls import calls_from_sharegpt, parse_calls
 
 Conversation = list[dict[str, Any]]
 

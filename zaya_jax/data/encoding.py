@@ -16,11 +16,11 @@ from zaya_jax.data.convert import Record, Skipped
 from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
 from zaya_jax.data.readers.formats import read_unit
+from zaya_jax.data.readers.tool_calls import parse_tools, split_tools, with_tools
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
-from zaya_jax.data.tool_calls import parse_tools, split_tools, with_tools
 from zaya_jax.data.workers import is_repeated, watch
 from zaya_jax.errors import InputError
 

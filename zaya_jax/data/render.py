@@ -16,9 +16,9 @@ from zaya_jax.data.corpus import Split
 from zaya_jax.data.encoding import load_tokenizer_once
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
+from zaya_jax.data.readers.tool_calls import split_tools
 from zaya_jax.data.shards import Records, pack_text, token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
-from zaya_jax.data.tool_calls import split_tools
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
 from zaya_jax.data.workers import watch

@@ -19,6 +19,7 @@ from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.machine.report.tables import TABLES
 from zaya_jax.machine.result import describe_run, print_tables, rounded
+from zaya_jax.machine.result_plots import memory_curves
 from zaya_jax.machine.subprocesses import interleave_subprocesses, restored_environment
 from zaya_jax.ops import Ops
 from zaya_jax.ops.registry import select_kernels
@@ -88,12 +89,12 @@ def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
     result["results"], result["scaling"] = [], {}
     for length in sizes.lengths:
         measured = _measure(sizes, length, [n for n in sizes.degrees if n <= devices], repeats, simulated)
-        result["results"] += [
+        rows = [
             case._asdict() | {"bytes_per_device": peak_bytes(memory), **memory, "seconds": rounded(seconds)}
             for case, (memory, seconds) in measured.items()
         ]
-        curves = memory_curves({case: peak_bytes(memory) for case, (memory, _) in measured.items()})
-        result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
+        result["results"] += rows
+        result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in memory_curves(rows).items()}
     print_tables(TABLES["context"](result))
     return result
 
@@ -146,14 +147,6 @@ def _forward_and_backward(ops: Ops, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc
                                key_segments_bt=ops.key_segments(segments_bs))  # fmt: skip
     out, pull = jax.vjp(attend, q_bshc, k_bskc, v_bskc)
     return out, *pull(do_bshc)
-
-
-def memory_curves(needs: Mapping[Case, int]) -> dict[str, dict[int, int]]:
-    """Return bytes per device by number of devices, for each kind; the case of one device belongs to all kinds."""
-    return {
-        kind: {case.devices: size for case, size in needs.items() if case.attention == kind or case.devices == 1}
-        for kind in KINDS
-    }
 
 
 def _scaling(curve: Mapping[int, int]) -> dict[str, float]:

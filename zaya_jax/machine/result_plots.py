@@ -1,10 +1,9 @@
 """The plot of a result, by the verb that wrote it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.machine.context import KINDS, Case, memory_curves
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.run.plot import legend_beside, panels
 
@@ -104,15 +103,25 @@ def _step(path: Path, result: Result) -> None:
 def _context(path: Path, result: Result) -> None:
     """Plot memory per device against the number of devices, from the rows of the longest sequence of a result."""
     length = max(row["length"] for row in result["results"])
-    curves = memory_curves({Case(row["attention"], row["devices"], length): row["bytes_per_device"]
-                            for row in result["results"] if row["length"] == length})  # fmt: skip
+    curves = memory_curves([row for row in result["results"] if row["length"] == length])
     lines = {kind: (list(curve), [size / 2**20 for size in curve.values()]) for kind, curve in curves.items()}
-    single_device_bytes = curves[KINDS[0]].get(1)
+    first = next(iter(curves.values()))
+    single_device_bytes = first.get(1)
     if single_device_bytes is not None:
-        devices = list(curves[KINDS[0]])
+        devices = list(first)
         lines["one device / N (ideal)"] = (devices, [single_device_bytes / n / 2**20 for n in devices])
     draw_lines(path, lines, title=f"Attention over {length:,} tokens, forward and backward", x="number of devices N",
                y="memory per device (MiB)")  # fmt: skip
+
+
+def memory_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, int]]:
+    """Return bytes per device by number of devices, for each kind of context-parallel attention.
+
+    The row of one device belongs to all kinds.
+    """
+    kinds = dict.fromkeys(row["attention"] for row in rows)
+    return {kind: {row["devices"]: row["bytes_per_device"] for row in rows
+                   if row["attention"] == kind or row["devices"] == 1} for kind in kinds}  # fmt: skip
 
 
 def _sizing(path: Path, result: Result) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from zaya_jax.data.readers import values
+from zaya_jax.data.readers.tool_calls import with_tools
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, even_share
-from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
 
 # Types of which a few bytes can stand for many values.

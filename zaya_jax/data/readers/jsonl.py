@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from zaya_jax.data.readers.tool_calls import with_tools
 from zaya_jax.data.readers.unit import (
     BadDocument,
     Document,
@@ -42,7 +43,6 @@ from zaya_jax.data.readers.values import (
     suggest_chat,
     unread_keys,
 )
-from zaya_jax.data.tool_calls import with_tools
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 

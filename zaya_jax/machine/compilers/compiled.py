@@ -117,7 +117,7 @@ def run_worker(
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        command = [sys.executable, "-m", "zaya_jax.machine.compilers.worker", what, gpu, *arguments]
+        command = [sys.executable, "-m", "zaya_jax.machine.compile_worker", what, gpu, *arguments]
         if config is not None:
             command.append(str(folder / "config.yaml"))
             Path(command[-1]).write_text(to_yaml(config), encoding="utf-8")

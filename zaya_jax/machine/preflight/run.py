@@ -14,12 +14,12 @@ from zaya_jax.machine.collectives.operations import COLLECTIVES, label
 from zaya_jax.machine.collectives.timing import check_collectives
 from zaya_jax.machine.preflight import probes
 from zaya_jax.machine.preflight.bisection import ROUNDS, find_slow
+from zaya_jax.machine.report.tables import UNITS
 from zaya_jax.machine.result import describe_run, print_once
 from zaya_jax.parallel.kernels import validated_kernels
 
 Status = Literal["PASS", "WARN", "FAIL"]
 _MEASURED = ("all_reduce", "all_gather")
-UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
 
 
 class Check(NamedTuple):

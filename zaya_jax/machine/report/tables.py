@@ -4,11 +4,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zaya_jax.machine.preflight.run import UNITS
 from zaya_jax.run.table import NONE, Row, Table, make_pairs, make_table, number, percent, quantity, share
 
 _MICRO, _MILLI, _GIGA, _TERA, _MEBI = 1e-6, 1e-3, 1e9, 1e12, 2.0**20
 Result = dict[str, Any]
+
+UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}  # unit of a result → scale and unit of a table
 
 
 def _describe(machine: Result) -> list[Table]:

@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m zaya_jax.machine.compilers.worker step|cases|products GPU … FOLDER`."""
+"""The process that compiles: `python -m zaya_jax.machine.compile_worker step|cases|products GPU … FOLDER`."""
 
 import json
 import os
