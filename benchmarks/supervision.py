@@ -1,4 +1,4 @@
-"""What supervision costs a healthy run: the progress record per step, and the step time under a supervisor."""
+"""The cost of supervision for a healthy run: the progress record per step, and the step time under a supervisor."""
 
 import argparse
 import os

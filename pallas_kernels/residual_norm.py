@@ -20,7 +20,7 @@ WIDEST = 8192  # maximum lanes that a program of 1,024 threads can hold in regis
 
 
 class Cut(NamedTuple):
-    """How an array is split over programs."""
+    """The split of an array over programs."""
 
     parts: int  # number of parts of the columns; each program has one
     programs: int  # number of programs along the rows
@@ -192,7 +192,7 @@ def _mean(x: jax.Array, width: int) -> jax.Array:
 
 
 class _Norm(NamedTuple):
-    """What the backward pass knows of the norm of some rows and a part of the columns, fp32."""
+    """Results of the norm for the backward pass of some rows and a part of the columns, fp32."""
 
     exact: jax.Array  # the new stream, rounded to the norm's dtype
     d_normed: jax.Array  # gradient of the norm
@@ -202,7 +202,7 @@ class _Norm(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What the backward pass reads for some rows and a part of the columns, fp32."""
+    """Inputs of the backward pass for some rows and a part of the columns, fp32."""
 
     place: _Place  # indices and mask
     output: Any  # the sublayer's output plus bias, before its scale; None without one

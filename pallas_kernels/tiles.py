@@ -10,7 +10,7 @@ DEFAULT = {"cuda": "sm_90", "rocm": "gfx942"}  # platform → architecture whose
 
 
 class Tile(NamedTuple):
-    """How a kernel is split into programs."""
+    """The split of a kernel into programs."""
 
     sizes: tuple[int, ...]  # sizes of the tile's axes, in the order of the kernel
     warps: int  # warps of a program

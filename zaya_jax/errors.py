@@ -25,7 +25,7 @@ REQUESTED = {ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED}  # a p
 
 
 class Reason(enum.IntEnum):
-    """What ended a process, as far as its exit status does not tell; a supervisor acts on it, never on a sentence."""
+    """The cause of a process' end that its exit status does not tell; a supervisor acts on it, never on a sentence."""
 
     OTHER = 0
     PEERS_MISSING = 1  # other processes of the job did not come, or an old process still holds the run
@@ -92,7 +92,7 @@ class Preempted(RuntimeError):
         self.status = status
 
 
-def last_words(error: BaseException) -> tuple[str, int]:
+def exit_message(error: BaseException) -> tuple[str, int]:
     """Return the last sentence and the exit status of a command that ends with `error`."""
     if isinstance(error, KeyboardInterrupt):
         return f"Stopped by Ctrl-C. {error}".strip(), ExitCode.INTERRUPTED
@@ -151,7 +151,7 @@ def _reached_limit(error: BaseException) -> int | None:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Return whether `last_words` says what a person needs to know, so that no traceback is wanted."""
+    """Return whether `exit_message` says what a person needs to know, so that no traceback is wanted."""
     kinds = (InputError, RunStopped, Preempted, KeyboardInterrupt, OSError, MemoryError)
     return isinstance(error, kinds) or _reached_limit(error) is not None or _wrong_setting(error) is not None
 

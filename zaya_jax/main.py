@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from zaya_jax.config import Config, load_config, to_yaml
-from zaya_jax.errors import ExitCode, InputError, Preempted, exit_reason, is_expected, last_words
+from zaya_jax.errors import ExitCode, InputError, Preempted, exit_message, exit_reason, is_expected
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import measured_preset
@@ -137,14 +137,14 @@ class _Process:
         """Print why the run ends, and return the exit status."""
         if self.peers is not None:
             self.leave(error)
-        sentence, status = last_words(error)
+        sentence, status = exit_message(error)
         self.progress.end(status, sentence, is_origin=True, reason=exit_reason(error))
         warn(sentence)
         return status
 
     def leave(self, error: BaseException) -> NoReturn:
         """Print why the run ends, and end the job at once, from any thread."""
-        sentence, status = last_words(error)
+        sentence, status = exit_message(error)
         self.progress.end(status, sentence, is_origin=True, reason=exit_reason(error))  # ignored if `stop` has left it
         leave = say_and_exit if self.peers is None else self.peers.leave
         leave(sentence, status)

@@ -59,7 +59,7 @@ _GB = 1e9
 
 
 class Room(NamedTuple):
-    """What a state may take, in bytes."""
+    """The room for a state, in bytes."""
 
     disk: float
     host: float
@@ -72,7 +72,7 @@ class Room(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What limits the size."""
+        """The limit of the size."""
         names = ("free disk space", "free host memory", "the time to save and restore")
         return names[self.index(self.size)]
 

@@ -13,7 +13,7 @@ from tests.checkpoint.saved_helpers import save_run
 from tests.checkpoint.test_store import ABOUT, make_state, newest, open_store, restored, save_all
 from zaya_jax.checkpoint import reader
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.errors import ExitCode, InputError, Reason, exit_reason, last_words
+from zaya_jax.errors import ExitCode, InputError, Reason, exit_message, exit_reason
 from zaya_jax.run.checkpoints import checkpoint_folder, has_checkpoint, list_checkpoints, named_steps, saved_steps
 from zaya_jax.run.manifest import Damaged, Unreadable
 
@@ -165,8 +165,8 @@ def test_a_checkpoint_whose_folder_vanishes_is_not_called_damaged(tmp_path, no_p
 
 
 def test_what_could_not_be_read_may_be_tried_again_by_a_supervisor():
-    assert last_words(Unreadable("It says no.")) == ("Stopped: It says no.", ExitCode.STOPPED)
-    assert last_words(Damaged("It is cut.")) == ("Error: It is cut.", ExitCode.BAD_INPUT)
+    assert exit_message(Unreadable("It says no.")) == ("Stopped: It says no.", ExitCode.STOPPED)
+    assert exit_message(Damaged("It is cut.")) == ("Error: It is cut.", ExitCode.BAD_INPUT)
 
 
 def test_a_link_whose_target_is_gone_is_no_damage_and_no_new_run(tmp_path, capsys):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from zaya_jax.errors import InputError
-from zaya_jax.hf.safetensors import DTYPES, Described, read_header, write_file
+from zaya_jax.hf.safetensors import DTYPES, TensorHeader, read_header, write_file
 
 KINDS = list(DTYPES.values())
 
@@ -38,7 +38,7 @@ def pieces(x):
 
 
 def write(path, tensors):
-    described = {name: Described(x.dtype, x.shape) for name, x in tensors.items()}
+    described = {name: TensorHeader(x.dtype, x.shape) for name, x in tensors.items()}
     write_file(path, described, ((name, pieces(x)) for name, x in tensors.items()))
 
 
@@ -65,7 +65,7 @@ def test_tensors_begin_at_multiples_of_eight(tmp_path):
 
 
 def test_a_file_has_its_name_once_it_is_whole(tmp_path):
-    path, described = tmp_path / "file", {"a": Described(KINDS[0], (2,)), "b": Described(KINDS[0], (1,))}
+    path, described = tmp_path / "file", {"a": TensorHeader(KINDS[0], (2,)), "b": TensorHeader(KINDS[0], (1,))}
     path.write_bytes(b"before")
 
     def content(*tensors):

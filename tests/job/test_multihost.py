@@ -21,7 +21,7 @@ from tests.job.processes_helpers import Link, finish_job, free_port, random_stat
 from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError, Reason, RunStopped, exit_reason, last_words
+from zaya_jax.errors import InputError, Reason, RunStopped, exit_message, exit_reason
 from zaya_jax.job import multihost
 from zaya_jax.job.multihost import all_gather, broadcast, check_alike, primary_first
 from zaya_jax.ops.kernel_table import own_table, parse_table
@@ -399,7 +399,7 @@ def test_what_process_0_cannot_do_the_others_do_not_try(error):
 
     first, second = in_processes(2, lambda index: primary_first(lambda: act(index)))
     assert first is error
-    assert last_words(second) == last_words(error)
+    assert exit_message(second) == exit_message(error)
     assert exit_reason(second) == exit_reason(error)
 
 

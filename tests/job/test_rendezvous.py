@@ -15,7 +15,7 @@ from tests.job.processes_helpers import free_port
 from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.job import rendezvous
 from zaya_jax.job.peer import end_connections
-from zaya_jax.job.rendezvous import Job, meet, split_address
+from zaya_jax.job.rendezvous import Job, connect_processes, split_address
 from zaya_jax.run.job_secret import secret_path
 
 
@@ -31,7 +31,7 @@ def cache(tmp_path_factory):
 def outcome(job, seconds=0.6):
     """Numbers of the processes that one is connected to afterwards, or the sentence it is refused with."""
     try:
-        peers = meet(job, seconds)
+        peers = connect_processes(job, seconds)
     except InputError as error:
         return str(error)
     numbers = [peer.process for peer in peers]
@@ -107,7 +107,7 @@ def test_the_secret_of_another_users_start_is_waited_for(monkeypatch, tmp_path, 
         path.write_text("theirs")
         path.chmod(0o644)
         with pytest.raises(PeersMissing, match=re.escape(str(path)) if process else "Address already in use"):
-            meet(job, 0.3)
+            connect_processes(job, 0.3)
 
 
 def test_an_address_where_nobody_listens_is_named():
@@ -215,8 +215,8 @@ def test_one_that_is_lost_before_the_rest_have_come_is_named():
 def test_the_port_is_free_while_connections_are_open():
     job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, job, 20)
-        second = pool.submit(meet, job._replace(process=1), 20)
+        first = pool.submit(connect_processes, job, 20)
+        second = pool.submit(connect_processes, job._replace(process=1), 20)
         (other,), (itself,) = first.result(), second.result()
     with socket.create_server(("127.0.0.1", job.port)):
         assert other.process == 1

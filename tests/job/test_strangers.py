@@ -19,7 +19,7 @@ from tests.train_helpers import ROOT
 from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.job import rendezvous
 from zaya_jax.job.peer import EXIT, Peer, parse_exit
-from zaya_jax.job.rendezvous import Job, meet
+from zaya_jax.job.rendezvous import Job, connect_processes
 from zaya_jax.job.stop_step import StopStep
 from zaya_jax.run.job_secret import VARIABLE, prove
 
@@ -85,9 +85,9 @@ def test_strangers_neither_end_nor_enter_a_job_nor_learn_of_it(contents):
 
 @contextlib.contextmanager
 def process_0(job, seconds=60):
-    """What `meet` gives process 0 of a job, in another thread; it listens already."""
+    """The connections of process 0 of a job, in another thread; it listens already."""
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, job, seconds)
+        first = pool.submit(connect_processes, job, seconds)
         while not visit(job.port, b""):
             time.sleep(0.01)
         yield first
@@ -95,7 +95,7 @@ def process_0(job, seconds=60):
 
 def join(first, job, **changes):
     """Let process 1 join, and close all connections."""
-    peers = meet(job._replace(process=1, **changes), 60)
+    peers = connect_processes(job._replace(process=1, **changes), 60)
     for peer in (*first.result(), *peers):
         peer.connection.shutdown(socket.SHUT_RDWR)
         peer.close()
@@ -145,17 +145,17 @@ def test_what_was_recorded_opens_no_later_start(monkeypatch):
 
             threading.Thread(target=answer, daemon=True).start()
             with pytest.raises(InputError, match=r"could not reach process 0 .*secret"):
-                meet(job._replace(process=1, port=fake.getsockname()[1]), 0)
+                connect_processes(job._replace(process=1, port=fake.getsockname()[1]), 0)
 
 
 MEET = """
 import resource, sys
 from zaya_jax.errors import InputError
-from zaya_jax.job.rendezvous import Job, meet
+from zaya_jax.job.rendezvous import Job, connect_processes
 most, port, process, seconds = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 try:
-    print("connected to", *meet(Job("127.0.0.1", port, "--coordinator", 2, process), seconds))
+    print("connected to", *connect_processes(Job("127.0.0.1", port, "--coordinator", 2, process), seconds))
 except InputError as error:
     print(type(error).__name__, error)
 """
@@ -206,7 +206,7 @@ def test_a_name_that_only_its_own_host_reaches_is_said_at_once(monkeypatch, capf
     monkeypatch.setattr(rendezvous, "_resolve", lambda *_: addresses)
     port = free_port()
     with pytest.raises(PeersMissing):
-        meet(Job(host, port, "--coordinator", 2, 0), 0)
+        connect_processes(Job(host, port, "--coordinator", 2, 0), 0)
     said = f"{host} is {' and '.join(addresses)} on this host"
     assert (said in capfd.readouterr().err) == (host in ("node1", "here"))
 
@@ -214,10 +214,10 @@ def test_a_name_that_only_its_own_host_reaches_is_said_at_once(monkeypatch, capf
 def test_an_address_of_another_host_is_named(monkeypatch):
     job = Job("203.0.113.1", free_port(), "--coordinator", 2, 0)
     with pytest.raises(PeersMissing, match=r"203\.0\.113\.1 is no address of this host.*JAX_COORDINATOR_BIND_ADDRESS"):
-        meet(job, 1)
+        connect_processes(job, 1)
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", f"127.0.0.1:{job.port}")  # the address is translated
     with ThreadPoolExecutor(1) as pool:
-        join(pool.submit(meet, job, 60), job, host="127.0.0.1")
+        join(pool.submit(connect_processes, job, 60), job, host="127.0.0.1")
 
 
 def test_strangers_are_dropped_when_their_time_is_over(monkeypatch):

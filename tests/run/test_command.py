@@ -22,9 +22,9 @@ from zaya_jax.errors import (
     PeersMissing,
     Reason,
     RunStopped,
+    exit_message,
     exit_reason,
     is_expected,
-    last_words,
 )
 
 
@@ -46,7 +46,7 @@ def test_a_setting_under_which_no_step_can_be_traced_is_named(monkeypatch, setti
         program.trace(stage)
     assert state is program.abstract_state
     assert is_expected(refused.value)
-    sentence, status = last_words(refused.value)
+    sentence, status = exit_message(refused.value)
     assert sentence.startswith(f"Error: JAX_{name.upper()} is {value!r}, with which zaya_jax does not run; unset it. ")
     assert status == ExitCode.BAD_INPUT
 
@@ -79,7 +79,7 @@ def test_a_defect_is_not_taken_for_a_setting_that_is_not_set(kind, text, more):
             patch.delenv(name, raising=False)
         assert not is_expected(raised(kind(f"{text} {more}")))
         for ours in (InputError, RunStopped):
-            assert last_words(raised(ours(more)))[0].endswith(f": {more}")
+            assert exit_message(raised(ours(more)))[0].endswith(f": {more}")
 
 
 def limited(kind: int, limit: int, *command: str) -> str:
@@ -132,13 +132,13 @@ def test_a_limit_is_named_whatever_a_library_says_around_it_or_raises_from_it(ki
     error = kind(text if is_cause else f"{text}: {limit} [tensorstore_spec='{{}}']")
     error.__cause__ = RuntimeError(limit) if is_cause else None
     assert is_expected(error)
-    sentence, status = last_words(error)
+    sentence, status = exit_message(error)
     assert re.search(r"Raise the limit .*\(ulimit -[fnu]", sentence)
     assert "tensorstore_spec" not in sentence
     assert "\n" not in sentence
     assert len(sentence) < 500
     assert status == ExitCode.STOPPED
-    assert last_words(raised(RunStopped(limit))) == (f"Stopped: {limit}", ExitCode.STOPPED)
+    assert exit_message(raised(RunStopped(limit))) == (f"Stopped: {limit}", ExitCode.STOPPED)
 
 
 @pytest.mark.parametrize(("error", "reason"), [

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.saved_helpers import save_run
 from tests.train_helpers import ROOT, small_run
 from tests.users_helpers import OTHER, needs_root, public_folder, user
-from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, last_words
+from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, exit_message
 from zaya_jax.run.folder import claim_run, is_locked, lock_folder
 from zaya_jax.run.launcher import detect_launcher
 from zaya_jax.run.run import Run, open_run
@@ -146,7 +146,7 @@ def test_the_status_of_a_process_that_stopped_is_its_exit_status_and_sentence(tm
         raise error
     stopped = status(tmp_path)
     assert (stopped.state, stopped.exit_status) == ("stopped", code)
-    assert stopped.message == last_words(error)[0]
+    assert stopped.message == exit_message(error)[0]
 
 
 def test_a_status_that_cannot_be_written_costs_nothing(tmp_path):

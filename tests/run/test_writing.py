@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.users_helpers import OTHER, PLANTED, TEAM, VICTIM, content, make_home, needs_root, plant, public_folder, user
-from zaya_jax.errors import InputError, last_words
+from zaya_jax.errors import InputError, exit_message
 from zaya_jax.run import writing
 from zaya_jax.run.files import locked, write_atomically
 from zaya_jax.run.metrics import DiskGuard, JsonlFile
@@ -93,7 +93,7 @@ def _try(action: str, path: Path) -> str | None:
         try:
             ACTIONS[action](path)
         except (OSError, InputError) as error:
-            return last_words(error)[0]
+            return exit_message(error)[0]
     return None
 
 

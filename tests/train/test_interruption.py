@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.train_helpers import change, differing, restore, snapshot
-from zaya_jax.errors import InputError, Preempted, last_words
+from zaya_jax.errors import InputError, Preempted, exit_message
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
@@ -92,7 +92,7 @@ def test_a_preempted_run_resumes_bitwise(tmp_path, finished, when, number, saved
         when(patch, number, sent)
         with pytest.raises(Preempted, match=f"^Stopped by {sent.name} after") as ended:
             run_training(config)
-    sentence, status = last_words(ended.value)
+    sentence, status = exit_message(ended.value)
     assert status == 128 + sent
     assert open_run(config.run_dir).status[-2:] == (status, sentence)
     assert "which is saved" in sentence

@@ -131,7 +131,7 @@ class Attempt:
 
     @property
     def _has_failed(self) -> bool:
-        """Whether a failure of this attempt was detected."""
+        """True if a failure of this attempt was detected."""
         return self._shared.detected is not None and self._shared.detected.attempt == self._log.attempt
 
     def _pump(self, seconds: float) -> bool:

@@ -75,7 +75,7 @@ class TrainingCommand:
 
     @property
     def names_trainer(self) -> bool:
-        """Whether the command trains, or one of its words does, such as a line of shell: then a trainer must start."""
+        """True if the command trains, or one of its words does, such as a line of shell: then a trainer must start."""
         return self.config is not None or re.search(_NAMES_TRAINER, "\0".join(self.argv)) is not None
 
     def is_saved(self) -> bool:

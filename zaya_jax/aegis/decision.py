@@ -20,7 +20,7 @@ _STOP_CODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What to do about a failure."""
+    """The answer to a failure."""
 
     rule: str  # name of the rule that decided
     action: Action  # of the policy

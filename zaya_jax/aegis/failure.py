@@ -31,7 +31,7 @@ _SEVERE = (Severity.ERROR, Severity.FATAL)
 
 @dataclasses.dataclass(frozen=True)
 class RankEnd:
-    """How a process ended."""
+    """The end of a process."""
 
     rank: int  # index of the process
     status: int  # exit status of the command, negative for a signal
@@ -59,7 +59,7 @@ class RankEnd:
 
     @property
     def followed(self) -> bool:
-        """Whether it ended because another process was lost, by its own account."""
+        """True if it ended because another process was lost, by its own account."""
         return self.record is not None and not self.record.is_origin
 
 
@@ -78,7 +78,7 @@ class Failure:
 
     @property
     def same(self) -> tuple[str, str, int, str]:
-        """What two failures of the same cause have in common."""
+        """A key that failures of the same cause share."""
         return self.fault, self.code, self.step, self.words
 
 

@@ -68,7 +68,7 @@ class HangWatch:
 
 
 class Silence:
-    """How long a process has made no progress, as seen by the supervisor.
+    """The time for which a process has made no progress, as the supervisor sees it.
 
     It adds up the time between looks, each counted with at most 0.2 s: a supervisor that was stopped, or whose machine
     slept, has not seen the process be silent meanwhile. No clock of the process is used.

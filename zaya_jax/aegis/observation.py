@@ -1,4 +1,4 @@
-"""What Aegis observes: a fault, or a sign of one, with its class, severity and evidence."""
+"""Observations of Aegis: a fault, or a sign of one, with its class, severity and evidence."""
 
 import dataclasses
 import enum
@@ -26,7 +26,7 @@ class FaultClass(enum.StrEnum):
 
 
 class Severity(enum.StrEnum):
-    """How bad an observation is; ERROR and FATAL are synced to disk at once."""
+    """The severity of an observation; ERROR and FATAL are synced to disk at once."""
 
     INFO = "info"
     WARNING = "warning"

@@ -77,7 +77,7 @@ class Stream:
 
     @property
     def is_open(self) -> bool:
-        """Whether the process may still write."""
+        """True if the process may still write."""
         return self.file >= 0
 
     def close(self) -> None:

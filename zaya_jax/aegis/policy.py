@@ -77,7 +77,7 @@ class TrainingPolicy:
 
 @dataclass(frozen=True)
 class WatchPolicy:
-    """What is watched on the machine."""
+    """The checks of the machine."""
 
     kernel_log: str | None = "/dev/kmsg"  # or a file with the kernel's messages; null to leave it out
     sysfs: str = "/sys"
@@ -89,7 +89,7 @@ class WatchPolicy:
 
 @dataclass(frozen=True)
 class RulePolicy:
-    """What to do about each class of fault, when it is seen to end or endanger the run."""
+    """The answer to each class of fault that ends or endangers the run."""
 
     hang: Action = "restart"
     crash: Action = "restart"

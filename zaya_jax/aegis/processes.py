@@ -82,7 +82,7 @@ class Rank:
 
     @property
     def progress(self) -> Progress | None:
-        """What the trainer does, by its own record; None if no process that was given the record has written to it."""
+        """The trainer's progress, by its own record; None if no process that was given the record has written to it."""
         progress = read_progress(self._record)
         if progress is None or (self.end is None and not self._keeps_record(progress.pid)):
             return None
@@ -159,12 +159,12 @@ class Rank:
 
     @property
     def has_lost_trainer(self) -> bool:
-        """Whether the command runs on although the trainer behind it has failed."""
+        """True if the command runs on although the trainer behind it has failed."""
         return self.outlives_trainer and ((record := self.exit_record) is None or record.status != 0)
 
     @property
     def outlives_trainer(self) -> bool:
-        """Whether the command runs on although the trainer behind it has ended, as a script that then evaluates."""
+        """True if the command runs on although the trainer behind it has ended, as a script that then evaluates."""
         is_wrapped = self._trainer[0] not in (-1, self.process.pid)
         return self.end is None and is_wrapped and self.running_trainer is None
 
@@ -234,7 +234,7 @@ class ProcessGroup:
 
     @property
     def ends(self) -> list[RankEnd]:
-        """How those ended that have."""
+        """The ends of the processes that have ended."""
         return [rank.end for rank in self.ranks if rank.end is not None]
 
     def wait(self, seconds: float) -> list[tuple[Rank, bytes]]:

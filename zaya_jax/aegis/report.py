@@ -1,4 +1,4 @@
-"""What happened to a run: `status` shows it now, `report` all of it. Both read the files of its supervisors."""
+"""The history of a run, from the files of its supervisors: `status` shows the present state, `report` all of it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the attempts of a supervisor share: event log, output, requests to stop, and how far training is."""
+"""State that the attempts of a supervisor share: event log, output, requests to stop, and the progress of training."""
 
 import signal
 import time
@@ -24,7 +24,7 @@ class Detected(NamedTuple):
 
 
 class Shared:
-    """What the attempts of a supervisor share.
+    """State that the attempts of a supervisor share.
 
     Attributes:
       folder: of the supervisor.

@@ -1,4 +1,4 @@
-"""What a supervisor is doing now (`state.json`), and how it ended (`verdict.json`)."""
+"""The present state of a supervisor (`state.json`), and its end (`verdict.json`)."""
 
 import contextlib
 import json

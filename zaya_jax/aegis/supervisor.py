@@ -65,8 +65,8 @@ class Supervisor:
     def run(self) -> SupervisorExit:
         """Run the job to its end; the signals that ask it to stop are handled meanwhile."""
         adopt_orphans()
-        heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
-        before = {number: signal.signal(number, self._note_signal) for number in heard}
+        handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
+        before = {number: signal.signal(number, self._note_signal) for number in handled}
         try:
             try:
                 code, why = self._supervise()

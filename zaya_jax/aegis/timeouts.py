@@ -1,4 +1,4 @@
-"""How long a process may stay in a phase: learned from the longest stays, within the policy's limits."""
+"""Limits for the stay of a process in a phase: learned from the longest stays, within the policy's limits."""
 
 import contextlib
 import json

@@ -245,7 +245,7 @@ class CheckpointStore:
         return not self._problem
 
     def _is_waiting(self) -> bool:
-        """Whether a save is in progress, or failed and not yet due again, according to process 0."""
+        """True if a save is in progress, or failed and not yet due again, according to process 0."""
         ready = time.monotonic() >= self._again_at if self._in_flight is None else self._in_flight[1].done()
         return not broadcast(ready)
 

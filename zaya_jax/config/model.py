@@ -114,7 +114,7 @@ class ModelConfig:
 
     @property
     def has_convolutions(self) -> bool:
-        """Whether attention has convolutions."""
+        """True if attention has convolutions."""
         return self.attention == "cca" and self.convolutions
 
     @property

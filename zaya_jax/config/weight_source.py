@@ -1,4 +1,4 @@
-"""How `init_from` and command lines name the weights of a model."""
+"""Names of a model's weights, as in `init_from` and on command lines."""
 
 import os
 from dataclasses import dataclass

@@ -182,7 +182,7 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
 
 
 class HeldoutText(NamedTuple):
-    """How much of a source's held-out text the held-out loss covers."""
+    """The part of a source's held-out text that the held-out loss covers."""
 
     use: Use  # of the documents
     text_bytes: int  # UTF-8 bytes covered by the loss

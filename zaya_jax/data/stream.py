@@ -21,7 +21,7 @@ _ALGORITHM = "best-fit-1"  # version of `pack` in the names of cached plans; cha
 
 
 class Position(NamedTuple):
-    """How far a source has been read."""
+    """The position in a source."""
 
     epoch: int = 0
     rest: Items | None = None  # unread items of the epoch, in reading order; None at its start

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zaya_jax.config.checks import require
-from zaya_jax.errors import InputError, RunStopped, last_words
+from zaya_jax.errors import InputError, RunStopped, exit_message
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.command import prepare_streams, run_command
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             evaluate(options)
         except (InputError, RunStopped, KeyboardInterrupt, OSError) as error:
             if peers is not None:
-                peers.leave(*last_words(error))  # ends all processes of the job
+                peers.leave(*exit_message(error))  # ends all processes of the job
             raise
 
     return run_command(run)

@@ -1,4 +1,4 @@
-"""What `python -m zaya_jax.evaluate` does: open, score, print, write."""
+"""The work of `python -m zaya_jax.evaluate`: open, score, print, write."""
 
 import argparse
 import functools

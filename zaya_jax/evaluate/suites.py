@@ -35,7 +35,7 @@ class TaskConfig:
 
     @property
     def generation(self) -> dict[str, float | int | bool]:
-        """What replaces values in the task's `generation_kwargs`."""
+        """Values that replace those of the task's `generation_kwargs`."""
         values: dict[str, float | int | bool] = {}
         if self.temperature is not None:
             values = {"do_sample": self.temperature > 0, "temperature": self.temperature}

@@ -29,7 +29,7 @@ LEAST = 64  # smallest class of lengths
 
 
 class Continuation(NamedTuple):
-    """What was generated for a prompt."""
+    """The text generated for a prompt, as tokens."""
 
     tokens: list[int]  # the new tokens, without the stop token
     logprobs: list[float]  # log-probability of each under the model, in nats, before temperature and other settings
@@ -37,7 +37,7 @@ class Continuation(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """What decoding carries from step to step; donated."""
+    """The state that decoding carries from step to step; donated."""
 
     cache: Cache  # of all tokens so far
     logits_bv: jax.Array  # fp32, of the next token

@@ -12,7 +12,7 @@ _COLDEST = 1e-6  # a lower temperature divides by this
 
 
 class Sampling(NamedTuple):
-    """How to draw a token; the defaults take the most likely one.
+    """The settings with which tokens are drawn; the defaults take the most likely one.
 
     The order is that of `transformers`: repetition penalty, temperature, top-k, top-p, min-p.
     """
@@ -48,7 +48,7 @@ class Sampling(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """What is compiled; the values of `Sampling` are arguments, so that other values need no compilation."""
+    """The static part of sampling; the values of `Sampling` are arguments, so that other values need no compilation."""
 
     greedy: bool  # take the most likely token
     sorts: bool  # keep the most likely tokens by number or by probability, which sorts the vocabulary

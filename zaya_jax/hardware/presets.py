@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
     @property
     def is_flag(self) -> bool:
-        """Whether it belongs in `XLA_FLAGS`."""
+        """True if it belongs in `XLA_FLAGS`."""
         return self.name.startswith("--")
 
 

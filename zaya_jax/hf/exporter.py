@@ -16,7 +16,7 @@ from zaya_jax.hf.folder import INDEX
 from zaya_jax.hf.legacy import legacy_tensors
 from zaya_jax.hf.legacy_config import to_legacy
 from zaya_jax.hf.output import output_folder
-from zaya_jax.hf.safetensors import DTYPES, Buffer, Described, write_file
+from zaya_jax.hf.safetensors import DTYPES, Buffer, TensorHeader, write_file
 from zaya_jax.hf.tensors import Tensor, tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
@@ -135,9 +135,9 @@ def write_tensors(folder: Path, files: Mapping[str, list[Tensor]], read: Read, d
             write_file(folder / name, described[name], content)
 
 
-def _described(rows: list[Tensor], dtype: np.dtype) -> dict[str, Described]:
+def _described(rows: list[Tensor], dtype: np.dtype) -> dict[str, TensorHeader]:
     exact = np.dtype(np.float32)
-    return {row.name: Described(exact if is_balancing_bias(row.leaf) else dtype, row.shape) for row in rows}
+    return {row.name: TensorHeader(exact if is_balancing_bias(row.leaf) else dtype, row.shape) for row in rows}
 
 
 def _pieces(tensor: Tensor, read: Read, dtype: np.dtype) -> Iterator[Buffer]:

@@ -11,7 +11,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.config import from_hf
 from zaya_jax.hf.legacy import is_legacy, legacy_tensors
 from zaya_jax.hf.legacy_config import from_legacy
-from zaya_jax.hf.safetensors import Stored, read_header
+from zaya_jax.hf.safetensors import TensorFile, read_header
 from zaya_jax.hf.tensors import Tensor, tensors
 from zaya_jax.run.files import expanded, read_object, require_existing
 
@@ -27,7 +27,7 @@ class Folder(NamedTuple):
     config: ModelConfig
     legacy: bool  # whether it has the legacy layout of alternating layers (docs/reference.md §12.2)
     tensors: tuple[Tensor, ...]  # the tensors and the parameters they belong to
-    stored: dict[str, Stored]  # name → location in a file
+    stored: dict[str, TensorFile]  # name → location in a file
 
 
 def open_folder(folder: str | Path) -> Folder:
@@ -63,13 +63,13 @@ def open_folder(folder: str | Path) -> Folder:
     return Folder(folder, config, legacy, expected, stored)
 
 
-def _check_shape(folder: Path, name: str, stored: Stored, shape: tuple[int, ...]) -> None:
+def _check_shape(folder: Path, name: str, stored: TensorFile, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
         raise InputError(f"The tensor {name} in {folder} has shape {list(stored.shape)}, but config.json requires "
                          f"{list(shape)}.")  # fmt: skip
 
 
-def _check_tied(folder: Path, head: Stored, embedding: Stored) -> None:
+def _check_tied(folder: Path, head: TensorFile, embedding: TensorFile) -> None:
     head_vd, embedding_vd = head.open(), embedding.open()
     rows = max(1, _BLOCK // max(1, head_vd[:1].nbytes))
     same = head.dtype == embedding.dtype and all(
@@ -80,7 +80,7 @@ def _check_tied(folder: Path, head: Stored, embedding: Stored) -> None:
         raise InputError(f"The tensor {_HEAD} in {folder} differs from {_EMBEDDING}, but the head must be tied to it.")
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def _stored(folder: Path) -> dict[str, TensorFile]:
     """Locate each tensor."""
     if not (folder / INDEX).exists():
         return read_header(folder / "model.safetensors")

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zaya_jax.errors import InputError
 from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import Folder
-from zaya_jax.hf.safetensors import Stored
+from zaya_jax.hf.safetensors import TensorFile
 from zaya_jax.hf.tensors import Tensor
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.model.router import is_inert
@@ -77,7 +77,7 @@ def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Arr
     return jax.jit(start, out_shardings={name: x.sharding for name, x in abstract.items()})()
 
 
-def _open(tensor: Tensor, stored: Stored) -> np.ndarray:
+def _open(tensor: Tensor, stored: TensorFile) -> np.ndarray:
     """Map a tensor in our layout; nothing is read yet, unless it is of float64."""
     view = tensor.to_ours(stored.open())
     if view.dtype == np.float64 and not jax.config.read("jax_enable_x64"):

@@ -31,7 +31,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class TensorHeader:
     """Dtype and shape of a tensor, which the header needs before any data is written."""
 
     dtype: np.dtype  # one of `DTYPES`
@@ -44,7 +44,7 @@ class Described:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored(Described):
+class TensorFile(TensorHeader):
     """A tensor in a file."""
 
     path: Path
@@ -58,13 +58,13 @@ class Stored(Described):
         return raw.view(self.dtype).reshape(self.shape)
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, TensorFile]:
     """Locate the tensors of a file by name, without reading them.
 
     Raises:
       InputError: the file is missing, truncated or damaged, or a tensor has an unsupported dtype.
     """
-    tensors = dict[str, Stored]()
+    tensors = dict[str, TensorFile]()
     try:
         with open_regular(path) as file:
             start = 8 + int.from_bytes(file.read(8), "little")
@@ -75,7 +75,7 @@ def read_header(path: Path) -> dict[str, Stored]:
                     raise InputError(f"The tensor {name} in {path} has dtype {dtype}, but must be one of "
                                      f"{', '.join(DTYPES)}; the released FP8 and MXFP4 variants are not supported."
                                      )  # fmt: skip
-                tensors[name] = Stored(DTYPES[dtype], tuple(tensor.get_shape()), path, start)
+                tensors[name] = TensorFile(DTYPES[dtype], tuple(tensor.get_shape()), path, start)
                 start += tensors[name].bytes
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing.") from error
@@ -89,7 +89,9 @@ def read_header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def write_file(path: Path, described: Mapping[str, Described], content: Iterable[tuple[str, Iterable[Buffer]]]) -> None:
+def write_file(
+    path: Path, described: Mapping[str, TensorHeader], content: Iterable[tuple[str, Iterable[Buffer]]]
+) -> None:
     """Write a file tensor by tensor, atomically and durably.
 
     Args:

@@ -1,1 +1,1 @@
-"""What makes several processes one job: they find and prove themselves, notice who is lost, and stop at one step."""
+"""Several processes as one job: rendezvous, proof of membership, liveness, and a common step to stop at."""

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import jax
 from jax._src import clusters, distributed
 
-from zaya_jax.errors import ExitCode, InputError, Reason, RunStopped, exit_reason, last_words
+from zaya_jax.errors import ExitCode, InputError, Reason, RunStopped, exit_message, exit_reason
 from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
 from zaya_jax.job.compilation_cache import share_compilation_cache
 from zaya_jax.job.peer_liveness import PeerLiveness
 from zaya_jax.job.relay import private_address, relay
-from zaya_jax.job.rendezvous import Job, meet, split_address
+from zaya_jax.job.rendezvous import Job, connect_processes, split_address
 from zaya_jax.run.launcher import detect_launcher
 from zaya_jax.run.progress_record import ProgressRecord
 
@@ -47,14 +47,14 @@ def join(
       process: index of this process.
       join_seconds: seconds to wait for the other processes.
       peer_timeout: seconds that another process may be silent before this one ends; above 0.
-      progress: receives the last words if the loss of another process ends this one; None for no record.
+      progress: receives the exit record if the loss of another process ends this one; None for no record.
       folder: that all processes share, to hand on the secret of the job; None for the user's cache.
 
     Returns:
       The liveness thread; None if this process is alone.
 
     Raises:
-      InputError: only some of the three are given, one is invalid, or the processes do not meet (see `meet`).
+      InputError: only some of the three are given, one is invalid, or `connect_processes` fails.
     """
     flags = (coordinator, processes, process)
     if flags != (None, None, None) and None in flags:
@@ -76,7 +76,7 @@ def join(
     except Exception as error:  # invalid variables of a launcher, or an error of the Kubernetes API
         raise _unusable(source, error) from error
     job = _job(coordinator, processes, process, source)._replace(folder=folder)
-    connections = meet(job, join_seconds)
+    connections = connect_processes(job, join_seconds)
     peers = PeerLiveness(connections, peer_timeout, progress) if connections else None
     jax.config.update("jax_check_proxy_envs", False)  # its service is not called over the network
     jax.config.update("jax_enable_preemption_service", False)  # `StopStep` takes its place
@@ -94,7 +94,7 @@ def join(
     except (RuntimeError, ValueError) as error:
         refused = _unusable(job.coordinator, error)
         if peers is not None:
-            peers.leave(*last_words(refused))
+            peers.leave(*exit_message(refused))
         raise refused from error
     return peers
 
@@ -111,7 +111,7 @@ def _job(coordinator: str | None, processes: int | None, process: int | None, so
 
 
 def is_primary() -> bool:
-    """Whether this is process 0, which writes files and prints."""
+    """True if this is process 0, which writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -181,7 +181,7 @@ def primary_first(action: Callable[[], T]) -> T:
     try:
         result = action()
     except Exception as error:
-        sentence, status = last_words(error)
+        sentence, status = exit_message(error)
         broadcast([sentence.partition(": ")[2] or type(error).__name__, status, exit_reason(error)])
         raise
     broadcast(None)
@@ -204,7 +204,7 @@ def _store() -> Any:
 
 
 def is_peer_loss(error: Exception) -> bool:
-    """Whether `error` was caused by another process of the job that is lost or cannot be reached."""
+    """True if `error` was caused by another process of the job that is lost or cannot be reached."""
     text = str(error).lower()
     return (isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
             and any(word in text for word in _PEER_ERRORS))  # fmt: skip

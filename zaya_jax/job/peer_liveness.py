@@ -38,7 +38,7 @@ class PeerLiveness:
         Args:
           peers: connections to the processes to watch.
           peer_timeout: seconds that another process may be silent.
-          progress: receives the last words; None for no record.
+          progress: receives the exit record; None for no record.
         """
         self._peers, self._timeout, self._progress = list(peers), peer_timeout, progress or ProgressRecord()
         self.stop_step = StopStep(self._peers)

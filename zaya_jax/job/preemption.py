@@ -36,12 +36,12 @@ class Preemption(Listener):
         self._armed = True
 
     def reached(self) -> bool:
-        """Whether the run must save and exit now; all processes must call it equally often."""
+        """True if the run must save and exit now; all processes must call it equally often."""
         return self._number is not None if self._stop_step is None else self._stop_step.reached()
 
     @property
     def signalled(self) -> bool:
-        """Whether this process itself received a signal."""
+        """True if this process itself received a signal."""
         return self._number is not None
 
     @property

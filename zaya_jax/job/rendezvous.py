@@ -31,7 +31,7 @@ from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secr
 from zaya_jax.run.signals import warn, warn_once
 
 _HELLO = "zaya_jax "  # starts process 0's first line
-_WELCOME = "welcome "  # starts process 0's answer to a proof
+_ADMITTED = "welcome "  # starts process 0's answer to a proof
 _REJECTED = "rejected"  # process 0's answer to a wrong proof
 _READY = "ready"  # process 0's message that all processes are connected
 _REFUSALS = {"missing ": PeersMissing, "invalid ": InputError}  # starts process 0's message why the job does not start
@@ -74,7 +74,7 @@ def split_address(text: str, source: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def meet(job: Job, seconds: float) -> list[Peer]:
+def connect_processes(job: Job, seconds: float) -> list[Peer]:
     """Wait until all processes of the job are connected.
 
     Args:
@@ -103,7 +103,7 @@ def meet(job: Job, seconds: float) -> list[Peer]:
 
 
 class _Members:
-    """Process 0's side of `meet`: the processes that have proved that they belong to the job, and strangers."""
+    """The processes that have proved to process 0 that they belong to the job, and strangers."""
 
     def __init__(self, job: Job, seconds: float) -> None:
         self._job, self._seconds, self._secret, self._start = job, seconds, "", time.monotonic()
@@ -227,7 +227,7 @@ class _Members:
         """Make a stranger that has proved to know the secret a member."""
         process, processes, key = hello["process"], hello["processes"], (hello["process"], hello["channel"])
         peer.process, peer.host = process, printable(hello["host"], 255)
-        peer.send(_WELCOME + prove(self._secret, "admit", hello["nonce"]))
+        peer.send(_ADMITTED + prove(self._secret, "admit", hello["nonce"]))
         if processes != self._job.processes or not 0 <= process < processes:
             self._refuse(InputError(f"Process {peer} was started with --processes {processes}, but process 0 with "
                                     f"--processes {self._job.processes}. Start all processes with the same "
@@ -328,7 +328,7 @@ def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> None:
         problem = f"it has another {VARIABLE}; set the same for all processes, or for none"
         warn_once(f"Process {job.process} cannot join process 0 at {job.coordinator} yet: {problem}.")
         raise OSError(problem)  # to try again, since a stranger can say so
-    if not is_proof(answer.removeprefix(_WELCOME), secret, "admit", nonce):
+    if not is_proof(answer.removeprefix(_ADMITTED), secret, "admit", nonce):
         raise OSError(f"its secret is not that in {path}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.errors import ExitCode, InputError, exit_message
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.machine.result import check_request, write_result
 from zaya_jax.run.command import run_command
@@ -87,7 +87,7 @@ def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], di
         result = work()
     except Exception as error:
         if peers is not None:
-            peers.leave(*last_words(error))
+            peers.leave(*exit_message(error))
         raise
     if not is_primary():
         parsed.output = parsed.png = None

@@ -18,7 +18,7 @@ from zaya_jax.ops.names import MATMUL_OUTPUT
 
 
 class Context(NamedTuple):
-    """What every layer needs to know about the tokens."""
+    """The tokens as every layer sees them."""
 
     segments_bs: jax.Array  # int32 document of each token; 0 is padding
     key_segments_bt: jax.Array  # int32 document of each key

@@ -1,4 +1,4 @@
-"""How much experts of a layer overlap (ZAYA1-8B report, arXiv 2605.05365, appendix D; docs/reference.md §1.8).
+"""Overlap of the experts of a layer (ZAYA1-8B report, arXiv 2605.05365, appendix D; docs/reference.md §1.8).
 
 Each expert reads from and writes to a few directions of the residual stream. The overlap of two experts is
 s_ij = ‖Q_iᵀ Q_j‖² / r, where Q_i has the leading r singular directions of an expert's matrix as columns: those in which

@@ -76,7 +76,7 @@ class Router(nnx.Module):
 
 
 def is_inert(name: str, group: int | None) -> bool:
-    """Whether a parameter, by flat name and index in its stack, is the router state scale of the first layer.
+    """True if a parameter, by flat name and index in its stack, is the router state scale of the first layer.
 
     It scales a state that is zero and stays 1: it is not counted, and `transformers` folders do not have it.
     """

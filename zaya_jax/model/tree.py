@@ -26,7 +26,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def is_stacked(name: str) -> bool:
-    """Whether a parameter belongs to the layers, so that its first axis is the scan over layers."""
+    """True if a parameter belongs to the layers, so that its first axis is the scan over layers."""
     return name.startswith("blocks.")
 
 
@@ -41,7 +41,7 @@ def name_in_layer(name: str) -> str:
 
 
 def is_balancing_bias(name: str) -> bool:
-    """Whether `name` is the name of a balancing bias."""
+    """True if `name` is the name of a balancing bias."""
     return name.rpartition(".")[2] == "balancing_bias"
 
 

@@ -52,7 +52,7 @@ class LeafPlacement(NamedTuple):
 
     @property
     def gathered_in_layers(self) -> bool:
-        """Whether the layers gather it, instead of the step, if there is a single micro-batch."""
+        """True if the layers gather it, instead of the step, if there is a single micro-batch."""
         return self.expert and self.in_layer and bool(self.gathers)
 
     @property

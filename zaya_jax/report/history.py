@@ -51,7 +51,7 @@ def scaled(line: Line, factor: float) -> Line:
 
 
 class History:
-    """What a file of rows says over the steps.
+    """The columns of a file of rows, over the steps.
 
     Attributes:
       steps: number of the step of each row.

@@ -1,4 +1,4 @@
-"""What the page knows of a run: all files of its folder that say how it went."""
+"""The data of a run that its page shows, from the files of its folder."""
 
 import dataclasses
 import math
@@ -72,7 +72,7 @@ class Subject:
 
     @property
     def warnings(self) -> list[Warn]:
-        """What the reader should see first."""
+        """The lines that a reader should see first."""
         warnings = [Warn("failed", problem) for problem in self.problems]
         if self.status is not None and self.status.state in (STOPPED, KILLED):
             text = self.status.message or f"The training process was {self.status.state} ({self.status.time})."

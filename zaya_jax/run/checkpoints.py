@@ -48,7 +48,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can be restored, as far as its metadata shows."""
+        """True if it can be restored, as far as its metadata shows."""
         return not self.problem and not self.is_superseded
 
 

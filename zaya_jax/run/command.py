@@ -1,4 +1,4 @@
-"""How every command begins and ends: output that cannot fail it, and one sentence for what ends it."""
+"""Start and end of every command: output that cannot fail it, and one sentence for what ends it."""
 
 import errno
 import io
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.errors import ExitCode, as_sentence, is_expected, last_words, visible
+from zaya_jax.errors import ExitCode, as_sentence, exit_message, is_expected, visible
 from zaya_jax.run.signals import flush_output, warn
 
 _GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
@@ -129,6 +129,6 @@ def run_command(run: Callable[[], int | None]) -> int:
     except BaseException as error:
         if not is_expected(error):
             raise
-        sentence, status = last_words(error)
+        sentence, status = exit_message(error)
         warn(sentence)
         return status

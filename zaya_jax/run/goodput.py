@@ -33,7 +33,7 @@ _INTERRUPTED = 130  # exit status after Ctrl-C
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """How the time of a job was spent."""
+    """The use of a job's time."""
 
     buckets: Mapping[str, float]  # seconds by bucket; they add up to `seconds`
     seconds: float  # between the first start and the last end, without excluded attempts

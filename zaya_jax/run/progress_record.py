@@ -28,7 +28,7 @@ NAME = "zaya-progress"  # of the file in memory
 
 
 class Phase(enum.IntEnum):
-    """What a training process does. The names are those of the timeouts in a supervisor's policy."""
+    """The phases of a training process. The names are those of the timeouts in a supervisor's policy."""
 
     START = 0  # imports, before anything else
     JOIN = 1  # meets the other processes of the job

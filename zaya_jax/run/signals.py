@@ -61,8 +61,8 @@ class Listener:
         self._thread.start()
         self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # Keep ignored signals ignored: shells make background jobs ignore Ctrl-C.
-        heard = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        self.before = {number: signal.signal(number, self._handler) for number in heard}
+        handled = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self._handler) for number in handled}
         os.register_at_fork(after_in_child=self._leave_to_child)
         return self
 
@@ -82,7 +82,7 @@ class Listener:
 
     @property
     def nested(self) -> bool:
-        """Whether another listener encloses this one."""
+        """True if another listener encloses this one."""
         return self._outer >= 0
 
     def pass_on(self, number: int) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from zaya_jax.errors import ExitCode, InputError, Superseded, last_words
+from zaya_jax.errors import ExitCode, InputError, Superseded, exit_message
 from zaya_jax.run.files import read_json, write_atomically
 from zaya_jax.run.folder import STATUS, is_locked
 
@@ -41,7 +41,7 @@ def track_status(folder: Path, check: Callable[[], object] = lambda: None) -> It
     try:
         yield
     except BaseException as error:
-        message, exit_status = last_words(error)
+        message, exit_status = exit_message(error)
         with contextlib.suppress(Superseded):
             check()
             _write(folder, STOPPED, exit_status, message)

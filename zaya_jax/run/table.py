@@ -21,7 +21,7 @@ class Table(NamedTuple):
 
     @property
     def numeric(self) -> list[bool]:
-        """Whether each column holds numbers only."""
+        """True if each column holds numbers only."""
         return [all(_NUMBER.fullmatch(cell) for cell in cells) for cells in zip(*self.rows, strict=True)]
 
 

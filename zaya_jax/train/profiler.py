@@ -32,7 +32,7 @@ class StepProfiler:
         self._started: tuple[int, float] | None = None  # steps done before the window, and when it began
 
     def starts(self, done: int) -> bool:
-        """Whether the step after `done` steps is the first of the window."""
+        """True if the step after `done` steps is the first of the window."""
         return self._window is not None and done + 1 == self._window.start
 
     def start(self, done: int, state: Any, step: Callable[..., Any]) -> None:
@@ -55,12 +55,12 @@ class StepProfiler:
             self._started = done, time.perf_counter()
 
     def ends(self, done: int) -> bool:
-        """Whether a trace runs, and its window ends after `done` steps."""
+        """True if a trace runs, and its window ends after `done` steps."""
         return self._window is not None and self.runs and done >= self._window.start - 1 + self._window.steps
 
     @property
     def runs(self) -> bool:
-        """Whether a trace runs."""
+        """True if a trace runs."""
         return self._started is not None
 
     def stop(self, done: int, state: Any) -> None:

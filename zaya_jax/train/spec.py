@@ -1,4 +1,4 @@
-"""What is fixed during a phase, as data: its model, placement and optimizer."""
+"""The data of a phase, which are fixed while it lasts: model, placement, optimizer."""
 
 import dataclasses
 

@@ -30,7 +30,7 @@ LOSS_PLOT = "loss.png"
 
 
 class _Stage(NamedTuple):
-    """What all steps of a stage share."""
+    """The values that all steps of a stage share."""
 
     end: int  # the first step after the stage
     train_step: Callable[..., Any]
@@ -180,7 +180,7 @@ class Trainer:
         return self.steps_done in self._phase_ends or self.steps_done % self._config.evaluation.every == 0
 
     def _save_is_due(self) -> bool:
-        """Whether a checkpoint is due, or a retry after a failed save."""
+        """True if a checkpoint is due, or a retry after a failed save."""
         every, retry_every = self._config.checkpoint.every, self._config.train.log_every
         if self.steps_done % every == 0 and not self.store.backing_off():
             return True

@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether it communicates."""
+        """True if it communicates."""
         return self.opcode.startswith(_COLLECTIVES)
 
 

@@ -52,7 +52,7 @@ def _broadcast(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def broadcasts_by_sum() -> bool:
-    """Whether a broadcast is a sum of zeros and the root's values, since XLA has none for CPUs."""
+    """True if a broadcast is a sum of zeros and the root's values, since XLA has none for CPUs."""
     return jax.default_backend() == "cpu"
 
 

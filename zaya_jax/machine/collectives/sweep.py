@@ -34,7 +34,7 @@ _OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()
 
 
 class Sweep(NamedTuple):
-    """What to measure."""
+    """The measurements to make."""
 
     operations: tuple[str, ...]  # names in `COLLECTIVES`
     dtypes: tuple[str, ...]  # names of dtypes

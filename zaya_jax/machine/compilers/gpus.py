@@ -1,4 +1,4 @@
-"""What XLA's compilers must know of each GPU, from the vendors' documents.
+"""Descriptions of GPUs for XLA's compilers, from the vendors' documents.
 
 NVIDIA: CUDA C++ Programming Guide (compute capability 9.0), and the data sheets of H100 SXM and H200. AMD: CDNA 3 and
 CDNA 4 white papers, and the data sheets of Instinct MI300X and MI355X.

@@ -79,7 +79,7 @@ class Place:
 
     @property
     def times(self) -> int:
-        """How often it runs in a step."""
+        """The number of times it runs in a step."""
         return self.trips * (1 if self.outer is None else self.outer.times)
 
     @cached_property
@@ -112,7 +112,7 @@ class Place:
 
     @property
     def kind(self) -> str:
-        """What the place computes: 'step', 'micro-batches', 'layers forward', 'layers backward', 'loss' or 'loop'."""
+        """The work of the place: 'step', 'micro-batches', 'layers forward', 'layers backward', 'loss' or 'loop'."""
         if self.outer is None:
             return "step"
         # A loop that XLA rewrote has lost its own path, but its instructions have theirs.

@@ -47,7 +47,7 @@ class CompiledProgram(NamedTuple):
 
     @property
     def counted(self) -> bool:
-        """Whether all trip counts are known."""
+        """True if all trip counts are known."""
         return all(place.counted for place in walk(self.entry))
 
 

@@ -22,7 +22,7 @@ from zaya_jax.ops.parts import OTHER, part_of
 
 
 class Cost(NamedTuple):
-    """What an instruction does."""
+    """The work of an instruction."""
 
     component: str  # of the prediction, such as 'matmuls'
     bytes: float  # read and written
@@ -53,7 +53,7 @@ class Exposure(NamedTuple):
 
 
 class PartCost(NamedTuple):
-    """What a part of the step costs in a step, collectives aside."""
+    """The cost of a part of the step, without collectives."""
 
     seconds: float = 0.0  # predicted
     roofline: float = 0.0  # seconds at the data sheet's peaks, instruction by instruction
@@ -78,7 +78,7 @@ class Prediction(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What a program does not tell: which part of its shapes kernels compute."""
+    """Shares of the shapes that kernels compute, which a program does not tell."""
 
     rows: float = 1.0  # fraction of the rows of the experts' kernels that hold tokens; the rest is skipped
     keys: float = 1.0  # keys that a query sees on average, relative to all before it; less than 1 with windows
@@ -165,7 +165,7 @@ def _named_part(place: Place, instruction: Instruction) -> str:
 
 
 def is_launch(instruction: Instruction) -> bool:
-    """Whether an instruction launches a kernel; collectives do not count."""
+    """True if an instruction launches a kernel; collectives do not count."""
     return instruction.opcode in (*FUSIONS, "custom-call", "copy", "copy-start", "sort")
 
 

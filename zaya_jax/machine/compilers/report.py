@@ -1,4 +1,4 @@
-"""What a compiled step shows, as text and as JSON."""
+"""The report of a compiled step, as text and as JSON."""
 
 from collections import Counter
 from collections.abc import Mapping

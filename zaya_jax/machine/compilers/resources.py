@@ -24,7 +24,7 @@ _NOTE, _METADATA = 7, 32  # types of a section and of a note
 
 
 class KernelResources(NamedTuple):
-    """What one kernel of a compiled step needs."""
+    """Resources of one kernel of a compiled step."""
 
     name: str  # as the compiler calls it
     registers: int  # vector registers of a thread, AMD's accumulation registers included

@@ -25,7 +25,7 @@ _GB = 1e9
 
 
 class _Phase(NamedTuple):
-    """What is known of a phase: its estimate, and either a proof for CPUs or the step compiled for a GPU."""
+    """A phase: its estimate, and either a proof for CPUs or the step compiled for a GPU."""
 
     estimate: PhaseEstimate
     proof: dict[str, Any] | None
@@ -169,7 +169,7 @@ def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
 
 
 def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
-    """Whether a phase fits, its speed, and what to change; without hardware, its memory alone."""
+    """Describe whether a phase fits, its speed, and what to change; without hardware, its memory alone."""
     estimate, seconds = phase.estimate, phase.step_seconds
     if hardware is None or seconds is None:
         return {"bytes": phase.memory}

@@ -25,7 +25,7 @@ from zaya_jax.train.program import PhaseProgram
 
 
 class Transfer(NamedTuple):
-    """What one kind of collective sends."""
+    """The traffic of one kind of collective."""
 
     what: str  # description of the data
     kind: str  # name of the collective

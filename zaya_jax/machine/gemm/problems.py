@@ -1,4 +1,4 @@
-"""What is measured: each problem is a function, the shapes of its arguments, and its FLOPs."""
+"""The problems to measure, each a function, the shapes of its arguments, and its FLOPs."""
 
 import functools
 import itertools

@@ -21,7 +21,7 @@ from zaya_jax.run.progress import track
 
 
 class Request(NamedTuple):
-    """What to measure."""
+    """A request for measurements of products."""
 
     families: Sequence[str]  # of `command.FAMILIES`; 'square', which gives the maximum, is always measured, and first
     dtype: str  # 'bfloat16' or 'float32', of the operands

@@ -37,7 +37,7 @@ class Result(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What was measured."""
+        """The name of the measurement."""
         benchmark = self.content.get("benchmark", "")
         return _TITLES.get(self.verb) or benchmark[:1].upper() + benchmark[1:]
 

@@ -64,7 +64,7 @@ def _sizes(config: Config, phase: int, devices: int, hardware: Hardware, measure
 
 
 def _fits(config: Config, phase: int, changed: Any, devices: int, hardware: Hardware) -> bool:
-    """Whether the phase fits with a change, by the dry run's estimate; not if the change is not allowed."""
+    """True if the phase fits with a change, by the dry run's estimate; False if the change is not allowed."""
     phases = (*config.phases[:phase], changed, *config.phases[phase + 1 :])
     try:
         programs = simulated_programs(dataclasses.replace(config, phases=phases), devices)

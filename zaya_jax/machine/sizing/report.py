@@ -1,4 +1,4 @@
-"""What `sizing --suggest` prints and writes: the Pareto front, and where the configuration itself stands."""
+"""The output of `sizing --suggest`: the Pareto front, and the place of the configuration beside it."""
 
 import shlex
 from typing import Any

@@ -37,7 +37,7 @@ class Product(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was measured on the hardware; each is None if it was not."""
+    """Measurements of the hardware; each is None if there is none."""
 
     knee: float | None = None  # bytes that saturate the network, by `machine collectives`
     # speed of the experts' products with evenly spread tokens, over that of the fastest square, by `machine gemm`
@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a rule says of a phase."""
+    """The verdict of a rule on a phase."""
 
     rule: str  # its name
     status: Status  # 'OPEN' if it needs a measurement that is missing
