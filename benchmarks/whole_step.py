@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.peer import require_peer, time_peer
 from benchmarks.step import default_config
+from benchmarks.train_step import estimated_bytes, reduce_to_fit
 from zaya_jax.config import BatchConfig, Config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import stages
@@ -27,7 +28,6 @@ from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.step import describe_throughput, peak_memory, random_tokens, throughput, time_train_steps
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.machine.timing import timed
-from zaya_jax.machine.train_step import estimated_bytes, reduce_to_fit
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.parallel.kernels import validated_kernels

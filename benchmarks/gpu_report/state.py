@@ -28,6 +28,7 @@ from benchmarks.gpu_report.observed_training import SAVED
 from benchmarks.gpu_report.temporary import temporary_folder
 from benchmarks.gpu_report.tiny import CONTEXT, ONE_DEVICE, TINY, text_folder
 from benchmarks.saving import make_methods, peak_memory, restart_peak, timed_save
+from benchmarks.train_step import EIGHT_B, compile_fitting
 from zaya_jax.config import Config, DataConfig, from_dict, load_config, to_dict, to_yaml
 from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.tokenizer import train_tokenizer
@@ -39,7 +40,6 @@ from zaya_jax.machine.dry_run.estimate import simulated_programs
 from zaya_jax.machine.storage.reads import drop_cached
 from zaya_jax.machine.storage.saves import Method, make_state
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
-from zaya_jax.machine.train_step import EIGHT_B, compile_fitting
 from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.files import read_json

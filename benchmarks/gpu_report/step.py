@@ -6,8 +6,8 @@ import jax
 
 from benchmarks.gpu_report.figures import step_figures
 from benchmarks.gpu_report.training import small_config
+from benchmarks.train_step import EIGHT_B, Layout, time_train_step
 from zaya_jax.config import load_config
-from zaya_jax.machine.train_step import EIGHT_B, Layout, time_train_step
 
 
 def measure_step(small: bool, layout: Layout, deterministic: bool = False) -> dict[str, Any]:

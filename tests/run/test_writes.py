@@ -58,7 +58,7 @@ OTHERS = {
     "machine/report/page.py": ("TemporaryDirectory", TEMPORARY),
     "machine/storage/reads.py": ("open", TEMPORARY),
     "machine/storage/sweep.py": ("TemporaryDirectory unlink", TEMPORARY),
-    "machine/train_step.py": ("TemporaryDirectory", TEMPORARY),
+    "benchmarks/train_step.py": ("TemporaryDirectory", TEMPORARY),
     "model/tree.py": ("replace", "no file: a variable of the model"),
     "job/relay.py": ("TemporaryDirectory", TEMPORARY),
     "run/command.py": ("open open open", "/dev/null, and the streams that this process was started with"),
