@@ -77,7 +77,7 @@ parity: $(VENV)/.stamp-parity
 # In an environment of its own: with the plugins installed, every jax program looks for their GPUs first.
 compilers: $(VENV)-compilers/.stamp
 	$(VENV)-compilers/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
-	  -m "compilers and not soak" tests/machine/compilers $(PYTEST_ARGS)
+	  -m "compilers and not soak" tests/lab/compilers $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-bench
 	$(PY) -m benchmarks step

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.command import add_steps, prepare_trainings, run_benchmark
 from benchmarks.sweep import BATCH, CONTEXT, PACKAGES, SEEDS, SIZE, Curve, Trial, run_trials, small_config
 from zaya_jax.config import Config, ModelConfig, PhaseConfig, ScheduleConfig
-from zaya_jax.machine.plot import draw_spread
-from zaya_jax.machine.result import describe_run
+from zaya_jax.lab.plot import draw_spread
+from zaya_jax.lab.result import describe_run
 from zaya_jax.run.parser import Parser
 
 WHOLE = "ZAYA1"

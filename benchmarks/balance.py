@@ -11,8 +11,8 @@ from benchmarks.command import add_steps, prepare_trainings, run_benchmark
 from benchmarks.sweep import CONTEXT, PACKAGES, SEEDS, SIZE, Curve, Trial, median_or_never, run_trials, small_config
 from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.optimizer import BalanceRule
-from zaya_jax.machine.plot import draw_lines
-from zaya_jax.machine.result import describe_run
+from zaya_jax.lab.plot import draw_lines
+from zaya_jax.lab.result import describe_run
 from zaya_jax.run.parser import Parser
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers

@@ -15,9 +15,9 @@ from benchmarks.step import default_config
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import require
 from zaya_jax.generate.decode import generate_tokens
-from zaya_jax.machine.result import describe_run, rounded
-from zaya_jax.machine.subprocesses import interleave_subprocesses, run_in_subprocess
-from zaya_jax.machine.timing import timed
+from zaya_jax.lab.result import describe_run, rounded
+from zaya_jax.lab.subprocesses import interleave_subprocesses, run_in_subprocess
+from zaya_jax.lab.timing import timed
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.model.tree import map_variables
 from zaya_jax.model.zaya import Zaya, unrolled

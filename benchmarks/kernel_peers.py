@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.machine.kernel_cases import STEPS, Sizes
-from zaya_jax.machine.result import require_packages
+from zaya_jax.lab.kernel_cases import STEPS, Sizes
+from zaya_jax.lab.result import require_packages
 
 Call = Callable[[], Any]
 

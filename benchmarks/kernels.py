@@ -14,11 +14,11 @@ from typing import Any
 from benchmarks.command import run_benchmark
 from benchmarks.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
-from zaya_jax.machine.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
-from zaya_jax.machine.preflight import probes
-from zaya_jax.machine.queued_calls import calls_together, queued, repeated, stepped
-from zaya_jax.machine.result import describe_run, write_result
-from zaya_jax.machine.subprocesses import Passes, interleave, interleave_subprocesses, run_in_subprocess
+from zaya_jax.lab.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
+from zaya_jax.lab.measure.preflight import probes
+from zaya_jax.lab.measure.queued_calls import calls_together, queued, repeated, stepped
+from zaya_jax.lab.result import describe_run, write_result
+from zaya_jax.lab.subprocesses import Passes, interleave, interleave_subprocesses, run_in_subprocess
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target, current_target
 from zaya_jax.run.parser import Parser

@@ -22,7 +22,7 @@ from benchmarks.sweep import (
 )
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
 from zaya_jax.errors import InputError
-from zaya_jax.machine.result import describe_run
+from zaya_jax.lab.result import describe_run
 from zaya_jax.run.files import expanded, read_object, require_existing
 from zaya_jax.run.parser import Parser
 

@@ -9,9 +9,9 @@ import numpy as np
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.errors import InputError, printable
 from zaya_jax.hf.config import to_hf
-from zaya_jax.machine.result import require_packages
-from zaya_jax.machine.subprocesses import run_in_subprocess
-from zaya_jax.machine.timing import timed
+from zaya_jax.lab.result import require_packages
+from zaya_jax.lab.subprocesses import run_in_subprocess
+from zaya_jax.lab.timing import timed
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
 _TOO_LARGE = ("The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller "

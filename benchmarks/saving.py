@@ -18,8 +18,16 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.job.multihost import join
-from zaya_jax.machine.storage.saves import Method, abstract, largest, make_method, make_state, time_restores, time_save
-from zaya_jax.machine.timing import elapsed, timed
+from zaya_jax.lab.measure.storage.saves import (
+    Method,
+    abstract,
+    largest,
+    make_method,
+    make_state,
+    time_restores,
+    time_save,
+)
+from zaya_jax.lab.timing import elapsed, timed
 from zaya_jax.run.files import sync_folder
 
 _SMALL = 1000  # number of arrays of 1 KiB, besides the large ones

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.command import add_run, run_benchmark
 from zaya_jax.config import load_config
 from zaya_jax.errors import RunStopped
-from zaya_jax.machine.result import describe_run, rounded
+from zaya_jax.lab.result import describe_run, rounded
 from zaya_jax.run.folder import TIMINGS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.progress_record import SIZE, Phase, ProgressRecord

@@ -18,15 +18,9 @@ from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import micro_batch, stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, find_hardware, no_data_sheet
-from zaya_jax.machine.breakdown.measure import trace_rows, trace_steps
-from zaya_jax.machine.breakdown.trace import read_trace
-from zaya_jax.machine.compilers.compiled import CompiledStep, peak_bytes, program_memory
-from zaya_jax.machine.compilers.hlo import entry_place, parse
-from zaya_jax.machine.compilers.predict import phase_shares, predict
-from zaya_jax.machine.compilers.report import as_json
-from zaya_jax.machine.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
-from zaya_jax.machine.result import rounded
-from zaya_jax.machine.step import (
+from zaya_jax.lab.measure.breakdown.measure import trace_rows, trace_steps
+from zaya_jax.lab.measure.breakdown.trace import read_trace
+from zaya_jax.lab.measure.step import (
     describe_throughput,
     peak_memory,
     place_rows,
@@ -34,6 +28,12 @@ from zaya_jax.machine.step import (
     throughput,
     time_train_steps,
 )
+from zaya_jax.lab.predict.compilers.compiled import CompiledStep, peak_bytes, program_memory
+from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.predict import phase_shares, predict
+from zaya_jax.lab.predict.compilers.report import as_json
+from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
+from zaya_jax.lab.result import rounded
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.run.folder import PROFILE

@@ -23,11 +23,11 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
-from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
-from zaya_jax.machine.result import describe_run, rounded, write_result
-from zaya_jax.machine.step import describe_throughput, peak_memory, random_tokens, throughput, time_train_steps
-from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
-from zaya_jax.machine.timing import timed
+from zaya_jax.lab.measure.step import describe_throughput, peak_memory, random_tokens, throughput, time_train_steps
+from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
+from zaya_jax.lab.result import describe_run, rounded, write_result
+from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
+from zaya_jax.lab.timing import timed
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.parallel.kernels import validated_kernels

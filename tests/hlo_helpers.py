@@ -9,8 +9,8 @@ import jax
 
 from tests.train_helpers import fast_jit, make_batch
 from zaya_jax.config import Config
-from zaya_jax.machine.compilers.collectives import mesh_axes, place_collectives
-from zaya_jax.machine.compilers.hlo import Place, arrays, entry_place, parse, shape_bytes
+from zaya_jax.lab.predict.compilers.collectives import mesh_axes, place_collectives
+from zaya_jax.lab.predict.compilers.hlo import Place, arrays, entry_place, parse, shape_bytes
 from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.train.program import make_programs
 

@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 
-from zaya_jax.machine.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.ops.registry import KernelSelection, preferred_kernels
 from zaya_jax.ops.target import Target
 

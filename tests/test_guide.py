@@ -38,7 +38,7 @@ def test_the_guide_answers_the_ten_questions_briefly():
 REPLICAS = """
 from zaya_jax.aegis.command import fits
 from zaya_jax.config import load_config
-from zaya_jax.machine.dry_run.estimate import simulated_programs
+from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.parallel.storage import storage_rows
 
 config = load_config("configs/tiny.yaml", ["parallel.replica=2", "parallel.fsdp=2", "train.batch.tokens=24576"])

@@ -105,8 +105,8 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
 
 def _dry_run(config: Config, options: argparse.Namespace) -> None:
     _prepare_jax(config, "cpu")
-    from zaya_jax.machine.compilers.toolchain import silence_plugins
-    from zaya_jax.machine.dry_run.report import dry_run
+    from zaya_jax.lab.predict.compilers.toolchain import silence_plugins
+    from zaya_jax.lab.predict.dry_run.report import dry_run
 
     silence_plugins()
 

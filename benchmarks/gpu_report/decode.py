@@ -10,8 +10,8 @@ from benchmarks.gpu_report.figures import Figures
 from benchmarks.step import default_config
 from benchmarks.train_step import EIGHT_B
 from zaya_jax.config.shipped import shipped
-from zaya_jax.machine.breakdown.measure import break_down_generation
-from zaya_jax.machine.timing import timed
+from zaya_jax.lab.measure.breakdown.measure import break_down_generation
+from zaya_jax.lab.timing import timed
 
 _BATCHES = (1, 64)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from zaya_jax.hardware.assumptions import ASSUMPTIONS
 from zaya_jax.hardware.data_sheets import find_hardware
-from zaya_jax.machine.compilers.predict import Cost
+from zaya_jax.lab.predict.compilers.predict import Cost
 
 # By name: value (None if it was not measured), unit and, if there is one, the prediction.
 Figures = dict[str, list[Any]]

@@ -18,9 +18,9 @@ from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
-from zaya_jax.machine.describe import describe_machine
-from zaya_jax.machine.result import describe_run, print_tables, write_result
-from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
+from zaya_jax.lab.measure.describe import describe_machine
+from zaya_jax.lab.result import describe_run, print_tables, write_result
+from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.run.files import expanded, read_json
 from zaya_jax.run.table import Table, make_table, number
 from zaya_jax.run.writing import make_folder

@@ -22,7 +22,7 @@ from zaya_jax.config import from_dict, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
-from zaya_jax.machine.subprocesses import restored_environment
+from zaya_jax.lab.subprocesses import restored_environment
 from zaya_jax.run.files import read_json, read_object
 from zaya_jax.run.folder import TIMINGS
 from zaya_jax.run.metrics import read_rows

@@ -9,7 +9,7 @@ import jax
 
 from benchmarks.gpu_report.figures import Figures
 from benchmarks.gpu_report.step import measure_step
-from zaya_jax.machine.tune import DECIDING, totals, tune
+from zaya_jax.lab.measure.tune import DECIDING, totals, tune
 from zaya_jax.ops.kernel_table import REFERENCE, own_table
 from zaya_jax.run.files import json_text, read_json, write_atomically
 from zaya_jax.run.writing import make_folder

@@ -8,7 +8,7 @@ import pytest
 
 from tests.aegis.aegis_helpers import left_running, supervise_light
 from tests.aegis.real_helpers import Run, undisturbed
-from tests.machine.helpers import empty_state
+from tests.lab.helpers import empty_state
 from tests.train_helpers import compile_once, write_run
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.main import main

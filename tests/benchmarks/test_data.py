@@ -22,8 +22,8 @@ from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import open_manifest, prepare
 from zaya_jax.data.shards import open_documents
 from zaya_jax.data.tokenizer import load_tokenizer
-from zaya_jax.machine import subprocesses, timing
-from zaya_jax.machine.subprocesses import run_in_subprocess
+from zaya_jax.lab import subprocesses, timing
+from zaya_jax.lab.subprocesses import run_in_subprocess
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from zaya_jax.config.stages import total_steps
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.hardware.presets import PRESETS
-from zaya_jax.machine.compilers.predict import ASSUMPTIONS
-from zaya_jax.machine.result import table_lines
-from zaya_jax.machine.tune import DECIDING
+from zaya_jax.lab.measure.tune import DECIDING
+from zaya_jax.lab.predict.compilers.predict import ASSUMPTIONS
+from zaya_jax.lab.result import table_lines
 from zaya_jax.model.arithmetic import total_parameters
 
 KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.kernel_peers import PEERS, peer_call
 from tests.helpers import assert_close
 from zaya_jax.errors import InputError
-from zaya_jax.machine.kernel_cases import SMALL, cases
+from zaya_jax.lab.kernel_cases import SMALL, cases
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target
 

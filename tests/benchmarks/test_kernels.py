@@ -9,9 +9,10 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import kernels as bench
 from zaya_jax.errors import InputError
-from zaya_jax.machine import queued_calls, subprocesses
-from zaya_jax.machine.kernel_cases import SMALL, Aim, Case, cases
-from zaya_jax.machine.subprocesses import Passes
+from zaya_jax.lab import subprocesses
+from zaya_jax.lab.kernel_cases import SMALL, Aim, Case, cases
+from zaya_jax.lab.measure import queued_calls
+from zaya_jax.lab.subprocesses import Passes
 from zaya_jax.ops.target import Target
 
 LIMITS = {"copy": 4e12, "dense": 800e12}

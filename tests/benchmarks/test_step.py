@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import peer
+from benchmarks import peer, train_step
 from benchmarks import step as one_pass
 from benchmarks import whole_step as bench
 from benchmarks.peer import peer_step, time_peer
@@ -24,16 +24,16 @@ from benchmarks.whole_step import (
     our_figures,
     time_ours,
 )
-from tests.machine.helpers import Program
+from tests.lab.helpers import Program
 from tests.train_helpers import CONFIG, MODEL, ROOT, change, fast_jit, make_program
 from zaya_jax.config import BatchConfig, LoraConfig, load_config
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import describe_preset
-from zaya_jax.machine import step as step_module
-from zaya_jax.machine import subprocesses, timing, train_step
-from zaya_jax.machine.step import forward_backward, make_rows, random_tokens
+from zaya_jax.lab import subprocesses, timing
+from zaya_jax.lab.measure import step as step_module
+from zaya_jax.lab.measure.step import forward_backward, make_rows, random_tokens
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss

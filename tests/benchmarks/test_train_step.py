@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from benchmarks import train_step as module
 from benchmarks.gpu_report.figures import step_figures
 from benchmarks.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
-from tests.machine.compilers.test_schedule import TEXT
-from tests.machine.helpers import Program
+from tests.lab.compilers.test_schedule import TEXT
+from tests.lab.helpers import Program
 from tests.train_helpers import CONFIG, change
 from zaya_jax.config import BatchConfig, load_config
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
-from zaya_jax.machine.breakdown.trace import Interval, Trace
-from zaya_jax.machine.compilers.hlo import entry_place, parse
-from zaya_jax.machine.compilers.predict import predict
-from zaya_jax.machine.dry_run import memory
-from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
+from zaya_jax.lab.measure.breakdown.trace import Interval, Trace
+from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.predict import predict
+from zaya_jax.lab.predict.dry_run import memory
+from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 
 H200 = HARDWARE["h200"]
 STEP = change(CONFIG, {"train.batch": BatchConfig(tokens=4 * CONFIG.data.context, micro_batch=2)})

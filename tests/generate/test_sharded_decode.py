@@ -16,7 +16,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.generate import decode
 from zaya_jax.generate.placement import decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
-from zaya_jax.machine.compilers.hlo import arrays
+from zaya_jax.lab.predict.compilers.hlo import arrays
 from zaya_jax.model.cache import KeyValues
 
 STEPS, BLOCK, CHUNK = 9, 4, 4

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from benchmarks.__main__ import main as bench
-from zaya_jax.machine import describe as module
+from zaya_jax.lab.measure import describe as module
+from zaya_jax.lab.measure.describe import describe_machine
+from zaya_jax.lab.plot import draw_lines
+from zaya_jax.lab.result import describe_run, write_result
 from zaya_jax.machine.__main__ import main
-from zaya_jax.machine.describe import describe_machine
-from zaya_jax.machine.plot import draw_lines
-from zaya_jax.machine.result import describe_run, write_result
 
 
 def test_a_machine_is_described_without_what_is_private(monkeypatch, capsys):

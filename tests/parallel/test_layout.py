@@ -25,7 +25,7 @@ from tests.parallel_helpers import (
 )
 from tests.train_helpers import fast_jit, make_program, on_devices
 from zaya_jax.config import BatchConfig, load_config
-from zaya_jax.machine.compilers.hlo import arrays
+from zaya_jax.lab.predict.compilers.hlo import arrays
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.tree import is_stacked, shapes
 from zaya_jax.ops.registry import KernelSelection

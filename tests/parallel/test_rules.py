@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from zaya_jax.config import load_config
-from zaya_jax.machine.dry_run.estimate import simulated_programs
+from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.tree import shapes
 from zaya_jax.parallel.mesh import AXES

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tests.data.test_tool_calls import OPENAI, TOOLS
+from tests.data.readers.test_tool_calls import OPENAI, TOOLS
 from zaya_jax.data.chat import DEFAULT_TEMPLATE, Template, encode_pieces, load_template
 from zaya_jax.data.conversation import parse_conversation
 from zaya_jax.data.prepare import PrepareSettings, prepare

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from tests.job.processes_helpers import free_port
-from tests.machine.helpers import parse_rows
+from tests.lab.helpers import parse_rows
 from tests.train_helpers import ROOT
-from zaya_jax.machine.collectives.operations import COLLECTIVES
+from zaya_jax.lab.measure.collectives.operations import COLLECTIVES
 
 pytestmark = pytest.mark.soak
 

@@ -23,7 +23,7 @@ from tests.train_helpers import (
 )
 from tests.train_helpers import make_batch as any_batch
 from zaya_jax.config import LoraConfig, ParallelConfig
-from zaya_jax.machine.dry_run.estimate import simulated_programs
+from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.model.lora import Adapted, adapted, merged
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss

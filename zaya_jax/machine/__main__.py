@@ -9,15 +9,15 @@ from typing import Any
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.huge_pages import use_huge_pages
-from zaya_jax.machine.breakdown import command as step
-from zaya_jax.machine.collectives import command as collectives
-from zaya_jax.machine.command import add_flags, add_verb, run_verb, verb_examples
-from zaya_jax.machine.gemm import command as gemm
-from zaya_jax.machine.memory import command as memory
-from zaya_jax.machine.preflight import command as preflight
-from zaya_jax.machine.report import command as report
-from zaya_jax.machine.sizing import command as sizing
-from zaya_jax.machine.storage import command as storage
+from zaya_jax.lab.command import add_flags, add_verb, run_verb, verb_examples
+from zaya_jax.lab.measure.breakdown import command as step
+from zaya_jax.lab.measure.collectives import command as collectives
+from zaya_jax.lab.measure.gemm import command as gemm
+from zaya_jax.lab.measure.memory import command as memory
+from zaya_jax.lab.measure.preflight import command as preflight
+from zaya_jax.lab.measure.storage import command as storage
+from zaya_jax.lab.predict.sizing import command as sizing
+from zaya_jax.lab.report import command as report
 from zaya_jax.run.command import prepare_streams
 from zaya_jax.run.parser import Parser
 
@@ -59,7 +59,7 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
 
     describe
     """
-    from zaya_jax.machine.describe import describe_machine
+    from zaya_jax.lab.measure.describe import describe_machine
 
     machine = describe_machine()
     print(json.dumps(machine, indent=2))
@@ -77,7 +77,7 @@ def _context(parsed: argparse.Namespace) -> dict[str, Any]:
 
     context --repeats 3 --png memory.png
     """
-    from zaya_jax.machine.context import measure_context
+    from zaya_jax.lab.measure.context import measure_context
 
     return measure_context(None, parsed.repeats)
 
@@ -95,12 +95,12 @@ def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.tune is not None:
         if parsed.compile_for:
             raise InputError("--compile-for cannot be combined with --tune, which measures this machine's device.")
-        from zaya_jax.machine.tune import tune
+        from zaya_jax.lab.measure.tune import tune
 
         return tune(parsed.tune[0] if parsed.tune else None, parsed.tune[1:], parsed.repeats or 5)
     if parsed.repeats is not None:
         raise InputError("--repeats needs --tune: without it, kernels are compiled, not timed.")
-    from zaya_jax.machine.compilers.kernels import bench_kernels
+    from zaya_jax.lab.predict.compilers.kernels import bench_kernels
 
     return bench_kernels(parsed.compile_for, parsed.output)
 

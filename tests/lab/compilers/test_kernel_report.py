@@ -1,0 +1,76 @@
+"""The verb `kernels`, with programs that nothing compiled."""
+
+import json
+
+from zaya_jax.errors import InputError
+from zaya_jax.lab.predict.compilers import kernels as module
+from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.kernels import CompiledProgram, requested
+from zaya_jax.lab.predict.compilers.resources import KernelResources
+from zaya_jax.machine.__main__ import main
+
+# Two launches, one of them in a loop: 3 × 256 and 2 × 256 bytes each time.
+TEXT = """\
+HloModule jit_case, is_scheduled=true
+
+%body (arg: f32[64]) -> f32[64] {
+  %arg = f32[64]{0} parameter(0)
+  ROOT %inner = f32[64]{0} copy(%arg)
+}
+
+ENTRY %main (p0: f32[64]) -> f32[64] {
+  %p0 = f32[64]{0} parameter(0)
+  %call = (f32[64]{0}) custom-call(%p0, %p0), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(case)/attention/pallas_call"}
+  %first = f32[64]{0} get-tuple-element(%call), index=0, metadata={op_name="jit(case)/attention/pallas_call"}
+  ROOT %loop = f32[64]{0} while(%first), condition=%c, body=%body TRIPS
+}
+"""  # noqa: E501
+COUNTED = ', backend_config={"known_trip_count":{"n":"5"}}'
+KERNEL = KernelResources("attention", 77, 12, 0, 16, 2048, 128)
+
+
+def program(trips):
+    return CompiledProgram(entry_place(parse(TEXT.replace(" TRIPS", trips))), [KERNEL])
+
+
+def test_launches_and_bytes_of_a_loop_count_as_often_as_it_runs():
+    assert (program(COUNTED).launches, program(COUNTED).bytes, program(COUNTED).counted) == (6, 3 * 256 + 5 * 512, True)
+    assert (program("").launches, program("").bytes, program("").counted) == (2, 3 * 256 + 512, False)
+
+
+def test_the_verb_prints_a_table_and_writes_a_file(monkeypatch, tmp_path, capsys):
+    def compile_cases(gpu, request):
+        return {(dtype, case, side): program(COUNTED if side == "kernels" else "")
+                for _, dtype, case, side, _ in requested(request)}  # fmt: skip
+
+    monkeypatch.setattr(module, "compile_cases", compile_cases)
+    monkeypatch.setattr(module, "find_toolchain", lambda name: None)
+    path = tmp_path / "kernels.json"
+    assert main(["kernels", "--compile-for", "h200", "--output", str(path)]) == 0
+    (found,) = json.loads(path.read_text(encoding="utf-8"))["gpus"].values()
+    assert found["cases"][0]["kernels"] == {"launches": 6, "bytes": 3 * 256 + 5 * 512, "counted": True}
+    assert found["cases"][0]["references"]["counted"] is False
+    assert found["kernels"] == [{"dtype": dtype, **KERNEL._asdict()} for dtype in ("bfloat16", "float32")]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["attention", "bfloat16", "77", "2.0", "KiB", "12", "16", "B", "128"] in lines
+    assert lines[2][:3] == ["residual_norm", "bfloat16", "6,"]
+    assert "2+," in lines[2]
+
+
+def test_a_missing_compiler_is_an_error_with_the_command_that_installs_it(monkeypatch, capsys):
+    def find_toolchain(name):
+        raise InputError("No.")
+
+    monkeypatch.setattr(module, "find_toolchain", find_toolchain)
+    assert main(["kernels"]) == 2
+    assert "pip install 'zaya-jax[compile-cuda]'" in capsys.readouterr().err
+
+
+def test_an_unknown_gpu_is_an_error(capsys):
+    assert main(["kernels", "--compile-for", "h300"]) == 2
+    assert "must be one of h100, h200, mi300x, mi355x" in capsys.readouterr().err
+
+
+def test_only_names_choose_the_cases():
+    names = [name for name, *_ in requested(module.Request(("float32",), ("kernels",), ("muon",)))]
+    assert names == ["kernels_float32_muon"]

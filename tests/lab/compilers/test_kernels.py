@@ -1,0 +1,166 @@
+"""Every kernel, compiled by XLA's compilers for NVIDIA and AMD GPUs: registers, spills, shared memory, launches."""
+
+import functools
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.class_sort import class_sort
+from tests.kernel_helpers import kernels, shape
+from tests.lab.compilers.test_compiled import need_stand_ins, run
+from tests.ops import test_attention_kernel as attention
+from tests.ops import test_cca_mix_kernel as cca_mix
+from tests.ops import test_gram_polynomial as gram_polynomial
+from tests.ops import test_residual_norm_kernel as residual_norm
+from tests.train_helpers import ROOT
+from zaya_jax.config import MuonConfig, OptimizerConfig
+from zaya_jax.lab.kernel_cases import EIGHT_B, cases, passes
+from zaya_jax.lab.measure.tune import DECIDING, deciding_cases, with_choice
+from zaya_jax.lab.predict.compilers.cross_compile import compile_program
+from zaya_jax.lab.predict.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.kernels import Request, compile_cases, moved_bytes, read_program
+from zaya_jax.ops.kernel_table import Choice, tiles_of
+from zaya_jax.ops.registry import OPERATIONS, select_kernels
+from zaya_jax.optim.build import make_optimizer
+
+pytestmark = pytest.mark.compilers
+CASES = cases(EIGHT_B, "bfloat16")
+NAMES = [name for name in CASES if f"{name} backward" not in CASES]  # a backward case includes its forward pass
+RECORDED = json.loads((ROOT / "benchmarks" / "kernels_compiled.json").read_text(encoding="utf-8"))["gpus"]
+SPILLS = {"h200": {"gram_polynomial": 12}}  # bytes of a thread, with either jax
+# In rows of 8,192 elements; registers of a thread.
+FURTHER_SPILLS = {"mi300x": {"residual_norm_backward": 16}, "mi355x": {"residual_norm_backward": 22}, **SPILLS}
+BOTH = (jnp.bfloat16, jnp.float32)
+
+
+@functools.cache
+def compiled(gpu, dtype="bfloat16"):
+    need_stand_ins(gpu)
+    programs = compile_cases(gpu, Request((dtype,), ("kernels",), NAMES))
+    return {name: program for (_, name, _), program in programs.items()}
+
+
+def check(programs, gpu, allowed):
+    """No kernel spills more than `allowed`, or shares more memory than the GPU has."""
+    found = [kernel for program in programs.values() for kernel in program.kernels]
+    spilling = [(name, kernel) for name, program in programs.items() for kernel in program.kernels
+                if kernel.vector_spills or kernel.scratch]  # fmt: skip
+    wrong = [(name, kernel.name) for name, kernel in spilling if kernel.vector_spills > allowed.get(kernel.name, -1)]
+    assert wrong == []
+    for kernel in found:
+        assert 0 < kernel.registers <= (255 if GPUS[gpu].platform == "cuda" else 512), kernel
+        assert kernel.shared <= GPUS[gpu].shared_per_block, kernel
+        assert kernel.threads > 0, kernel
+    return {kernel.name for kernel in found}
+
+
+@pytest.mark.parametrize("gpu", ["mi300x", "h200"])
+def test_kernels_fit_the_gpu(gpu):
+    assert check(compiled(gpu), gpu, SPILLS.get(gpu, {})) == {kernel["name"] for kernel in RECORDED[gpu]["kernels"]}
+
+
+@pytest.mark.parametrize("gpu", ["mi300x", "h200"])
+def test_cases_launch_and_move_no_more_than_recorded(gpu):
+    for row in RECORDED[gpu]["cases"]:
+        if row["dtype"] == "bfloat16" and row["case"] in NAMES:
+            program = compiled(gpu)[row["case"]]
+            assert program.counted
+            assert program.launches <= row["kernels"]["launches"], row
+            assert program.bytes <= 1.01 * row["kernels"]["bytes"], row
+            if row["case"] == "residual_norm backward":
+                assert program.bytes <= 1.2 * row["least_bytes"]
+
+
+def compile_optimizer(gpu, folder):
+    for form in ("sum", "ema"):
+        optimizer = make_optimizer(OptimizerConfig(muon=MuonConfig(momentum_form=form)), {"w": "expert"}, {})
+        params, number = {"w": shape(4, 256, 512, dtype=jnp.float32)}, shape(dtype=jnp.float32)
+
+        def step(params, state, grads, factor, skip, optimizer=optimizer):
+            ops = kernels(gpu).ops
+            updates, state = optimizer.update(grads, state, params, factor=factor, skip=skip > 0, ops=ops)
+            return jax.tree.map(lambda p, u: jnp.where(skip > 0, p, p + u), params, updates), state
+
+        arguments = params, jax.eval_shape(optimizer.init, params), params, number, number
+        compile_program(form, step, arguments, gpu, Path(folder), (0, 1))
+
+
+def test_an_optimizer_step_moves_what_it_must(tmp_path):
+    """Clipping, skipping and the norm add no pass. Counts bytes per element, without the Newton–Schulz iterations."""
+    done = run("h200", tmp_path, f"from {__name__} import *\ncompile_optimizer('h200', {str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    for form in ("sum", "ema"):
+        entry = read_program(form, "h200", tmp_path).entry
+        moved = sum(moved_bytes(entry, x) for x in entry.instructions)
+        momentum, update = 4 + 4 + 4 + 2, 2 + 4 + 4
+        assert momentum + update <= moved / (4 * 256 * 512) < 1.01 * (momentum + update)
+
+
+def further(gpu):
+    """Programs by name: other widths, dtypes, windows, and arrays whose addresses want 64 bits or are odd."""
+    made = {}
+    for dtype in BOTH:
+        kind = jnp.dtype(dtype).name
+        for c, window in ((64, None), (64, 1024), (128, 1024)):
+            gradient = functools.partial(attention.gradient, platform=gpu, window=window)
+            made[f"attention_{kind}_{c}_{window}"] = gradient, attention.arguments(dtype, c=c)
+        for width in (96, 1536, 4096, 8192):
+            for scaled in (True, False):
+                gradient = functools.partial(residual_norm.gradient, platform=gpu)
+                made[f"norm_{kind}_{width}_{scaled}"] = gradient, residual_norm.shapes(4096, width, dtype, scaled)
+        for sizes in ((16, 256, 17), gram_polynomial.ALL_EXPERTS):
+            polynomial = functools.partial(gram_polynomial.polynomial, platform=gpu)
+            made[f"gram_{kind}_{sizes[-1]}"] = polynomial, (shape(*sizes, dtype=dtype),)
+        for name in cca_mix.LAUNCHES:
+            mix = functools.partial(cca_mix.trained, platform=gpu, implementation=name)
+            made[f"mix_{kind}_{name}"] = mix, cca_mix.shapes(dtype, c=64, pairs=16)
+    for classes in (24, 63):
+        sort = functools.partial(class_sort, classes=classes, dtype=jnp.bfloat16, architecture=GPUS[gpu].architecture)
+        made[f"sort_{classes}"] = sort, (shape(16384, dtype=jnp.int32),)
+    return made
+
+
+def compile_all(programs, gpu, folder):
+    for name, (function, arguments) in programs.items():
+        compile_program(name, function, arguments, gpu, Path(folder))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("gpu", ["mi300x", "mi355x", "h200"])
+def test_further_kernels_fit_the_gpu(gpu, tmp_path):
+    done = run(gpu, tmp_path, f"from {__name__} import *\ncompile_all(further({gpu!r}), {gpu!r}, {str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    names = check({name: read_program(name, gpu, tmp_path) for name in further(gpu)}, gpu, FURTHER_SPILLS[gpu])
+    assert {"attention", "residual_norm_backward", "gram_polynomial", "cca_mix_backward_rows"} <= names
+
+
+def timed(gpu):
+    """The programs that `machine kernels --tune` times on a GPU, by name."""
+    target, made = GPUS[gpu].target, {}
+    selection, every = select_kernels(target, EIGHT_B.model, "bfloat16"), deciding_cases(EIGHT_B, "bfloat16")
+    for name, deciding in DECIDING.items():
+        for case, kernel in itertools.product(deciding, OPERATIONS[name].kernels_for(target.platform)):
+            for part, tiles in tiles_of(kernel, target, "bfloat16").items():
+                for number, tile in enumerate(tiles[1:]):
+                    choice = Choice(1, kernel.name, ((part, tile),), "bfloat16")
+                    title = f"{case}_{kernel.name}_{part}_{number}".replace(" ", "_")
+                    made[title] = passes(every[case], with_choice(selection, name, choice))
+    return made
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("gpu", ["mi300x", "h200"])
+def test_every_tile_that_is_timed_fits_the_gpu(gpu, tmp_path):
+    done = run(gpu, tmp_path, f"from {__name__} import *\ncompile_all(timed({gpu!r}), {gpu!r}, {str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    check({name: read_program(name, gpu, tmp_path) for name in timed(gpu)}, gpu, SPILLS.get(gpu, {}))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("gpu", "dtype"), [("mi355x", "bfloat16"), *((gpu, "float32") for gpu in RECORDED)])
+def test_kernels_fit_in_fp32_and_on_other_gpus(gpu, dtype):
+    check(compiled(gpu, dtype), gpu, {})

@@ -1,0 +1,117 @@
+"""Flags, output file and error handling that the commands of `machine` and the benchmarks share."""
+
+import argparse
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.errors import ExitCode, InputError, exit_message
+from zaya_jax.hardware.presets import Preset
+from zaya_jax.lab.result import check_request, write_result
+from zaya_jax.run.command import run_command
+
+Run = Callable[[argparse.Namespace], dict[str, Any]]
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_COLUMNS = 80  # width of descriptions in `--help`
+
+
+def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
+    """Add a verb whose `--help` is the docstring of the function that runs it.
+
+    Args:
+      verbs: result of `add_subparsers`.
+      program: command that runs the verbs.
+      run: from the parsed arguments, makes the result. Its docstring ends in an example, which starts with the name of
+        the verb; the paragraphs before it are the description, and the first one stands in the list of verbs.
+    """
+    name, texts = help_texts(program, run)
+    summary = inspect.cleandoc(run.__doc__ or "").partition("\n\n")[0].replace("\n", " ").removesuffix(".")
+    verb = verbs.add_parser(name, help=f"{summary[0].lower()}{summary[1:]}", **texts)
+    verb.set_defaults(run=run)
+    return verb
+
+
+def help_texts(program: str, run: Run) -> tuple[str, dict[str, Any]]:
+    """Return the name of a verb, and the texts of its parser, from the docstring that `add_verb` describes."""
+    *description, example = inspect.cleandoc(run.__doc__ or "").split("\n\n")
+    return example.split()[0], {
+        "description": textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False),
+        "epilog": f"example: {program} {example}", "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }  # fmt: skip
+
+
+def verb_examples(verbs: Any) -> str:
+    """Return the examples of all verbs, for the help of their program."""
+    return "\n  ".join(["examples:", *(verb.epilog.removeprefix("example: ") for verb in verbs.choices.values())])
+
+
+def add_config(verb: argparse.ArgumentParser) -> None:
+    """Add a configuration file and its overrides."""
+    verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
+    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
+
+
+def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
+    """Add `--output`, `--repeats` with the default `repeats`, and `--png`, whose help names the plot `png`.
+
+    A flag whose argument is None is left out.
+    """
+    verb.add_argument("--output", metavar="FILE", help="write the result to FILE as JSON")
+    if repeats is not None:
+        verb.add_argument("--repeats", type=int, default=repeats, metavar="N",
+                          help=f"number of timed repetitions of each measurement (default: {repeats})")  # fmt: skip
+    if png is not None:
+        verb.add_argument("--png", metavar="FILE", help=f"plot {png} to FILE, as PNG")
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """Return a number of bytes written like 8, 64K, 16M or 1G; InputError, which names `flag`, for other texts."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if not match or int(match[1]) == 0:
+        raise InputError(f"{flag} is {text!r}, but must be a number of bytes, such as 8, 64K, 16M or 1G.")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Join the job of the flags of `add_job`, and return what `work` returns; an error ends all processes of the job.
+
+    Process 0 alone writes files: the others drop their names.
+    """
+    from zaya_jax.job.multihost import is_primary, join
+
+    peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
+    try:
+        result = work()
+    except Exception as error:
+        if peers is not None:
+            peers.leave(*exit_message(error))
+        raise
+    if not is_primary():
+        parsed.output = parsed.png = None
+    return result
+
+
+def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Run the verb that was parsed, and write its result to `--output`.
+
+    Returns:
+      The exit status: 0, 1 if the result says that something `failed`, or 2 for bad input.
+    """
+    parsed = parser.parse_args(arguments)
+    files = {f"--{name}": getattr(parsed, name, None) for name in ("output", "png")}
+
+    def run() -> int:
+        repeats = getattr(parsed, "repeats", None)
+        check_request(1 if repeats is None else repeats, files)
+        result = parsed.run(parsed)
+        write_result(result, getattr(parsed, "output", None))
+        if getattr(parsed, "png", None):
+            from zaya_jax.lab.result_plots import draw
+
+            draw(parsed.verb, Path(parsed.png), result)
+        return ExitCode.STOPPED if result.get("failed") else ExitCode.OK
+
+    return run_command(run)

@@ -1,0 +1,67 @@
+"""The process that compiles: `python -m zaya_jax.lab.compile_worker step|cases|products GPU … FOLDER`."""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+import jax
+
+from zaya_jax.config import load_config
+from zaya_jax.config.stages import largest_stage
+from zaya_jax.data.workers import end_with_parent
+from zaya_jax.lab.kernel_cases import EIGHT_B, passes
+from zaya_jax.lab.measure.gemm.compiled import program_name
+from zaya_jax.lab.measure.gemm.sweep import Request as GemmRequest
+from zaya_jax.lab.measure.gemm.sweep import make_problems
+from zaya_jax.lab.predict.compilers.compiled import FACTS, STEP, program_memory
+from zaya_jax.lab.predict.compilers.cross_compile import compile_program, compile_traced, gpu_devices, load_compiler
+from zaya_jax.lab.predict.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.kernels import Request, requested
+from zaya_jax.ops.kernel_table import find_table
+from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.train.program import Programs
+
+
+def compile_step(gpu: str, phase: str, devices: str, path: str, folder: str) -> None:
+    """Write the scheduled program and the compiler's figures of the largest step of a phase into `folder`."""
+    config, index = load_config(path), int(phase)
+    if config.train.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    target = GPUS[gpu].target
+    kernels = select_kernels(target, config.model, config.train.compute_dtype, find_table(target, print), config.ops)
+    program = Programs(config, kernels, gpu_devices(gpu, int(devices)))[index]
+    compiled = compile_traced(lambda: program.trace(largest_stage(config, index)), gpu, program.placement.mesh)
+    (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")
+    facts = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    (Path(folder) / FACTS).write_text(json.dumps(program_memory(compiled) | facts), encoding="utf-8")
+
+
+def compile_cases(gpu: str, request: str, folder: str) -> None:
+    """Compile the kernel cases of a `kernels.Request`, given as JSON, and write them into `folder`."""
+    target = GPUS[gpu].target
+    for name, dtype, _, side, case in requested(Request(**json.loads(request))):
+        kernels = select_kernels(target, EIGHT_B.model, dtype) if side == "kernels" else KernelSelection(target)
+        function, arguments = passes(case, kernels)
+        donated = () if case.backward else tuple(range(case.held))
+        compile_program(name, function, arguments, gpu, Path(folder), donated)
+
+
+def compile_products(gpu: str, request: str, path: str, folder: str) -> None:
+    """Compile the products of a `gemm.sweep.Request`, given as JSON, and write them into `folder`."""
+    config, wanted = load_config(path), GemmRequest(**json.loads(request))
+    kernels = select_kernels(GPUS[gpu].target, config.model, wanted.dtype, None, config.ops)
+    for index, problem in enumerate(make_problems(config, wanted, kernels)):
+        compile_program(program_name(index), problem.run, (*problem.arrays, *problem.integers), gpu, Path(folder))
+
+
+def main(what: str, gpu: str, *arguments: str) -> None:
+    """Compile; this process ends with the one that started it."""
+    end_with_parent(os.getppid())
+    load_compiler(gpu)
+    {"step": compile_step, "cases": compile_cases, "products": compile_products}[what](gpu, *arguments)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

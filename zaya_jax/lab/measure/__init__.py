@@ -1,0 +1,1 @@
+"""Measurements of this machine: products, memory, storage, collectives, kernels and steps."""

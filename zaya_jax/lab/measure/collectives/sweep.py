@@ -1,0 +1,269 @@
+"""Measure collectives over sizes, device counts and dtypes: print nccl-tests' tables, fit, write JSON, plot."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.config import Config, ParallelConfig
+from zaya_jax.config.stages import largest_stage
+from zaya_jax.errors import InputError
+from zaya_jax.job.multihost import is_primary
+from zaya_jax.lab.measure.collectives import text
+from zaya_jax.lab.measure.collectives.fit import fit_times
+from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, label
+from zaya_jax.lab.measure.collectives.programs import Case
+from zaya_jax.lab.measure.collectives.timing import Mode, Timing, time_case
+from zaya_jax.lab.measure.network_devices import Traffic
+from zaya_jax.lab.predict.compilers.collectives import collectives, mesh_axes
+from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.report.tables import message_table
+from zaya_jax.lab.result import describe_run, print_once, table_lines
+from zaya_jax.parallel.kernels import validated_kernels
+from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
+from zaya_jax.run.metrics import append_row
+from zaya_jax.train.program import make_programs
+
+_OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}
+
+
+class Sweep(NamedTuple):
+    """The measurements to make."""
+
+    operations: tuple[str, ...]  # names in `COLLECTIVES`
+    dtypes: tuple[str, ...]  # names of dtypes
+    sizes: tuple[int, ...]  # bytes, ascending; unused for the messages of a configuration
+    # numbers of devices, each the first so many of this process; empty for all devices of the job
+    devices: tuple[int, ...]
+    layout: ParallelConfig  # the mesh; with `devices` it has the axis data alone
+    axes: Axes  # axes to run over; empty for all with more than one device
+    mode: Mode  # see `timing.time_case`
+    repeats: int  # number of timed calls of each case
+
+
+def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
+    """Measure every case, and print the tables.
+
+    Args:
+      sweep: what to measure.
+      config: configuration whose training step says which sizes to measure over which axes, instead of the sizes,
+        devices, layout and axes of `sweep`; None for those.
+      rows: file to which each row is appended as a line of JSON, with versions and hardware.
+
+    Returns:
+      The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
+      and axes, `messages` one for each message of the step of `config`; `traffic` has bytes by network interface of
+      this host. `failed`: a sentence, if an element was wrong.
+
+    Raises:
+      InputError: there are too few devices for a collective.
+    """
+    messages: list[Message] = []
+    if config is None:
+        sizes, groups = f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes", _groups(sweep)
+    else:
+        _check_devices([make_mesh()], ())
+        mesh, messages = model_messages(config)
+        sizes, groups = "the messages of a training step", _message_groups(sweep, mesh, messages)
+    benchmark = "collectives" if config is None else "messages of a training step"
+    result = describe_run(benchmark, f"{sizes}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
+    result["hardware"] |= {"device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+                           "processes": jax.process_count()}  # fmt: skip
+    head, result["results"], result["fits"], traffic = dict(result), [], [], Traffic()
+    for group in groups:
+        measured = _measure(group, sweep.mode, sweep.repeats, head, rows)
+        result["results"] += measured
+        result["fits"].append(_fit(measured))
+        if config is None:
+            _compare(group, measured, sweep.repeats)
+    if messages:
+        result["messages"] = _messages(messages, result["results"])
+    result["traffic"] = traffic.bytes()
+    if line := traffic.line("collectives ran on the first host"):
+        print_once(line)
+    if wrong := sorted({row["operation"] for row in result["results"] if row["wrong"]}):
+        result["failed"] = f"Wrong results: {', '.join(wrong)}."
+    return result
+
+
+class _Group(NamedTuple):
+    """Cases of one table: sizes of one operation, in one dtype, over the same axes of a mesh."""
+
+    operation: str
+    dtype: str
+    mesh: AnyMesh
+    axes: Axes
+    sizes: tuple[int, ...]
+
+
+def _groups(sweep: Sweep) -> list[_Group]:
+    return [
+        _Group(operation, dtype, mesh, sweep.axes or nontrivial_axes(mesh, AXES), sweep.sizes)
+        for mesh in _meshes(sweep) for operation in sweep.operations for dtype in sweep.dtypes
+    ]  # fmt: skip
+
+
+class Message(NamedTuple):
+    """A collective of a step."""
+
+    operation: str  # name in `COLLECTIVES`
+    axes: Axes  # mesh axes that it runs over
+    bytes: int  # its size, as nccl-tests counts it
+    times: int  # how often a step runs it
+
+
+def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
+    """Compile the first phase's largest step for the devices of this job, and find its collectives.
+
+    Returns:
+      The mesh of the step, and its messages, the largest first.
+
+    Raises:
+      InputError: the layout does not suit the number of devices.
+    """
+    programs = make_programs(config)
+    programs.check()
+    program = programs.with_kernels(validated_kernels(config))[0]
+    mesh, counts = program.placement.mesh, Counter[tuple[str, Axes, int]]()
+    compiled = program.trace(largest_stage(config, 0)).lower().compile()
+    for found in collectives(entry_place(parse(compiled.as_text() or ""))):
+        if axes := mesh_axes(found.kind, found.groups, mesh.shape):
+            counts[_OPERATIONS[found.kind], axes, found.bytes] += found.place.times
+    messages = [Message(*key, times) for key, times in counts.items()]
+    return mesh, sorted(messages, key=lambda message: (-message.bytes, message))
+
+
+def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[_Group]:
+    sizes: dict[tuple[str, Axes], list[int]] = {}
+    for message in messages:
+        if message.operation in sweep.operations:
+            sizes.setdefault((message.operation, message.axes), []).append(message.bytes)
+    return [_Group(operation, dtype, mesh, axes, tuple(sorted(counts)))
+            for (operation, axes), counts in sorted(sizes.items()) for dtype in sweep.dtypes]  # fmt: skip
+
+
+def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Describe each message with its measured time, and print the time of a step's messages."""
+    rows = []
+    for message in messages:
+        measured = (label(COLLECTIVES[message.operation]), message.axes)
+        if near := [row for row in results if (row["operation"], row["axes"]) == measured]:  # [] if it was left out
+            # Sizes are rounded to whole elements in each chunk.
+            nearest = min(near, key=lambda row: abs(row["bytes"] - message.bytes))
+            half = nearest.get("out_of_place") or nearest["in_place"]
+            rows.append(message._asdict() | {"seconds": half["p50"]})
+    total = sum(row["times"] * row["seconds"] for row in rows)
+    print_once(*table_lines(message_table(rows)))
+    print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
+    return rows
+
+
+def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) -> None:
+    """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
+    if jax.process_count() > 1 or measured[0]["groups"] > 1 or "out_of_place" not in measured[0]:
+        return
+    peers, failure = text.peer_bandwidths(group.operation, measured, repeats)
+    if failure:
+        print_once(failure, "")
+    for row in measured:
+        if peer := peers.get(row["bytes"]):
+            row["peer_busbw"] = peer
+            ours = row["out_of_place"]["busbw"]
+            print_once(f"{row['bytes']:>12,} bytes: {ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests "
+                   f"({ours / peer:.2f}×)")  # fmt: skip
+
+
+def _meshes(sweep: Sweep) -> list[AnyMesh]:
+    if not sweep.devices:
+        meshes = [_mesh(sweep.layout)]
+    elif jax.process_count() > 1:
+        raise InputError("--devices needs a single process. In a job of several, set the sizes of the mesh axes, and "
+                         "--axis, which measures groups of devices side by side.")  # fmt: skip
+    elif (most := max(sweep.devices)) > jax.device_count():
+        raise InputError(f"--devices is {most}, but this process has {jax.device_count()}.")
+    else:
+        meshes = [make_mesh(devices=jax.devices()[:count]) for count in sweep.devices]
+    _check_devices(meshes, sweep.axes)
+    return meshes
+
+
+def _check_devices(meshes: Sequence[AnyMesh], axes: Axes) -> None:
+    for mesh in meshes:
+        if any(mesh.shape[axis] == 1 for axis in axes) or mesh.size == 1:
+            what = f"--axis {','.join(axes)} has" if axes else "There is"
+            raise InputError(f"{what} one device, but a collective needs at least two. JAX_NUM_CPU_DEVICES=8 simulates "
+                             "eight on a CPU.")  # fmt: skip
+
+
+def _mesh(layout: ParallelConfig) -> AnyMesh:
+    sizes = {f"--{axis} {size}": size for axis in AXES if (size := getattr(layout, axis)) not in (None, 1)}
+    count, product = jax.device_count(), math.prod(sizes.values())
+    if count % product or (layout.data is not None and count != product):
+        raise InputError(f"{' × '.join(sizes)} is {product}, but must {'be' if layout.data else 'divide'} {count}, the "
+                         "number of devices.")  # fmt: skip
+    return make_mesh(layout)
+
+
+def _measure(
+    group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows: Path | None
+) -> list[dict[str, Any]]:  # fmt: skip
+    collective = COLLECTIVES[group.operation]
+    probe, item = Case(collective, group.mesh, group.axes, 1, group.dtype), jnp.dtype(group.dtype).itemsize
+    elements = dict.fromkeys(collective.elements(size, item, probe.ranks) for size in group.sizes)
+    cases = [probe._replace(elements=count) for count in elements]
+    print_once(*text.header(label(collective), cases, mode, repeats))
+    measured, columns = [], []
+    for case in cases:
+        timings = time_case(case, mode, repeats)
+        halves = {name: text.column(case, statistics.fmean(timing.seconds), timing.wrong)
+                  for name, timing in timings.items()}  # fmt: skip
+        columns += halves.values()
+        print_once(text.row(case, halves.get("out_of_place"), halves["in_place"]))
+        measured.append(_row(case, mode, timings))
+        if rows and is_primary():
+            append_row(rows, head | measured[-1])
+    print_once(*text.footer(label(collective), columns), "")
+    return measured
+
+
+def _row(case: Case, mode: Mode, timings: dict[str, Timing]) -> dict[str, Any]:
+    """Describe a measured case: statistics of its times in seconds, and bandwidths at the median in bytes/s."""
+    row: dict[str, Any] = {
+        "operation": label(case.collective), "mode": mode, "dtype": case.dtype, "devices": case.ranks,
+        "groups": case.mesh.size // case.ranks, "axes": case.axes, "bytes": case.size,
+        "wrong": sum(timing.wrong for timing in timings.values()),
+    }  # fmt: skip
+    for name, (seconds, _) in timings.items():
+        mean, deviation = statistics.fmean(seconds), statistics.stdev(seconds) if len(seconds) > 1 else 0.0
+        median, algbw, busbw, _ = text.column(case, statistics.median(seconds), 0)
+        row[name] = {
+            "p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds),
+            "mean": mean, "cv": deviation / mean, "algbw": algbw, "busbw": busbw,
+        }  # fmt: skip
+    return row
+
+
+def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    first = measured[0]
+    half = "out_of_place" if "out_of_place" in first else "in_place"
+    fit = fit_times([row["bytes"] for row in measured], [row[half]["p50"] for row in measured])
+    entry = {key: first[key] for key in ("operation", "mode", "dtype", "devices", "groups", "axes")}
+    what = f"{entry['operation']} over {entry['devices']} devices, {entry['dtype']}"
+    if fit is None:
+        print_once(f"{what}: no fit; times must grow with the size over at least three sizes", "")
+        return entry
+    alpha, beta = fit.alpha, fit.beta
+    print_once(
+        f"{what}: latency {1e6 * alpha.value:,.3g} µs ({1e6 * alpha.low:,.3g} to {1e6 * alpha.high:,.3g}), "
+        f"algorithm bandwidth {beta.value / 1e9:,.3g} GB/s ({beta.low / 1e9:,.3g} to {beta.high / 1e9:,.3g}); "
+        f"half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}", "",
+    )  # fmt: skip
+    beta = beta._replace(high=beta.high if math.isfinite(beta.high) else None)
+    return entry | {"alpha_seconds": alpha._asdict(), "beta_bytes_per_second": beta._asdict(),
+                    "half_bytes": fit.half_size, "knee_bytes": fit.knee}  # fmt: skip

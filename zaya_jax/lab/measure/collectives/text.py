@@ -1,0 +1,132 @@
+"""The table of nccl-tests and rccl-tests, in their exact form, so that existing parsers read it; and their programs.
+
+The form is that of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu).
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from zaya_jax.lab.measure.collectives.programs import Case
+from zaya_jax.lab.measure.collectives.timing import WARM_UP, Mode
+
+TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
+_COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6} "
+_PROGRAMS = {"all_reduce": "all_reduce_perf", "reduce_scatter": "reduce_scatter_perf", "all_gather": "all_gather_perf",
+             "broadcast": "broadcast_perf", "all_to_all": "alltoall_perf", "permute": "sendrecv_perf"}  # fmt: skip
+_SECONDS = 600  # that the program may take
+
+
+class Column(NamedTuple):
+    """One half of a row: out of place or in place."""
+
+    seconds: float  # mean time
+    algbw: float  # algorithm bandwidth, bytes/s
+    busbw: float  # bus bandwidth, bytes/s
+    wrong: int  # number of wrong elements
+
+
+def column(case: Case, seconds: float, wrong: int) -> Column:
+    """Compute the bandwidths of a case from its time."""
+    algbw = case.size / seconds
+    return Column(seconds, algbw, algbw * case.collective.factor(case.ranks), wrong)
+
+
+def header(name: str, cases: Sequence[Case], mode: Mode, repeats: int) -> list[str]:
+    """Return the lines before the rows of one operation."""
+    sizes = [case.size for case in cases]
+    factor = sizes[-1] // sizes[-2] if len(sizes) > 1 else 2
+    devices = list(np.asarray(cases[0].mesh.devices).flat)
+    host = socket.gethostname()
+    lines = [
+        f"# Collective test starting: {name}_perf",
+        f"# nThread 1 nGpus {jax.local_device_count()} minBytes {min(sizes)} maxBytes {max(sizes)} step: "
+        f"{factor}(factor) warmup iters: {WARM_UP} iters: {repeats} agg iters: 1 validation: 1 graph: "
+        f"{int(mode == 'graph')} unalign: 0",
+        "#",
+        "# Using devices",
+    ]
+    for rank, device in enumerate(devices):
+        pid = os.getpid() if device.process_index == jax.process_index() else 0
+        lines.append(f"#  Rank {rank:2} Group {rank // cases[0].ranks:2} Pid {pid:6} on {host[:10]:>10} device "
+                     f"{device.local_hardware_id or 0:2} [0000:00:00] {device.device_kind}")  # fmt: skip
+    return [
+        *lines,
+        "#",
+        f"#{'':51}           out-of-place                       in-place          ",
+        _COLUMNS.format("size", "count", "type", "redop", "root", *["time", "algbw", "busbw", "#wrong"] * 2),
+        _COLUMNS.format("(B)", "(elements)", "", "", "", *["(us)", "(GB/s)", "(GB/s)", ""] * 2),
+    ]
+
+
+def row(case: Case, out_of_place: Column | None, in_place: Column) -> str:
+    """Return the line of a case; without a time out of place, its columns are blank."""
+    operation = case.collective
+    start = (f"{case.size:12}  {operation.passed(case.elements, case.ranks):12}  {TYPES[case.dtype]:>8}  "
+             f"{operation.reduction:>6}  {operation.root:6}")  # fmt: skip
+    return start + (_half(out_of_place) if out_of_place else " " * 32) + _half(in_place)
+
+
+def footer(name: str, columns: Sequence[Column]) -> list[str]:
+    """Return the lines after the rows of one operation."""
+    wrong = sum(bool(half.wrong) for half in columns)
+    bandwidth = sum(half.busbw for half in columns) / len(columns) / 1e9
+    return [
+        f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}",
+        f"# {'Avg bus bandwidth':<20} : {bandwidth:g} ",
+        "#",
+        f"# Collective test concluded: {name}_perf",
+    ]
+
+
+def _half(half: Column) -> str:
+    return (f"  {_number(half.seconds * 1e6, 7)}  {_number(half.algbw / 1e9, 6)}  {_number(half.busbw / 1e9, 6)}"
+            f"  {half.wrong:6g}")  # fmt: skip
+
+
+def _number(value: float, width: int) -> str:
+    """Format with as many decimals, two at most, as fit the width."""
+    for decimals in (2, 1, 0):
+        if len(text := f"{value:{width}.{decimals}f}") <= width:
+            return text
+    return f"{value:{width}.{1 if width >= 7 else 0}e}"
+
+
+def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> tuple[dict[int, float], str]:
+    """Measure the sizes of one operation over all devices of this process with the program of nccl-tests.
+
+    Args:
+      operation: name in `COLLECTIVES`.
+      rows: its measured cases, of `sweep.measure_collectives`, in one dtype, by ascending size.
+      repeats: number of timed calls.
+
+    Returns:
+      Bus bandwidth out of place in bytes/s, by size in bytes, {} if the program is not installed; and why it failed, a
+      sentence or ''.
+    """
+    program = shutil.which(_PROGRAMS[operation])
+    if program is None:
+        return {}, ""
+    sizes = [row["bytes"] for row in rows]
+    factor = max(2, round(sizes[1] / sizes[0])) if len(sizes) > 1 else 2
+    arguments = {"-b": sizes[0], "-e": sizes[-1], "-f": factor, "-g": rows[0]["devices"], "-n": repeats, "-w": WARM_UP,
+                 "-d": TYPES[rows[0]["dtype"]]}  # fmt: skip
+    try:
+        done = subprocess.run(  # noqa: S603 (a program of the person's own PATH)
+            [program, *(str(word) for pair in arguments.items() for word in pair)],
+            capture_output=True, text=True, timeout=_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {}, f"{program} failed: {error}."
+    table = [row for line in done.stdout.splitlines() if len(row := line.split()) > 8 and row[0].isdigit()]
+    measured = {int(row[0]): 1e9 * float(row[7]) for row in table}  # size, and bus bandwidth out of place
+    if done.returncode or not measured:
+        said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
+        return {}, f"{program} failed with status {done.returncode}: {said}"
+    return measured, ""

@@ -1,0 +1,163 @@
+"""Measure memory per device and time of context-parallel attention, with a ring and with an all-gather.
+
+Each case runs in its own process, so that the peak memory of a device is that of the case.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zaya_jax.config import ParallelConfig
+from zaya_jax.config.parallel import ContextAttention
+from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
+from zaya_jax.lab.report.tables import TABLES
+from zaya_jax.lab.result import describe_run, print_tables, rounded
+from zaya_jax.lab.result_plots import memory_curves
+from zaya_jax.lab.subprocesses import interleave_subprocesses, restored_environment
+from zaya_jax.ops import Ops
+from zaya_jax.ops.registry import select_kernels
+from zaya_jax.ops.selfcheck import EXAMPLE
+from zaya_jax.ops.target import current_target
+from zaya_jax.parallel.mesh import SEQUENCE_AXIS, make_mesh
+from zaya_jax.parallel.placement import make_placement
+
+SIMULATED = 8  # CPU devices to simulate if the machine has only one device
+# By default XLA:CPU schedules for concurrency, which doubles the temporaries.
+MEMORY_FIRST = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+KINDS: tuple[ContextAttention, ...] = ("all_gather", "ring")
+
+
+class Sizes(NamedTuple):
+    """Sizes of the attention to measure; heads and channels are those of ZAYA1-8B."""
+
+    lengths: tuple[int, ...]  # tokens of the sequence
+    dtype: str
+    query_heads: int = 8
+    kv_heads: int = 2
+    channels: int = 128
+    degrees: tuple[int, ...] = (1, 2, 4, 8)  # numbers of devices that share the sequence
+
+
+CPU = Sizes((2048, 4096, 8192), "float32")
+GPU = Sizes((8192, 16384, 32768), "bfloat16")
+
+
+class Case(NamedTuple):
+    """One program to measure."""
+
+    attention: ContextAttention
+    devices: int
+    length: int
+
+
+# Bytes of a program on each device, as `program_memory`, with the `peak` that the device reports, None if it does not.
+Memory = dict[str, Any]
+
+
+def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
+    """Measure every case, and print tables.
+
+    With fewer than two devices, it simulates `SIMULATED` CPU devices. Memory is then what XLA:CPU needs for each, and
+    times mean little, since the devices share cores.
+
+    Args:
+      sizes: sizes to measure; None for `CPU` or `GPU`, depending on the devices.
+      repeats: number of timed passes of each case, interleaved over the cases of a length.
+
+    Returns:
+      The result, for JSON.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all processes share the devices
+    simulated = jax.device_count() < 2
+    kind = "cpu" if simulated else jax.devices()[0].device_kind
+    devices = SIMULATED if simulated else jax.device_count()
+    sizes = sizes or (CPU if simulated or jax.default_backend() == "cpu" else GPU)
+    result = describe_run(
+        "memory per device (bytes) and time (s) of context-parallel attention, forward and backward",
+        f"one sequence of {', '.join(f'{length:,}' for length in sizes.lengths)} tokens, {sizes.query_heads} query "
+        f"heads, {sizes.kv_heads} key heads of {sizes.channels} channels, {sizes.dtype}, zigzag",
+        "all-gather attention, in which every device holds all keys and values", (),
+    )  # fmt: skip
+    result["hardware"]["device"] = f"{devices} × {kind}{', simulated' if simulated else ''}"
+    result["results"], result["scaling"] = [], {}
+    for length in sizes.lengths:
+        measured = _measure(sizes, length, [n for n in sizes.degrees if n <= devices], repeats, simulated)
+        rows = [
+            case._asdict() | {"bytes_per_device": peak_bytes(memory), **memory, "seconds": rounded(seconds)}
+            for case, (memory, seconds) in measured.items()
+        ]
+        result["results"] += rows
+        result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in memory_curves(rows).items()}
+    print_tables(TABLES["context"](result))
+    return result
+
+
+def _measure(sizes: Sizes, length: int, degrees: list[int], repeats: int,
+             simulated: bool) -> dict[Case, tuple[Memory, list[float]]]:  # fmt: skip
+    # On one device both kinds are the same program.
+    cases = [Case(kind, n, length) for kind in KINDS for n in degrees if n > 1 or kind == KINDS[0]]
+    with restored_environment():
+        if simulated:
+            simulate_devices()
+        passes = interleave_subprocesses({case: (context_pass, sizes, case) for case in cases}, repeats)
+    return {case: (timed.results[-1], timed.seconds) for case, timed in passes.items()}
+
+
+def simulate_devices() -> None:
+    """Make processes that start from now on use `SIMULATED` CPU devices only, with low memory use."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {MEMORY_FIRST}".strip()
+    os.environ |= {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
+def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
+    """Compile a case; returns a function that runs one forward and backward pass, and returns its memory."""
+    config = ParallelConfig(context=case.devices, context_attention=case.attention)
+    mesh = make_mesh(config, jax.devices()[: case.devices])
+    split = PartitionSpec(None, SEQUENCE_AXIS)
+    model = dataclasses.replace(EXAMPLE, num_query_heads=sizes.query_heads, num_kv_heads=sizes.kv_heads,
+                                head_dim=sizes.channels)  # fmt: skip
+    kernels = select_kernels(current_target(), model, sizes.dtype)
+    ops = make_placement(config, mesh, {}, {}, sizes.dtype, kernels).ops  # the same as in training
+    region = jax.shard_map(functools.partial(_forward_and_backward, ops), mesh=mesh, in_specs=split,
+                           out_specs=split, check_vma=False)  # fmt: skip
+    rng, heads = np.random.default_rng(0), (sizes.query_heads, sizes.kv_heads, sizes.kv_heads, sizes.query_heads)
+    drawn = [rng.normal(size=(1, case.length, n, sizes.channels)).astype(jnp.dtype(sizes.dtype)) for n in heads]
+    arrays = jax.device_put((*drawn, np.ones((1, case.length), np.int32)), NamedSharding(mesh, split))
+    compiled = jax.jit(region).lower(*arrays).compile()
+
+    def step() -> Memory:
+        jax.block_until_ready(compiled(*arrays))
+        counted = jax.local_devices()[0].memory_stats() or {}
+        return program_memory(compiled) | {"peak": counted.get("peak_bytes_in_use")}
+
+    return step
+
+
+def _forward_and_backward(ops: Ops, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, do_bshc: jax.Array,
+                          segments_bs: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Return the output and the gradients of q, k and v for a device's piece of the sequence."""
+    attend = functools.partial(ops.attention, query_segments_bs=segments_bs,
+                               key_segments_bt=ops.key_segments(segments_bs))  # fmt: skip
+    out, pull = jax.vjp(attend, q_bshc, k_bskc, v_bskc)
+    return out, *pull(do_bshc)
+
+
+def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
+    """Fit a power law N^exponent to the memory per device.
+
+    Returns:
+      `exponent`, fitted to all points (−1 is 1/N), and `last`, between the last two points; {} with fewer than two
+      points.
+    """
+    if len(curve) < 2:
+        return {}
+    devices, sizes = np.log(sorted(curve)), np.log([curve[n] for n in sorted(curve)])
+    exponent, last = (np.polyfit(devices[start:], sizes[start:], 1)[0] for start in (0, -2))
+    return {"exponent": round(float(exponent), 3), "last": round(float(last), 3)}

@@ -1,0 +1,53 @@
+"""Describe a machine: devices, memory, drivers, and environment variables that affect them."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+import psutil
+
+from zaya_jax.checkpoint.environment import versions
+from zaya_jax.hardware.detection import detect_gpu_plugin, read_file, select_preset
+from zaya_jax.lab.measure.network_devices import describe_network
+from zaya_jax.ops.target import current_target
+
+# Variables that affect compilers, runtimes and collectives, and that contain nothing personal.
+_PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", "JAX_PLATFORMS", "JAX_NUM_CPU")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Collect devices, memory in bytes, versions, drivers, network, environment and preset.
+
+    Returns:
+      The description, for JSON. `failed`: a sentence, if JAX does not use the machine's GPU.
+    """
+    device, target = jax.devices()[0], current_target()
+    machine: dict[str, Any] = {
+        "platform": target.platform,
+        "device": target.device_kind,
+        "devices": jax.device_count(),
+        "runtime": device.client.platform_version,
+        "device_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        "host_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "versions": {**versions(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__},
+        "drivers": _drivers(),
+        "network": describe_network(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+        "preset": select_preset(None).name,
+    }
+    plugin, platforms = detect_gpu_plugin(), os.environ.get("JAX_PLATFORMS", "")
+    if plugin and target.platform == "cpu" and not platforms.startswith("cpu"):
+        machine["failed"] = (f"This machine has a GPU, but JAX found only the CPU. Install the plugin with "
+                             f"pip install -e '.[{plugin}]'; JAX's own message is above.")  # fmt: skip
+    return machine
+
+
+def _drivers() -> dict[str, str]:
+    """Return the versions of the GPU drivers' kernel modules, by name."""
+    files = {"amdgpu": Path("/sys/module/amdgpu/version"), "nvidia": Path("/proc/driver/nvidia/version")}
+    texts = {name: read_file(path).splitlines() for name, path in files.items()}
+    return {name: lines[0] for name, lines in texts.items() if lines}

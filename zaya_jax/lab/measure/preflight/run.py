@@ -1,0 +1,151 @@
+"""Run all checks, print a line for each, and compare with a recorded baseline."""
+
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from zaya_jax.config import Config
+from zaya_jax.errors import InputError
+from zaya_jax.job.multihost import all_gather, broadcast
+from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, label
+from zaya_jax.lab.measure.collectives.timing import check_collectives
+from zaya_jax.lab.measure.preflight import probes
+from zaya_jax.lab.measure.preflight.bisection import ROUNDS, find_slow
+from zaya_jax.lab.report.tables import UNITS
+from zaya_jax.lab.result import describe_run, print_once
+from zaya_jax.parallel.kernels import validated_kernels
+
+Status = Literal["PASS", "WARN", "FAIL"]
+_MEASURED = ("all_reduce", "all_gather")
+
+
+class Check(NamedTuple):
+    """The result of a check."""
+
+    check: str  # its name
+    status: Status  # 'FAIL' if the job should not start
+    value: float | None  # what was measured; None for a check that measures nothing
+    unit: str  # of `value`
+    message: str  # what was found, a sentence; '' if there is nothing to say
+
+
+def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, tolerance: float) -> dict[str, Any]:
+    """Check the devices of this job.
+
+    Args:
+      config: its model and dtype select the kernels.
+      baseline: result of an earlier preflight of the same devices; None for none. That of process 0 counts.
+      source: where the baseline comes from, for messages.
+      tolerance: relative difference from which on something is slow.
+
+    Returns:
+      The result, for JSON: `checks`, a row for each. `failed`: a sentence, if one failed.
+
+    Raises:
+      InputError: the baseline is of other devices.
+    """
+    kind, count = jax.devices()[0].device_kind, jax.device_count()
+    result = describe_run("preflight", f"tolerance {tolerance:.0%}", "the other devices, and the baseline", ())
+    result["hardware"] |= {"device": f"{count} × {kind}", "processes": jax.process_count()}
+    received: Any = broadcast(None if baseline is None else dict(baseline))
+    recorded = {} if received is None else _recorded(received, source, result["hardware"]["device"])
+    sizes = probes.CPU if jax.default_backend() == "cpu" else probes.GPU
+    hosts = [str(host) for host in all_gather("preflight", socket.gethostname(), probes.PATIENCE)]
+    names, checks = _device_names(hosts), list[Check]()
+
+    def report(check: Check) -> None:
+        checks.append(_against(recorded, check, tolerance))
+        print_once(_line(checks[-1]))
+
+    report(_kernels(config))
+    for name, unit in (("matmul", "FLOP/s"), ("memory", "bytes/s")):
+        report(_slowest(name, unit, sizes, names, tolerance))
+    found = check_collectives()
+    report(Check("collectives", "FAIL" if "failed" in found else "PASS", None, "",
+                 found.get("failed") or found.get("skipped", "")))  # fmt: skip
+    for operation in _MEASURED if count > 1 else ():
+        report(_collective(operation, sizes, hosts, names, tolerance))
+    result["checks"] = [check._asdict() for check in checks]
+    if failed := [check.check for check in checks if check.status == "FAIL"]:
+        result["failed"] = f"Checks that fail: {', '.join(failed)}."
+    print_once(result.get("failed", "All checks pass."))
+    return result
+
+
+def _kernels(config: Config) -> Check:
+    """Report the kernels that the configuration selects; those with wrong results are replaced, which costs time."""
+    selection = validated_kernels(config)
+    status = "WARN" if selection.reasons else "PASS"
+    return Check("kernels", status, float(len(selection.kernels)), "kernels", " ".join(selection.reasons.values()))
+
+
+def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str], tolerance: float) -> Check:
+    """Compare the devices with their median."""
+    speeds, slow = dict.fromkeys(names, 0.0), dict[int, float]()
+    for _ in range(ROUNDS):
+        again = probes.device_speeds(name, sizes)
+        if failed := {device: error for device, error in again.items() if isinstance(error, str)}:
+            said = [f"{names[device]} fails: {error}." for device, error in failed.items()]
+            return Check(name, "FAIL", None, unit, " ".join(said))
+        speeds = {device: max(speed, float(again[device])) for device, speed in speeds.items()}
+        typical = statistics.median(speeds.values())
+        slow = {device: speed / typical for device, speed in speeds.items() if speed < (1 - tolerance) * typical}
+        if not slow:
+            break
+    said = [f"{names[device]} reaches {share:.0%} of the median." for device, share in slow.items()]
+    return Check(name, "FAIL" if slow else "PASS", min(speeds.values()), unit, " ".join(said))
+
+
+def _collective(
+    operation: str, sizes: probes.Sizes, hosts: Sequence[str], names: Mapping[int, str], tolerance: float
+) -> Check:  # fmt: skip
+    nodes: dict[str, list[Any]] = {}
+    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+        nodes.setdefault(hosts[int(device.process_index)], []).append(device)
+    devices = [device for node in nodes.values() for device in node]
+    whole = max(probes.bandwidth(operation, devices, sizes) for _ in range(ROUNDS))
+    slow = find_slow(list(nodes.values()), lambda group: probes.bandwidth(operation, group, sizes), tolerance)
+    said = f"Slow: {', '.join(names[device.id] for device in slow)}." if slow else ""
+    return Check(label(COLLECTIVES[operation]), "FAIL" if slow else "PASS", whole, "bytes/s", said)
+
+
+def _against(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Check:
+    """Compare a check with the baseline."""
+    before = recorded.get(check.check)
+    if check.unit not in UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
+        return check
+    said = f"{check.value / before:.0%} of the baseline, {_quantity(before, check.unit)}."
+    return check._replace(status="FAIL", message=f"{said} {check.message}".strip())
+
+
+def _recorded(baseline: Mapping[str, Any], source: str, device: str) -> dict[str, float]:
+    """Return the measured values of the baseline by check."""
+    try:
+        if (before := baseline["hardware"]["device"]) != device:
+            raise InputError(f"{source} is of {before}, but this job has {device}: leave it out, and record another "
+                             "with --output.")  # fmt: skip
+        return {row["check"]: float(row["value"]) for row in baseline["checks"] if row["value"] is not None}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{source} has a damaged row or field ({error!r}): record another with --output.") from error
+
+
+def _device_names(hosts: Sequence[str]) -> dict[int, str]:
+    """Name each device of the job, with its process and host."""
+    several = jax.process_count() > 1
+    return {
+        device.id: f"device {device.id}" + (f" (process {process}, host {hosts[process]})" if several else "")
+        for device in jax.devices() for process in [device.process_index]
+    }  # fmt: skip
+
+
+def _quantity(value: float, unit: str) -> str:
+    scale, shown = UNITS.get(unit, (1, unit))
+    return f"{value / scale:,.3g} {shown}"
+
+
+def _line(check: Check) -> str:
+    value = "" if check.value is None else _quantity(check.value, check.unit)
+    return f"{check.status:<5}{check.check:<30}{value:>16}  {check.message}".rstrip()

@@ -1,0 +1,255 @@
+"""Time the implementations of each operation on this machine's device, and write a table that training reads.
+
+Candidates are the reference through XLA, and each kernel with each of its tiles. The tiles of a kernel are chosen one
+after the other, each among all that are declared, with the best so far for the others.
+"""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.config import Config, load_config
+from zaya_jax.config.shipped import shipped
+from zaya_jax.config.stages import largest_stage
+from zaya_jax.errors import InputError
+from zaya_jax.lab.kernel_cases import SMALL, Case, Sizes, cases, drawn, experts_of_a_step, passes
+from zaya_jax.lab.measure.queued_calls import calls_together, repeated
+from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
+from zaya_jax.lab.result import describe_run, print_tables
+from zaya_jax.ops.kernel_table import (
+    REFERENCE,
+    Choice,
+    merged,
+    own_table,
+    parse_table,
+    read_choice,
+    size_key,
+    sources_digest,
+    tiles_of,
+)
+from zaya_jax.ops.registry import OPERATIONS, KernelSelection, check_kernel, select_kernels, widths
+from zaya_jax.ops.target import Target, current_target
+from zaya_jax.parallel.mesh import batch_shards
+from zaya_jax.run.files import json_text, read_object, write_atomically
+from zaya_jax.run.table import Table, make_table, number
+from zaya_jax.run.writing import make_folder
+
+GAIN = 0.98  # of the time of the best tile so far, which another one must not exceed to replace it
+# Cases that decide, by operation, and the value of `Sizes` that is the operation's rows; what costs most comes first.
+# A backward case is timed with its forward pass.
+DECIDING: dict[str, dict[str, Callable[[Sizes], int]]] = {
+    "experts": {"experts of a step": lambda sizes: sizes.per_expert},
+    "cca_mix": {"cca_mix backward": lambda sizes: sizes.tokens},
+    "residual_norm": {"residual_norm backward": lambda sizes: sizes.tokens},
+    "attention": {"attention backward": lambda sizes: sizes.sequence, "attention of a decode": lambda _: 1},
+    "gram_polynomial": {"gram_polynomial": lambda sizes: sizes.matrices[1]},
+    "grouped_product": {"grouped_matmul": lambda sizes: sizes.per_expert},
+    "grouped_product_transposed": {"grouped_matmul backward": lambda sizes: sizes.per_expert},
+    "grouped_outer": {"grouped_matmul backward": lambda sizes: sizes.per_expert},
+}
+
+
+def tune(
+    source: str | None, overrides: Sequence[str], repeats: int, seconds: float = math.inf,
+    only: Collection[str] = DECIDING.keys(),
+) -> dict[str, Any]:  # fmt: skip
+    """Time all candidates at the local sizes of a configuration's phases, and write the user's own table.
+
+    On a CPU, kernels are emulated at a small size, which shows that everything runs.
+
+    Args:
+      source: configuration file; None for configs/bench_8b.yaml.
+      overrides: of the configuration, as section.key=value.
+      repeats: number of timed passes of each candidate.
+      seconds: after which no further operation is timed.
+      only: operations to time.
+
+    Returns:
+      The table, for JSON.
+
+    Raises:
+      InputError: the configuration cannot run on as many devices as there are.
+    """
+    start = time.monotonic()
+    config, target = load_config(source or shipped("bench_8b.yaml"), overrides), current_target()
+    emulated = target.platform == "cpu"
+    if emulated:
+        print("JAX found no GPU. Kernels run emulated at a small size; do not compare these times with a GPU.")
+        target = Target("interpret", target.device_kind)
+    dtype = config.train.compute_dtype
+    result = describe_run("kernels --tune", f"{source or 'configs/bench_8b.yaml'}, {dtype}", "XLA", ())
+    result |= {"date": time.strftime("%Y-%m-%d", time.gmtime()), "device": target.device_kind, "operations": {}}
+    path = own_table(target.device_kind)
+    make_folder(path.parent)
+    for sizes in [SMALL] if emulated else local_sizes(config):
+        selection = select_kernels(target, sizes.model, dtype)
+        every = deciding_cases(sizes, dtype)
+        for name, deciding in DECIDING.items():
+            if name not in only:
+                continue
+            if time.monotonic() > start + seconds:
+                print(f"{name} is not timed: the limit of {seconds:.0f} s is over.")
+                continue
+            row = result["operations"].setdefault(
+                name, {"sources": sources_digest(OPERATIONS[name].reference.__module__), "sizes": []}
+            )
+            timed = []
+            for case, rows in deciding.items():
+                at = dtype, rows(sizes), widths(OPERATIONS[name], sizes.model, dtype)
+                if at not in map(size_key, row["sizes"]):  # by another phase
+                    timed += _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
+            if timed:
+                row["sizes"] += timed
+                selection = with_choice(selection, name, read_choice(timed[0]))
+                print_tables([_table(name, timed)])
+                _write(path, result)
+    if not any(row["sizes"] for row in result["operations"].values()):
+        raise InputError("Nothing could be timed. The lines above say why.")
+    print(f"Wrote {path}, which training on this machine reads from now on.")
+    return result
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the table after each operation, so that an interruption loses one."""
+    before = {}
+    try:
+        if path.exists():
+            before = parse_table(read_object(path), result["device"], str(path)).content["operations"]
+    except InputError as error:
+        print(f"Replaced: {error}")
+    write_atomically(path, json_text({**result, "operations": merged(before, result["operations"])}))
+
+
+def deciding_cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
+    """Return the cases of `DECIDING`, and others, by name."""
+    return cases(sizes, dtype) | {"experts of a step": experts_of_a_step(sizes, dtype)}
+
+
+def local_sizes(config: Config) -> list[Sizes]:
+    """Return the sizes of the phases of a configuration on one of this machine's devices, each once."""
+    programs, found = simulated_programs(config, jax.device_count()), []
+    for index in range(len(config.phases)):
+        program, stage, model = programs[index], largest_stage(config, index), config.model
+        mesh = program.placement.mesh
+        rows = program.batch_shape(stage)[1] // batch_shards(mesh)
+        tokens, experts = stage.context // mesh.shape["context"], model.num_experts // mesh.shape["expert"]
+        found.append(Sizes(
+            rows * tokens, tokens, tokens, model.hidden_size, model.num_query_heads, model.num_kv_heads, model.head_dim,
+            model.router_size, experts, max(rows * tokens // experts, 1), model.expert_size,
+            (experts, model.hidden_size, 2 * model.expert_size), (8, stage.context),
+        ))  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def _tune(
+    selection: KernelSelection, name: str, case: Case, rows: int, sizes: Sizes, dtype: str, repeats: int
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Time the candidates of an operation; returns its row of the table, none if no candidate ran."""
+    operation, target, times = OPERATIONS[name], selection.target, dict[str, dict[str, float]]()
+    reasons = dict[str, str]()
+
+    def seconds(choice: Choice) -> float:
+        if choice.variant not in times:
+            try:
+                times[choice.variant] = time_case(case, with_choice(selection, name, choice), repeats)
+            except Exception as error:  # of compiler or driver: the others remain
+                times[choice.variant] = {}
+                reasons[choice.variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return sum(times[choice.variant].values()) if times[choice.variant] else math.inf
+
+    candidates = [Choice(rows, REFERENCE, dtype=dtype)]
+    for kernel in operation.kernels_for(target.platform):
+        if (name, kernel.name) in selection.reasons:
+            reasons[kernel.name] = selection.reasons[name, kernel.name]
+            continue
+        declared = tiles_of(kernel, target, dtype)
+        first = tuple(sorted((each, tiles[0]) for each, tiles in declared.items()))
+        best = default = Choice(rows, kernel.name, first, dtype)
+        for each, tiles in declared.items():
+            for tile in tiles[1:]:
+                limit = GAIN * seconds(best)  # the default tiles are timed first
+                trial = best._replace(tiles=tuple(sorted((dict(best.tiles) | {each: tile}).items())))
+                best = trial if seconds(trial) < limit else best
+        candidates += dict.fromkeys((best, default))
+
+    def is_right(choice: Choice) -> bool:
+        if choice.kernel == REFERENCE:
+            return True
+        reason, _ = check_kernel(selection, name, choice, sizes.model, dtype, training=True, large=0)
+        if reason:
+            reasons[choice.variant] = reason
+        return not reason
+
+    choice = next(filter(is_right, sorted(candidates, key=seconds)))
+    if not any(times.values()):
+        print(f"{name} could not be timed: {next(iter(reasons.values()))}")
+        return []
+    tiles = {each: [list(tile.sizes), tile.warps, tile.stages] for each, tile in choice.tiles}
+    return [{
+        "dtype": dtype, "rows": rows, "widths": list(widths(operation, sizes.model, dtype)),
+        "implementation": choice.kernel, "tiles": tiles, "seconds": times, "not_used": reasons,
+    }]  # fmt: skip
+
+
+def time_case(case: Case, kernels: KernelSelection, repeats: int) -> dict[str, float]:
+    """Return the median seconds of a case, a backward one with its forward pass, by what its integer arguments are."""
+    run, arguments = passes(case, kernels)
+    arrays = drawn(arguments[: len(arguments) - len(case.integers)])
+    calls = calls_together(arrays) if not case.held else 1
+    sets = [arrays, *(jax.tree.map(jnp.copy, arrays) for _ in range(calls - 1))]
+    held, given = [each[: case.held] for each in sets], [each[case.held :] for each in sets]
+
+    def together(held: Any, given: Any, integers: Any) -> list[Any]:
+        return [run(*first, *rest, *integers) for first, rest in zip(held, given, strict=True)]
+
+    compiled, found = jax.jit(together, donate_argnums=0), {}
+    for name, integers in {"plain": case.integers, **case.further_integers}.items():
+        placed, last = tuple(map(jnp.asarray, integers)), [[]]
+
+        def call(placed: Any = placed, last: Any = last) -> None:
+            nonlocal held
+            last[0] = compiled(held, given, placed)
+            held = [each[: case.held] for each in last[0]] if case.held else held
+
+        one_pass = repeated(call, lambda last=last: jax.block_until_ready(last), calls)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            times.append((one_pass(), time.perf_counter() - start))
+        found[name] = float(f"{statistics.median(seconds / number for number, seconds in times):.4g}")
+    return found
+
+
+def with_choice(selection: KernelSelection, name: str, choice: Choice) -> KernelSelection:
+    """Return the selection with an implementation of one operation."""
+    if choice.kernel == REFERENCE:
+        return selection.without([name])
+    return dataclasses.replace(selection, chosen={**selection.chosen, name: choice.kernel},
+                               measured={**selection.measured, name: (choice,)})  # fmt: skip
+
+
+def totals(size: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each variant that ran, over all integer arguments."""
+    return {variant: sum(seconds.values()) for variant, seconds in size["seconds"].items() if seconds}
+
+
+def _table(name: str, sizes: Sequence[Mapping[str, Any]]) -> Table:
+    """Make a table of the fastest candidate of each kernel, and of the reference."""
+    rows = []
+    for size in sizes:
+        every, best = totals(size), dict[str, str]()
+        for variant in sorted(every, key=every.__getitem__):
+            best.setdefault(variant.partition(" ")[0], variant)
+        xla = every.get(REFERENCE, math.nan)
+        rows += [{"rows": f"{size['rows']:,}", "variant": variant, "ms": number(1e3 * every[variant]),
+                  "xla": number(xla / every[variant]), "runs": "yes" if kernel == size["implementation"] else ""}
+                 for kernel, variant in best.items()]  # fmt: skip
+    return make_table(name, rows, {"rows": "rows", "implementation (tiles/warps/stages)": "variant", "ms": "ms",
+                                   "× XLA": "xla", "runs": "runs"})  # fmt: skip

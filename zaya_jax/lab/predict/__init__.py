@@ -1,0 +1,1 @@
+"""Predictions that need no accelerator: the dry run, XLA's compilers, and rules of sizing."""

@@ -1,0 +1,134 @@
+"""Registers, spills, shared memory and launch sizes of each kernel that a compiler made, from the files it leaves."""
+
+import re
+import struct
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.errors import InputError
+from zaya_jax.lab.predict.compilers.toolchain import Toolchain
+
+_THUNK = re.compile(
+    r"\] (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+) bytes"
+)
+_PTXAS = re.compile(
+    r"Function properties for (\S+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+    r".*?Used (\d+) registers"
+)
+_DEFINITION = re.compile(r'define .*?@"?([^"(]+)"?\(')
+_AMDGPU = 224  # machine in an ELF header
+_NOTE, _METADATA = 7, 32  # types of a section and of a note
+
+
+class KernelResources(NamedTuple):
+    """Resources of one kernel of a compiled step."""
+
+    name: str  # as the compiler calls it
+    registers: int  # vector registers of a thread, AMD's accumulation registers included
+    vector_spills: int  # on AMD vector registers that are spilled; on NVIDIA bytes
+    scalar_spills: int  # scalar registers that are spilled; always 0 on NVIDIA
+    scratch: int  # bytes of a thread in memory, spills included
+    shared: int  # bytes of shared memory (LDS) of a block
+    threads: int  # of a block; 0 if unknown
+    # Whether it adds to memory with atomic operations, whose order, and so the last bits of the sum, vary between runs.
+    is_atomic: bool = False
+
+
+def read_resources(
+    program: str, toolchain: Toolchain, architecture: str, dump: Path, objects: Path
+) -> list[KernelResources]:
+    """Return the resources of each kernel of a program.
+
+    Args:
+      program: name of the function that was jitted.
+      toolchain: the compiler.
+      architecture: instruction set, such as 'sm_90'.
+      dump: folder that XLA dumped into.
+      objects: folder of AMD's code objects.
+    """
+    launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
+    assembler = toolchain.assembler
+    kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, architecture)
+    return sorted(
+        kernel._replace(
+            shared=max(kernel.shared, launches[kernel.name][0]),
+            threads=launches[kernel.name][1],
+            is_atomic=kernel.name in atomic,
+        )
+        for kernel in kernels
+        if kernel.name in launches
+    )
+
+
+def _launches(dump: Path, program: str) -> dict[str, tuple[int, int]]:
+    """Return bytes of shared memory and threads of each kernel that the program launches."""
+    launches = {}
+    for path in dump.glob(f"*.jit_{program}.*thunk_sequence.txt"):
+        for name, *sizes, shared in _THUNK.findall(path.read_text(encoding="utf-8")):
+            launches[name] = int(shared), int(sizes[3]) * int(sizes[4]) * int(sizes[5])
+    return launches
+
+
+def _atomic_kernels(dump: Path, program: str) -> set[str]:
+    """Return the kernels whose LLVM code has atomic operations, before the compiler rewrites them."""
+    kernels, kernel = set(), ""
+    for path in dump.glob(f"*.jit_{program}.*ir-no-opt.ll"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if match := _DEFINITION.match(line):
+                kernel = match[1]
+            elif "atomicrmw fadd" in line or "cmpxchg " in line:  # sums of integers are exact
+                kernels.add(kernel)
+    return kernels
+
+
+def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Iterator[KernelResources]:
+    def assemble(path: Path) -> str:
+        command = [str(assembler), "-v", f"-arch={architecture}a", "-o", "/dev/null", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            raise InputError(f"{assembler} rejects a kernel: {done.stderr.strip()[:300]}")
+        return done.stderr
+
+    # The PTX file of XLA's generated kernels is empty if there are none.
+    files = [path for path in sorted(dump.glob(f"*.jit_{program}.*ptx")) if path.stat().st_size]
+    with ThreadPoolExecutor(2) as pool:
+        for text in pool.map(assemble, files):
+            for name, stack, stores, _, registers in _PTXAS.findall(text):
+                yield KernelResources(name, int(registers), int(stores), 0, int(stack), 0, 0)
+
+
+def _amd(objects: Path) -> Iterator[KernelResources]:
+    for path in sorted(objects.glob("*.hsaco")):
+        for kernel in _metadata(path.read_bytes()):
+            yield KernelResources(
+                kernel[".name"], kernel[".vgpr_count"], kernel.get(".vgpr_spill_count", 0),
+                kernel.get(".sgpr_spill_count", 0), kernel[".private_segment_fixed_size"],
+                kernel[".group_segment_fixed_size"], 0,
+            )  # fmt: skip
+
+
+def _metadata(elf: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the metadata of the kernels in an ELF file, from the notes that LLVM documents for AMDGPU."""
+    import msgpack
+
+    if elf[:4] != b"\x7fELF" or struct.unpack_from("<H", elf, 18)[0] != _AMDGPU:
+        return
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    size, count = struct.unpack_from("<HH", elf, 58)
+    for index in range(count):
+        _, kind, _, _, start, length = struct.unpack_from("<IIQQQQ", elf, table + index * size)
+        if kind == _NOTE:
+            yield from _notes(elf[start : start + length], msgpack.unpackb)
+
+
+def _notes(section: bytes, unpack: Any) -> Iterator[dict[str, Any]]:
+    at = 0
+    while at < len(section):
+        name_size, size, kind = struct.unpack_from("<III", section, at)
+        start = at + 12 + -(-name_size // 4) * 4
+        if kind == _METADATA and section[at + 12 :].startswith(b"AMDGPU"):
+            yield from unpack(section[start : start + size], strict_map_key=False)["amdhsa.kernels"]
+        at = start + -(-size // 4) * 4

@@ -1,0 +1,92 @@
+"""Find the compilers of each vendor among the installed packages, and set the environment they need."""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.hardware.measurements import measured_preset
+from zaya_jax.hardware.presets import PRESETS
+from zaya_jax.lab.predict.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.stand_ins import check_tools
+
+# Autotuning would run candidates on a GPU. Triton products are chosen by autotuning only.
+_PLUGINS = {"cuda": ("jax_plugins.xla_cuda12", "xla_cuda_plugin.so"),
+            "rocm": ("jax_plugins.xla_rocm7", "xla_rocm_plugin.so")}  # fmt: skip
+_NOT_INHERITED = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "PJRT_NAMES_AND_LIBRARY_PATHS")
+DUMP = "dump"  # folder of what XLA dumps
+CODE_OBJECTS = "code_objects"  # folder of AMD's kernels
+_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+
+
+class Toolchain(NamedTuple):
+    """An installed compiler."""
+
+    platform: str  # 'cuda' or 'rocm'
+    plugin: Path  # the PJRT plugin
+    assembler: Path | None  # NVIDIA's `ptxas`; None on AMD, whose plugin contains all it needs
+
+
+def find_toolchain(name: str) -> Toolchain:
+    """Find the compiler for a GPU of `GPUS`.
+
+    Raises:
+      InputError: a package or program is missing.
+    """
+    platform = GPUS[name].platform
+    assembler = _file("nvidia.cuda_nvcc", "bin/ptxas") if platform == "cuda" else None
+    package, library = _PLUGINS[platform]
+    plugin = _file(package, library)
+    if plugin is None or (platform == "cuda" and assembler is None):
+        raise InputError(f"--compile-for {name} needs packages that are not installed. Install them with "
+                         f"pip install 'zaya-jax[compile-{platform}]'.")  # fmt: skip
+    if platform == "rocm":
+        check_tools()
+    return Toolchain(platform, plugin, assembler)
+
+
+def silence_plugins() -> None:
+    """Drop jax's log of the traceback of a compiler's plugin that finds no GPU."""
+    logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin" not in record.getMessage())
+
+
+def environment(
+    name: str, folder: Path, measurements: str | None = None, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the environment of a process that compiles for a GPU of `GPUS` and writes into `folder`.
+
+    The flags are those of the GPU's preset, with the folder `measurements` if it is not None; flags that are set for
+    this machine are left out.
+    """
+    toolchain = find_toolchain(name)
+    clean = {key: value for key, value in base.items() if key not in _NOT_INHERITED}
+    flags = f"{_FLAGS} --xla_dump_to={folder / DUMP}"
+    if toolchain.assembler is not None:
+        # The kernels in PTX, which jax 0.12 leaves out by default.
+        flags += f" --xla_gpu_cuda_data_dir={toolchain.assembler.parent.parent} --xla_dump_emitter_re=ptx"
+    clean |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "PJRT_NAMES_AND_LIBRARY_PATHS": f"rocm:{toolchain.plugin}" if toolchain.platform == "rocm" else "",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_XLA_HSACO_BITCODE_SIZE_THRESHOLD": "0",  # keeps the code objects of all kernels
+        "TF_XLA_HSACO_CACHE_DIR": str(folder / CODE_OBJECTS),
+        "XLA_FLAGS": flags,
+    }
+    preset = PRESETS[name]
+    apply_preset(preset if measurements is None else measured_preset(preset, measurements), clean)
+    return clean
+
+
+def _file(package: str, path: str) -> Path | None:
+    """Return a file of an installed package; None if either is missing. Only parent packages are imported."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return None
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return next((file for place in places if (file := Path(place) / path).is_file()), None)

@@ -1,0 +1,247 @@
+"""The dry run: estimate every phase, compile its step, and report whether it fits and how long it takes."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from zaya_jax.config import Config
+from zaya_jax.config.checks import counted, require
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
+from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
+from zaya_jax.hardware.measurements import get_hardware
+from zaya_jax.lab.predict.compilers import report as compiler_report
+from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step
+from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, predict
+from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
+from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
+from zaya_jax.lab.predict.dry_run.prove import prove
+from zaya_jax.lab.predict.dry_run.suggest import suggestion_lines, suggestions
+from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
+from zaya_jax.run.progress import track
+
+_GB = 1e9
+
+
+class _Phase(NamedTuple):
+    """A phase: its estimate, and either a proof for CPUs or the step compiled for a GPU."""
+
+    estimate: PhaseEstimate
+    proof: dict[str, Any] | None
+    compiled: CompiledStep | None
+    prediction: Prediction | None
+    storage: Sequence[StoredRow] = ()
+
+    @property
+    def memory(self) -> int:
+        return self.estimate.memory.total if self.compiled is None else self.compiled.peak_memory
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.estimate.step_seconds if self.prediction is None else self.prediction.seconds
+
+    @property
+    def seconds(self) -> float:
+        return (self.step_seconds or 0.0) * self.estimate.steps
+
+
+def dry_run(
+    config: Config, devices: int, hardware: str | None = None, as_json: bool = False, gpu: str | None = None,
+    suggest: bool = False,
+) -> str:  # fmt: skip
+    """Estimate each phase on `devices` devices, and compile its step for that many.
+
+    Args:
+      config: configuration of the run.
+      devices: number of devices in the job.
+      hardware: name in `hardware.data_sheets.HARDWARE`; None for that of `gpu`, or without both to leave out times and
+        the comparison with its memory.
+      as_json: return JSON instead of text.
+      gpu: name in `machine.compilers.gpus.GPUS` of the GPU to compile for; None to compile for simulated CPU devices.
+      suggest: whether to search for faster settings.
+
+    Returns:
+      The report, to be printed.
+
+    Raises:
+      InputError: `devices` is below 1, `hardware` is unknown or not `gpu`, a layout or batch does not fit the devices,
+        the packages that compile for `gpu` are missing, or `suggest` is asked for without hardware.
+    """
+    require(devices >= 1, "--devices", devices, "at least 1")
+    config.check()
+    if gpu is not None:
+        if hardware not in (None, gpu):
+            raise InputError(f"--hardware is {hardware}, but must be {gpu} or omitted with --compile-for {gpu}.")
+        check_devices(gpu, devices)
+        find_toolchain(gpu)
+        hardware = gpu
+    device = None if hardware is None else get_hardware(hardware, devices)
+    if suggest and device is None:
+        raise InputError("--suggest needs --hardware NAME or --compile-for GPU, to compare times.")
+    programs, phases = simulated_programs(config, devices), list[_Phase]()
+    for index in track("compiling the step of", range(len(config.phases)), config.phase_key):
+        estimate, program = estimate_phase(programs, index, device), programs[index]
+        rows = storage_rows(program.placement, [program.abstract_state, program.abstract_base])
+        if gpu is None or device is None:
+            phases.append(_Phase(estimate, prove(config, index, devices), None, None, rows))
+        else:
+            step = compile_step(config, index, gpu, devices)
+            shares = phase_shares(config.model, config.context_for(config.phases[index]), estimate.axes)
+            phases.append(_Phase(estimate, None, step, predict(step.entry, device, shares), rows))
+    by_phase = [suggestions(config, index, devices, device, gpu) for index in range(len(phases)) if suggest and device]
+    if as_json:
+        rows = [_json(phase, device) for phase in phases]
+        for row, suggested in zip(rows, by_phase, strict=False):
+            row["suggestions"] = suggested
+        return json.dumps({"devices": devices, "hardware": hardware, "phases": rows}, indent=1)
+    summary = [line for phase in phases for line in _answer(phase, device)]
+    if device is None:
+        names = ", ".join(HARDWARE)
+        summary.append(f"To estimate the step time and check that it fits in memory, add --hardware NAME ({names}).")
+    elif len(phases) > 1:
+        summary.append(
+            f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {counted(devices, 'device')}"
+        )
+    for phase, suggested in zip(phases, by_phase, strict=False):
+        summary += suggestion_lines(phase.estimate.phase, suggested)
+    details = ["\n".join(_details(phase, device)) for phase in phases]
+    return "\n\n".join([_heading(devices, hardware, device, gpu), "\n".join(summary), *details])
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _unit(largest: float, name: str) -> tuple[float, str]:
+    """Return the size and the name of the largest unit, such as 1e6 and MB, that the value `largest` reaches."""
+    return next(((size, f"{prefix}{name}") for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+                 if largest >= size), (1.0, name))  # fmt: skip
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms/step"
+
+
+def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str | None) -> str:
+    first = counted(devices, "device")
+    if device is not None:
+        tera = device.peak / 1e12
+        peak = f"{tera:.3g} TFLOP/s" if device.measured else f"{tera:.0f} TFLOP/s in bf16"
+        first += f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, {peak}"
+        if devices > 1 or not device.measured:
+            first += (f"; links {device.intra_node / _GB:.0f} GB/s within a node of {device.node_size}, "
+                      f"{device.inter_node / _GB:.0f} GB/s between nodes")  # fmt: skip
+    source = "estimated from shapes" if gpu is None else f"those of XLA's program for {gpu}"
+    lines = [first, f"Memory and network traffic are {source}."]
+    if device is not None and device.measured:
+        lines.append(
+            f"Times are predictions from measured speeds: matmuls at {device.reached.matmul:.0%} of the "
+            f"fastest square, kernels at {device.reached.kernel:.0%},\nand twice the least memory traffic."
+        )
+    elif device is not None:
+        within = f"NVLink at {LINKS.nvlink:.0%}" if device.link == device.intra_node else f"xGMI at {LINKS.xgmi:.0%}"
+        lines.append(
+            f"Times are predictions, not measurements: matmuls at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels "
+            f"at {ASSUMPTIONS.kernel:.0%},\nmemory at {ASSUMPTIONS.memory:.0%} of its bandwidth, {within}, network "
+            f"adapters at {LINKS.adapter:.0%}, at least {1e6 * ASSUMPTIONS.launch:.0f} µs per kernel and\n"
+            f"{1e6 * ASSUMPTIONS.latency:.0f} µs per collective. On an H200 a step took 1.4 times as long."
+        )
+    return "\n".join(lines)
+
+
+def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
+    estimate = phase.estimate
+    row = {
+        "summary": _summary(phase, hardware),
+        **estimate._asdict(),
+        "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
+        "storage": [stored._asdict() for stored in phase.storage],
+        "transfers": [transfer._asdict() for transfer in estimate.transfers],
+        "compiled": phase.proof,
+    }
+    if phase.compiled is not None and phase.prediction is not None:
+        row["compiled"] = compiler_report.as_json(phase.compiled, phase.prediction, estimate.axes)
+    return row
+
+
+def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
+    """Describe whether a phase fits, its speed, and what to change; without hardware, its memory alone."""
+    estimate, seconds = phase.estimate, phase.step_seconds
+    if hardware is None or seconds is None:
+        return {"bytes": phase.memory}
+    parts = estimate.seconds if phase.prediction is None else phase.prediction.components
+    fits = phase.memory <= hardware.allocatable
+    return {
+        "bytes": phase.memory,
+        "allocatable_bytes": hardware.allocatable,
+        "fits": fits,
+        "step_seconds": seconds,
+        "tokens_per_second_per_device": estimate.tokens / seconds / math.prod(estimate.axes.values()),
+        "phase_seconds": phase.seconds,
+        "shares": {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])},
+        "try": speedups(estimate, phase.memory, hardware) if fits else advice(estimate, hardware),
+    }
+
+
+def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
+    """Render the summary of a phase."""
+    summary, name = _summary(phase, hardware), phase.estimate.phase
+    if hardware is None or "fits" not in summary:
+        size, unit = _unit(summary["bytes"], "B")
+        return [f"Phase {name}: {summary['bytes'] / size:.1f} {unit} per device"]
+    needed = f"{summary['bytes'] / _GB:.1f}"
+    shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
+    lines = [
+        f"Phase {name}: {'fits' if summary['fits'] else 'DOES NOT FIT'}, {needed} of "
+        f"{hardware.allocatable / _GB:.1f} GB per device that XLA may allocate",
+        f"  {_step(summary['step_seconds'])}, {summary['tokens_per_second_per_device']:,.0f} tokens/s per device, "
+        f"{_duration(summary['phase_seconds'])}; {'estimated' if phase.prediction is None else 'predicted'}: {shares}",
+    ]
+    return [*lines, f"  try: {'; '.join(summary['try'])}"] if summary["try"] else lines
+
+
+def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
+    """One phase in detail."""
+    estimate = phase.estimate
+    axes = " × ".join(f"{name} {size}" for name, size in estimate.axes.items() if size > 1)
+    lines = [
+        f"Phase {estimate.phase}",
+        f"  layout: {axes or 'one device'}; remat {estimate.remat}",
+        f"  step: {estimate.tokens:,} tokens; per device {estimate.micro_batches} × micro_batch {estimate.sequences}",
+        *(f"  {line}" for line in storage_table(phase.storage, estimate.axes)),
+    ]
+    if phase.compiled is not None and phase.prediction is not None and hardware is not None:
+        lines += compiler_report.details(phase.compiled, phase.prediction, hardware, estimate.axes)
+        seconds = _step(estimate.step_seconds or 0.0)
+        lines.append(f"  estimated without the compiler: {estimate.memory.total / _GB:.2f} GB, {seconds}")
+    elif phase.proof is not None:
+        lines.append(f"  {phase.proof['proof']} for this layout in {phase.proof['seconds']} s, with "
+                     f"{phase.proof['host_bytes'] / _GB:.1f} GB of this machine's memory")  # fmt: skip
+    return lines + _estimate_lines(estimate)
+
+
+def _estimate_lines(estimate: PhaseEstimate) -> list[str]:
+    memory = estimate.memory
+    byte_unit, byte_name = _unit(memory.total, "B")
+    flop_unit, flop_name = _unit(max(estimate.flops.values()), "FLOP")
+    lines = [
+        "  memory per device",
+        *(f"    {name:<14}{size / byte_unit:10.2f} {byte_name}" for name, size in memory._asdict().items()),
+        f"    {'peak':<14}{memory.total / byte_unit:10.2f} {byte_name} = parameters + optimizer + frozen + max(update, "
+        "everything else)",
+        "  FLOPs per step, all devices",
+        *(f"    {name:<14}{count / flop_unit:12,.1f} {flop_name}" for name, count in estimate.flops.items()),
+        "  sent per device per step" + ("" if estimate.transfers else ": nothing"),
+        *(
+            f"    {sent.what}, {sent.kind} over {', '.join(sent.axes)}: {sent.bytes / byte_unit:.3f} {byte_name}"
+            for sent in estimate.transfers
+        ),
+    ]
+    if estimate.bounds:
+        bounds = ", ".join(f"{name} {value:.3f}" for name, value in estimate.bounds.items())
+        lines.append(f"  lower bounds in s/step, each at 100% of its peak: {bounds}")
+    return lines

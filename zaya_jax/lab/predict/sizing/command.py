@@ -1,0 +1,90 @@
+"""The verb `sizing` of `python -m zaya_jax.machine`."""
+
+import argparse
+import gc
+from typing import Any
+
+from zaya_jax.config import Config, load_config
+from zaya_jax.config.checks import require
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.measurements import get_hardware
+from zaya_jax.lab.command import add_config, add_flags, add_verb
+
+
+def add(verbs: Any, program: str) -> None:
+    """Add the verb to the parser of `program`."""
+    verb = add_verb(verbs, program, _run)
+    add_config(verb)
+    verb.add_argument("--devices", type=int, default=8, metavar="N", help="number of devices (default: 8)")
+    verb.add_argument("--hardware", default="mi300x", metavar="NAME",
+                      help=f"hardware (default: mi300x): {', '.join(HARDWARE)}, or a folder with results of gemm, "
+                      "memory and collectives")  # fmt: skip
+    verb.add_argument("--measured", metavar="FOLDER", help="folder with results of collectives and gemm on this "
+                      "hardware (default: --hardware, if it is a folder)")  # fmt: skip
+    verb.add_argument("--suggest", action="store_true", help="search widths, experts, layers, layout, remat and "
+                      "micro-batch for fast training and decoding; takes minutes")  # fmt: skip
+    verb.add_argument("--phase", metavar="NAME", help="phase to train (--suggest only; default: the first)")
+    verb.add_argument("--band", type=float, metavar="PERCENT", help="largest difference from the configuration's "
+                      "parameters, total and active (--suggest only; default: 5)")  # fmt: skip
+    verb.add_argument("--layers", type=int, nargs=2, metavar=("LOW", "HIGH"), help="range of the number of layers "
+                      "(--suggest only; default: half to twice the configuration's)")  # fmt: skip
+    add_flags(verb, png="the Pareto front (--suggest only)")
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Check the sizes of a configuration against the rules for a GPU.
+
+    Prints PASS, WARN or FAIL for each rule and phase, with the predicted loss of time where a rule gives one; OPEN if a
+    measurement is missing. No GPU is needed. The exit status is 1 if a rule fails. With --suggest it prints other
+    widths with about as many parameters instead: those that no others beat in both training throughput and decode
+    latency.
+
+    sizing configs/zaya1_8b.yaml --devices 1024 --hardware mi300x
+    """
+    require(parsed.devices >= 1, "--devices", parsed.devices, "at least 1")
+    for flag in ("phase", "band", "layers", "png"):
+        if getattr(parsed, flag) is not None and not parsed.suggest:
+            raise InputError(f"--{flag} needs --suggest.")
+    config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
+    request = _check_request(parsed, config) if parsed.suggest else None
+    from zaya_jax.lab.predict.sizing.check import check_sizing, read_measured
+    from zaya_jax.lab.predict.sizing.report import lines, suggest_shapes
+    from zaya_jax.lab.predict.sizing.rules import Measured
+    from zaya_jax.lab.report.tables import TABLES
+    from zaya_jax.lab.result import print_tables
+
+    folder = parsed.measured or (None if parsed.hardware in HARDWARE else parsed.hardware)
+    source = "--measured" if parsed.measured else "--hardware"
+    measured = Measured() if folder is None else read_measured(folder, source, config.model)
+    result: dict[str, Any] = {"config": parsed.config, "overrides": parsed.overrides, "devices": parsed.devices,
+                              "hardware": parsed.hardware}  # fmt: skip
+    if request is not None:
+        gc.freeze()  # tracing makes many objects: a search for garbage should not visit all that was imported
+        result |= suggest_shapes(config, parsed.devices, hardware, measured, *request)
+        print("\n".join(lines(result, parsed.devices, parsed.hardware)))
+        return result
+    findings = check_sizing(config, parsed.devices, hardware, measured)
+    result["phases"] = {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
+    print(f"Sizing rules for training on {parsed.devices:,} × {parsed.hardware}\n")
+    print_tables(TABLES["sizing"](result)[:-1])
+    if failed := [f"{phase}: {finding.rule}" for phase, found in findings.items() for finding in found
+                  if finding.status == "FAIL"]:  # fmt: skip
+        result["failed"] = f"Rules that fail: {', '.join(failed)}."
+    return result
+
+
+def _check_request(parsed: argparse.Namespace, config: Config) -> tuple[int, float, tuple[int, int]]:
+    """Return the index of the phase, the band as a fraction, and the range of layers."""
+    names, depth = [phase.name for phase in config.phases], config.model.num_layers
+    phase = names[0] if parsed.phase is None else parsed.phase
+    band = 5.0 if parsed.band is None else parsed.band
+    low, high = parsed.layers or (max(1, depth // 2), 2 * depth)
+    require(phase in names, "--phase", phase, f"one of {', '.join(names)}")
+    require(0 < band <= 100, "--band", band, "above 0 and at most 100")
+    require(1 <= low <= high, "--layers", f"{low} {high}", "LOW, at least 1, and HIGH, at least LOW")
+    for key in ("init_from", "resume_from"):
+        if (source := getattr(config, key)) is not None:
+            raise InputError(f"--suggest changes the widths of the model, but those of {key}={source} are fixed: set "
+                             f"{key}=null.")  # fmt: skip
+    return names.index(phase), band / 100, (low, high)

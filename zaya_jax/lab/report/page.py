@@ -1,0 +1,61 @@
+"""Render results as a page that loads nothing."""
+
+import base64
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.errors import InputError
+from zaya_jax.lab.report.results import Result, describe_hardware, differences, notes
+from zaya_jax.lab.report.tables import TABLES
+from zaya_jax.lab.result_plots import draw
+from zaya_jax.run.page import render as render_page
+
+_TEMPLATE = Path(__file__).parent / "machine.html.j2"
+
+
+def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
+    """Return the page.
+
+    Args:
+      results: at least one.
+      ignored: names of files that are no results.
+
+    Raises:
+      InputError: a result lacks what its verb writes.
+    """
+    sections, hardware = [], {}
+    for result in results:
+        try:
+            hardware[result.file] = describe_hardware(result)
+            sections.append(_section(result))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            raise InputError(f"{result.file} is a damaged result of machine {result.verb}, or one of another version "
+                             f"({error!r}): write it again.") from error  # fmt: skip
+    name, warning = differences(hardware)
+    return render_page(_TEMPLATE, name=name, warning=warning, sections=sections, ignored=ignored)
+
+
+def _section(result: Result) -> dict[str, Any]:
+    """Return what the template shows: `facts` by name, `tables` without empty ones, and the `picture` of `_picture`."""
+    content, facts = result.content, {"command": result.command}
+    facts |= {label: content[key] for label, key in (("date", "date"), ("size", "size"), ("compared with", "peer"))
+              if content.get(key)}  # fmt: skip
+    if versions := content.get("versions"):
+        facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if processor := describe_hardware(result)[1]:
+        hardware = content["hardware"]
+        facts["hardware"] = ", ".join(filter(None, (hardware.get("device"), processor, hardware["machine"])))
+    tables = [table for table in TABLES[result.verb](content) if table.rows]
+    return {"result": result, "facts": facts, "notes": notes(result), "tables": tables, "picture": _picture(result)}
+
+
+def _picture(result: Result) -> tuple[str, str]:
+    """Return the plot as a data URI, and what it shows; two empty texts without a plot."""
+    with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
+        path = Path(folder) / "plot.png"
+        shows = draw(result.verb, path, result.content)
+        if not path.exists():
+            return "", ""
+        return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}", shows
