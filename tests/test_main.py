@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from tests.train_helpers import ROOT, compile_once, snapshot, write_run
-from zaya_jax import main as main_module
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.data.text_corpus import open_corpus
 from zaya_jax.errors import InputError, RunStopped, Superseded
+from zaya_jax.job import process as process_module
 from zaya_jax.main import main
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import claim_run, lock_folder, lock_run
@@ -154,9 +154,9 @@ def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, s
 
 
 def test_an_exit_at_once_is_in_the_status_of_the_run(tmp_path, monkeypatch):
-    process = main_module._Process()
+    process = process_module.TrainingProcess()
     process.run_dir = str(tmp_path)
-    monkeypatch.setattr(main_module, "say_and_exit", lambda sentence, status: None)
+    monkeypatch.setattr(process_module, "say_and_exit", lambda sentence, status: None)
     with lock_folder(tmp_path), track_status(tmp_path):
         process.stop(signal.SIGINT)
         stopped = read_status(tmp_path)

@@ -81,7 +81,7 @@ def test_the_first_exit_record_is_kept(sentence, status, is_origin, reason):
     assert progress.exit_record.reason is reason
 
 
-def test_what_the_process_before_left_can_be_read(memory):
+def test_what_the_process_before_left_can_be_read(memory, monkeypatch):
     assert read_progress(memory, before=True) is None
     first = open_record(memory)
     assert read_progress(memory, before=True) is None
@@ -89,7 +89,10 @@ def test_what_the_process_before_left_can_be_read(memory):
     first.complete_step(1, 2.5, 0.125)
     first.end(0, "Done.", is_origin=True)
     left = read_progress(memory)
-    open_record(memory).end(2, "The command line is invalid.", is_origin=True)
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # another process
+    for _ in range(2):  # which opens it early, and again once all is imported
+        second = ProgressRecord(Path(f"/proc/self/fd/{memory}"))
+    second.end(2, "The command line is invalid.", is_origin=True)
     assert read_progress(memory, before=True) == left
     assert read_progress(memory).exit_record.status == 2
 

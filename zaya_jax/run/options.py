@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from zaya_jax.config import Config, load_config
+from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.run.parser import Parser
 
@@ -73,3 +75,16 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
     add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
     add("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")
+
+
+def training_config(options: argparse.Namespace) -> Config:
+    """Load the configuration of a training command; InputError if it, or options that contradict, are mistaken."""
+    if options.dry_run and options.devices is None:
+        raise InputError("--dry-run needs --devices N, the number of devices to simulate.")
+    only_dry = (options.devices, options.hardware, options.compile_for)
+    if not options.dry_run and (options.json or options.suggest or any(option is not None for option in only_dry)):
+        raise InputError("--devices, --hardware, --compile-for, --suggest and --json require --dry-run: add it, or "
+                         "remove them.")  # fmt: skip
+    if options.peer_timeout is not None and not 0 < options.peer_timeout < float("inf"):
+        raise InputError(f"--peer-timeout is {options.peer_timeout:g}, but must be a finite number of seconds above 0.")
+    return load_config(options.config, options.overrides)

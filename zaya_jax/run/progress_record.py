@@ -106,7 +106,8 @@ class ProgressRecord:
         else:
             with path.open("r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), SIZE)
-            self._memory[_RECORD:] = self._memory[:_RECORD]
+            if _HEAD.unpack_from(self._memory, _HEAD_AT)[1] != os.getpid():  # which may open it again
+                self._memory[_RECORD:] = self._memory[:_RECORD]
         self._writes, self._phase, self._step, self._first_step = 0, Phase.START, 0, -1
         self._loss = self._grad_norm = math.nan
         self._run = 0
