@@ -7,11 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.command import add_steps, prepare_trainings, run_benchmark
-from benchmarks.sweep import CONTEXT, PACKAGES, SEEDS, SIZE, Curve, Trial, median_or_never, run_trials, small_config
+from benchmarks.benchmark_command import add_steps, prepare_trainings, run_benchmark
+from benchmarks.training_sweep import (
+    CONTEXT,
+    PACKAGES,
+    SEEDS,
+    SIZE,
+    Curve,
+    Trial,
+    median_or_never,
+    run_trials,
+    small_config,
+)
 from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.optimizer import BalanceRule
-from zaya_jax.lab.plot import draw_lines
+from zaya_jax.lab.line_plot import draw_lines
 from zaya_jax.lab.result import describe_run
 from zaya_jax.run.parser import Parser
 

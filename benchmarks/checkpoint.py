@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import run_benchmark
+from benchmarks.benchmark_command import run_benchmark
 from benchmarks.saving import Job, measure
 from zaya_jax.config.checks import require
-from zaya_jax.lab.plot import draw_lines
+from zaya_jax.lab.line_plot import draw_lines
 from zaya_jax.lab.result import describe_run
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.run.parser import Parser

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.command import run_benchmark
+from benchmarks.benchmark_command import run_benchmark
 from benchmarks.corpora import write_drawn, write_lines
 from benchmarks.data_peers import GrainSettings, datasets_preparing, grain_packing, time_batches
 from zaya_jax.config import DataConfig, from_dict

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.command import run_benchmark
+from benchmarks.benchmark_command import run_benchmark
 from benchmarks.peer import peer_decode, require_peer
 from benchmarks.step import default_config
 from zaya_jax.config import ModelConfig

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.command import run_benchmark
+from benchmarks.benchmark_command import run_benchmark
 from benchmarks.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from benchmarks.command import add_steps, prepare_trainings, run_benchmark
-from benchmarks.sweep import (
+from benchmarks.benchmark_command import add_steps, prepare_trainings, run_benchmark
+from benchmarks.training_sweep import (
     PACKAGES,
     SEEDS,
     SIZE,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.command import run_benchmark
+from benchmarks.benchmark_command import run_benchmark
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import require
 from zaya_jax.generate.placement import generation_kernels

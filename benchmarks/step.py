@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.command import run_benchmark
+from benchmarks.benchmark_command import run_benchmark
 from benchmarks.peer import peer_step, require_peer
 from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig, load_config
 from zaya_jax.errors import InputError

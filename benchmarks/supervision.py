@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import add_run, run_benchmark
+from benchmarks.benchmark_command import add_run, run_benchmark
 from zaya_jax.config import load_config
 from zaya_jax.errors import RunStopped
 from zaya_jax.lab.result import describe_run, rounded

@@ -29,9 +29,9 @@ from zaya_jax.lab.measure.step import (
     time_train_steps,
 )
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, peak_bytes, program_memory
+from zaya_jax.lab.predict.compilers.compiled_report import as_json
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
 from zaya_jax.lab.predict.compilers.predict import phase_shares, predict
-from zaya_jax.lab.predict.compilers.report import as_json
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.lab.result import rounded
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token

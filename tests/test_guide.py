@@ -36,7 +36,7 @@ def test_the_guide_answers_the_ten_questions_briefly():
 
 # What the code says of the new axis, in a copy of it: where layers lie, which numbers of devices fit, and the table.
 REPLICAS = """
-from zaya_jax.aegis.command import fits
+from zaya_jax.aegis.training_command import fits
 from zaya_jax.config import load_config
 from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.parallel.storage import storage_rows

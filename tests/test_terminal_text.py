@@ -125,7 +125,7 @@ def test_what_is_visible_steers_nothing_and_keeps_all_else(text):
 
 
 def test_generated_text_reaches_a_file_as_it_is_and_a_terminal_escaped():
-    code = ("import sys; from zaya_jax.run.command import Unescaped, prepare_streams; prepare_streams(); "
+    code = ("import sys; from zaya_jax.run.command_output import Unescaped, prepare_streams; prepare_streams(); "
             r"print('a\x1b[31m\u202e\r'); print('b\x1b\r', file=Unescaped(sys.stdout), flush=True)")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     assert done.stdout.decode() == "a\\x1b[31m\\u202e\\r\nb\x1b\r\n"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from tests.train_helpers import small_run, trained
 from zaya_jax.checkpoint.__main__ import main as checkpoint
+from zaya_jax.train.final_report import report
 from zaya_jax.train.loop import TrainResult
-from zaya_jax.train.report import report
 
 
 class TrainedRun(NamedTuple):

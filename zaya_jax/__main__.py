@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from zaya_jax import __version__
 from zaya_jax.errors import did_you_mean
-from zaya_jax.run.command import prepare_streams, status_of_output
+from zaya_jax.run.command_output import prepare_streams, status_of_output
 from zaya_jax.run.signals import warn
 from zaya_jax.run.typed_name import TYPED
 

@@ -17,7 +17,7 @@ from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import ExitCode, is_expected
 from zaya_jax.job.jax_setup import prepare_jax
 from zaya_jax.job.process import TrainingProcess
-from zaya_jax.run.command import Unescaped, status_of_output
+from zaya_jax.run.command_output import Unescaped, status_of_output
 from zaya_jax.run.options import parse_training, training_config
 from zaya_jax.run.progress_record import Phase
 from zaya_jax.run.signals import Listener
@@ -63,8 +63,8 @@ def _train(config: Config, options: argparse.Namespace, process: TrainingProcess
     process.run_dir = config.run_dir
     preset = prepare_jax(config)
     from zaya_jax.job.multihost import is_primary, join
+    from zaya_jax.train.final_report import report
     from zaya_jax.train.loop import run_training
-    from zaya_jax.train.report import report
 
     timeout = preset.peer_timeout if options.peer_timeout is None else options.peer_timeout
     progress = process.progress
@@ -83,7 +83,7 @@ def _train(config: Config, options: argparse.Namespace, process: TrainingProcess
 def _dry_run(config: Config, options: argparse.Namespace) -> None:
     prepare_jax(config, "cpu")
     from zaya_jax.lab.predict.compilers.toolchain import silence_plugins
-    from zaya_jax.lab.predict.dry_run.report import dry_run
+    from zaya_jax.lab.predict.dry_run.dry_run_report import dry_run
 
     silence_plugins()
 

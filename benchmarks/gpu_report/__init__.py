@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from zaya_jax.lab.command import help_texts, run_verb
+from zaya_jax.lab.verbs import help_texts, run_verb
 from zaya_jax.run.parser import Parser
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train_helpers import CONFIG, small_run, write_run
-from zaya_jax.aegis.command import TrainingCommand, _merged, fits, read_command
+from zaya_jax.aegis.training_command import TrainingCommand, _merged, fits, read_command
 from zaya_jax.config import ParallelConfig, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import CONFIG as CONFIG_FILE

@@ -15,7 +15,7 @@ from tests.aegis.drilled_trainer import SITE
 from tests.train_helpers import ROOT, write_run
 from zaya_jax.aegis.drill import CRASHES, HANGS, Drill, draw_faults, format_card, score
 from zaya_jax.aegis.faults import Fault, parse_fault
-from zaya_jax.aegis.report import format_report, format_status
+from zaya_jax.aegis.supervision_report import format_report, format_status
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.manifest import read_manifest

@@ -11,7 +11,7 @@ from tests.aegis.aegis_helpers import SCHEMA, check_events, left_running, superv
 from tests.aegis.signature_samples import SAMPLES
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import RunReader
-from zaya_jax.aegis.report import format_report
+from zaya_jax.aegis.supervision_report import format_report
 from zaya_jax.run.goodput import measure_goodput
 from zaya_jax.run.supervision import list_faults
 

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import optimizer, sweep
+from benchmarks import optimizer
+from benchmarks import training_sweep as sweep
 from benchmarks.ablations import MULTIPLIERS, tune, variants
 from benchmarks.balance import EVEN, _prepare, even_after, steps_until_even
 from benchmarks.optimizer import _interior, compare, optimizer_config, steps_to
-from benchmarks.sweep import CONTEXT, Curve, Trial, median_or_never, run_trial, run_trials, small_config
+from benchmarks.training_sweep import CONTEXT, Curve, Trial, median_or_never, run_trial, run_trials, small_config
 from tests.train_helpers import compile_once
 from zaya_jax.config import BatchConfig, ModelConfig, PhaseConfig, ScheduleConfig, TrainConfig
 from zaya_jax.data.prepare import open_manifest

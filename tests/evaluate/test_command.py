@@ -80,8 +80,10 @@ def test_texts_are_scored_alike_in_a_run_and_in_its_export(run, tmp_path, capsys
 
 
 def test_training_and_text_need_no_lm_eval():
-    code = ("import sys; sys.modules['lm_eval'] = None; import zaya_jax.train.loop, zaya_jax.evaluate.command; "
-            "print('datasets' in sys.modules, 'torch' in sys.modules)")  # fmt: skip
+    code = (
+        "import sys; sys.modules['lm_eval'] = None; import zaya_jax.train.loop, zaya_jax.evaluate.evaluate_command; "
+        "print('datasets' in sys.modules, 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
@@ -148,7 +150,7 @@ def test_each_evaluation_has_a_file_that_others_do_not_overwrite(run, tmp_path, 
         scored.append((options.dtype, options.tokenizer))
         return {"model": subject.source, "step": subject.step, "texts": {}}
 
-    monkeypatch.setattr("zaya_jax.evaluate.command._score", score)
+    monkeypatch.setattr("zaya_jax.evaluate.evaluate_command._score", score)
     (tmp_path / "a.txt").write_text("the model")
     text = ["--text", str(tmp_path / "a.txt")]
     variants = [text, [*text, "--dtype", "bfloat16"], [*text, "--tokenizer", str(export)]]
@@ -185,7 +187,7 @@ def test_an_error_of_the_system_is_one_sentence(run, error, status, said, capsys
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("zaya_jax.evaluate.command._score", fail)
+    monkeypatch.setattr("zaya_jax.evaluate.evaluate_command._score", fail)
     assert main([str(run[0])]) == status
     assert re.match(said, capsys.readouterr().err)
 

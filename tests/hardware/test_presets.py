@@ -204,14 +204,14 @@ def test_the_trainer_applies_it_before_jax_is_imported_says_so_and_keeps_compila
     code = f"""
 import sys
 from zaya_jax.config import load_config
-from zaya_jax.main import _prepare_jax
+from zaya_jax.job.jax_setup import prepare_jax
 
-_prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=mi355x"]))
+prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=mi355x"]))
 sys.modules["jax"].jit(lambda x: x + 1)(1)
 from zaya_jax.train.console import ConsoleReport
 
 ConsoleReport(load_config({str(ROOT / "configs" / "tiny.yaml")!r}), None, "gfx950").start()
-_prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=h100"]))  # too late, and so left
+prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=h100"]))  # too late, and so left
 import os
 assert os.environ["ZAYA_PRESET"] == "mi355x"
 """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.devices_helpers import on_devices
 from tests.lab.helpers import parse_rows
 from zaya_jax.config import ParallelConfig
-from zaya_jax.lab.measure.collectives import sweep as sweep_module
+from zaya_jax.lab.measure.collectives import collectives_sweep as sweep_module
 from zaya_jax.lab.measure.collectives import timing
 from zaya_jax.lab.measure.collectives.fit import fit_times
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, pattern

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tests.helpers import random_values, tiny_config
 from zaya_jax.config import load_config
-from zaya_jax.lab.measure.gemm import problems, sweep
-from zaya_jax.lab.measure.gemm.command import FAMILIES
+from zaya_jax.lab.measure.gemm import gemm_sweep as sweep
+from zaya_jax.lab.measure.gemm import problems
+from zaya_jax.lab.measure.gemm.gemm_command import FAMILIES
+from zaya_jax.lab.measure.gemm.gemm_sweep import Request, make_problems, time_problem
 from zaya_jax.lab.measure.gemm.problems import scale_counts
-from zaya_jax.lab.measure.gemm.sweep import Request, make_problems, time_problem
 from zaya_jax.machine.__main__ import main
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import select_kernels

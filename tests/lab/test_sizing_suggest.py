@@ -24,8 +24,8 @@ from zaya_jax.lab.predict.dry_run.suggest import (
     suggest,
     with_settings,
 )
-from zaya_jax.lab.predict.sizing import report
 from zaya_jax.lab.predict.sizing import shapes as shapes_module
+from zaya_jax.lab.predict.sizing import sizing_report as report
 from zaya_jax.lab.predict.sizing import suggest as sizing_suggest
 from zaya_jax.lab.predict.sizing.shapes import candidate_shapes
 from zaya_jax.lab.predict.sizing.suggest import (

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from zaya_jax.data.io_estimate import PAGE_BYTES
-from zaya_jax.lab.measure.storage import reads, saves, sweep
+from zaya_jax.lab.measure.storage import reads, saves
+from zaya_jax.lab.measure.storage import storage_sweep as sweep
 from zaya_jax.lab.measure.storage.reads import BLOCK, cached_fraction, drop_cached, time_reads, write_file
 from zaya_jax.lab.measure.storage.saves import time_saves
 from zaya_jax.machine.__main__ import main

@@ -14,9 +14,9 @@ import yaml
 from jax._src.clusters import ClusterEnv
 
 from tests.train_helpers import ROOT, write_run
-from zaya_jax.aegis.command import read_command
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.policy import Policy
+from zaya_jax.aegis.training_command import read_command
 from zaya_jax.main import main
 from zaya_jax.run.launcher import detect_launcher, node_index
 

@@ -73,7 +73,7 @@ def test_a_bad_task_is_one_sentence_before_anything_is_compiled(
     (tmp_path / "all.yaml").write_text("group: all\ntask: [letters, endings]\n")
     (tmp_path / "SAMPLED").write_text("tasks: [{name: letters, temperature: 1}]")
     (tmp_path / "GREEDY").write_text("tasks: [{name: written, samples: 3}]")
-    monkeypatch.setattr("zaya_jax.evaluate.command.open_text_model", lambda *_: pytest.fail("It went on."))
+    monkeypatch.setattr("zaya_jax.evaluate.evaluate_command.open_text_model", lambda *_: pytest.fail("It went on."))
     paths = [str(tmp_path / text) if text.isupper() else text for text in arguments]
     tasks = [] if "--task-folder" in paths else ["--task-folder", str(tmp_path)]
     assert main([str(export), *paths, *tasks]) == 2

@@ -58,7 +58,7 @@ def test_a_setting_under_which_no_step_can_be_traced_is_named(monkeypatch, setti
 ])  # fmt: skip
 def test_a_variable_that_jax_refuses_is_named(variable, value, said):
     code = """if True:
-        from zaya_jax.run.command import run_command
+        from zaya_jax.run.command_output import run_command
         def run():
             import jax
             jax.jit(abs).trace(1).lower().compile()(1)
@@ -112,7 +112,7 @@ def test_a_limit_that_is_reached_is_named_with_what_to_change(tmp_path, kind, li
 def test_a_library_that_reaches_a_limit_ends_a_command_with_one_line(limit, spare, action, said):
     code = f"""if True:
         import asyncio, os, resource, numpy
-        from zaya_jax.run.command import prepare_streams, run_command
+        from zaya_jax.run.command_output import prepare_streams, run_command
         prepare_streams()
         def run():
             used = {{"RLIMIT_AS": int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize(),
@@ -155,7 +155,7 @@ def test_the_reason_of_an_error_is_that_of_its_type(error, reason):
 
 
 def test_a_pipe_that_is_full_and_does_not_block_gets_everything_once_it_is_read():
-    code = "from zaya_jax.run.command import prepare_streams; prepare_streams(); print('x' * 200_000)"
+    code = "from zaya_jax.run.command_output import prepare_streams; prepare_streams(); print('x' * 200_000)"
     read, write = os.pipe()
     os.set_blocking(write, False)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=write)

@@ -199,8 +199,9 @@ def test_a_token_that_is_gone_or_unreadable_supersedes_nobody(tmp_path, harm):
 
 def test_a_process_that_computes_for_hours_ends_at_once_and_with_its_own_status(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from zaya_jax import main; from zaya_jax.run import fencing\n"
-        "fencing._EVERY = 0.01; process = main._Process(); fence = fencing.Fence(Path(sys.argv[1]), process.leave)\n"
+        "import sys, time; from pathlib import Path; from zaya_jax.job.process import TrainingProcess\n"
+        "from zaya_jax.run import fencing\n"
+        "fencing._EVERY = 0.01; fence = fencing.Fence(Path(sys.argv[1]), TrainingProcess().leave)\n"
         "fence.take({}); fence.watch(); print(flush=True)\n"
         "try: time.sleep(3600)\n"
         "finally: Path(sys.argv[1], 'written').touch()"

@@ -14,7 +14,7 @@ from zaya_jax.config import load_config
 from zaya_jax.config.shipped import shipped
 from zaya_jax.errors import InputError
 from zaya_jax.run import typed_name as typed_name_module
-from zaya_jax.run.command import run_command
+from zaya_jax.run.command_output import run_command
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.typed_name import TYPED, typed_name
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.run.plot import smoothed
+from zaya_jax.run.figures import smoothed
 
 LOSSES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), max_size=40)
 

@@ -124,7 +124,8 @@ def test_a_run_is_the_same_again_elsewhere(finished, tmp_path):
 
 
 def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("zaya_jax.train.report.generate_tokens", lambda *_, **__: [Continuation([5, 6], [], False)])
+    generated = [Continuation([5, 6], [], False)]
+    monkeypatch.setattr("zaya_jax.train.final_report.generate_tokens", lambda *_, **__: generated)
     config = small_run(tmp_path)
     for _ in range(2):
         assert main(["--config", str(tmp_path / "run.yaml")]) == 0

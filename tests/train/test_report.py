@@ -13,15 +13,15 @@ from zaya_jax.data.pipeline import heldout_text
 from zaya_jax.generate.decode import Continuation
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.tree import parameters
-from zaya_jax.train.plot import plot_run
-from zaya_jax.train.report import continuation, report
+from zaya_jax.train.final_report import continuation, report
+from zaya_jax.train.run_plot import plot_run
 
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
     """What is asked of `generate_tokens`, whose tests are elsewhere; it answers with two tokens."""
     asked = []
-    monkeypatch.setattr("zaya_jax.train.report.generate_tokens", lambda *arguments, **options: (
+    monkeypatch.setattr("zaya_jax.train.final_report.generate_tokens", lambda *arguments, **options: (
         asked.append((arguments, options)), [Continuation([65, 66], [], stopped=False)])[1])  # fmt: skip
     return asked
 

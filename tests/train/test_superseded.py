@@ -17,8 +17,8 @@ from zaya_jax.errors import Superseded
 from zaya_jax.run.fencing import FENCE, Fence
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
+from zaya_jax.train.final_report import report
 from zaya_jax.train.loop import run_training
-from zaya_jax.train.report import report
 
 
 def content(folder):

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_jax.aegis.checks import check_timeouts
-from zaya_jax.aegis.command import read_command
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import serve
 from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.policy import load_policy
-from zaya_jax.aegis.report import describe_run, format_report, format_status
+from zaya_jax.aegis.supervision_report import describe_run, format_report, format_status
 from zaya_jax.aegis.supervisor import Supervisor
+from zaya_jax.aegis.training_command import read_command
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError, Reason
 from zaya_jax.hardware.detection import select_preset
-from zaya_jax.run.command import prepare_streams, run_command
+from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser

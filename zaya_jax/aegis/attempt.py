@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from zaya_jax.aegis import evidence
-from zaya_jax.aegis.command import TrainingCommand
 from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure, RankEnd, find_failure
 from zaya_jax.aegis.hang import HangWatch
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.processes import KILL_SECONDS, ProcessGroup, kill_orphans
 from zaya_jax.aegis.shared import Detected, Shared
 from zaya_jax.aegis.state import describe_ranks, write_state
+from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.aegis.watch import Watch
 from zaya_jax.errors import REQUESTED, ExitCode
 from zaya_jax.run.progress_record import Phase

@@ -22,7 +22,7 @@ from typing import Any
 from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.aegis.processes import die_with_parent
-from zaya_jax.aegis.report import supervisor_folders
+from zaya_jax.aegis.supervision_report import supervisor_folders
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps

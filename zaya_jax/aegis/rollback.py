@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zaya_jax.aegis.command import TrainingCommand
 from zaya_jax.aegis.failure import SKIPPED, Failure
+from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.config.stages import rows_before
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import TypeVar
 
 from zaya_jax.aegis.attempt import Attempt
-from zaya_jax.aegis.command import TrainingCommand
 from zaya_jax.aegis.decision import Decision, decide, final_code
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Failure
@@ -27,6 +26,7 @@ from zaya_jax.aegis.rollback import plan_rollback, roll_back
 from zaya_jax.aegis.shared import Shared
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
+from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.aegis.training_watch import level_changes
 from zaya_jax.aegis.watch import Watch
 from zaya_jax.errors import InputError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_jax.errors import ExitCode, InputError, printable
-from zaya_jax.run.command import prepare_streams, run_command
+from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
 
 

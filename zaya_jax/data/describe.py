@@ -18,7 +18,7 @@ from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.data.trimming import Outcome
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.plot import legend_beside, panels
+from zaya_jax.run.figures import legend_beside, panels
 from zaya_jax.run.table import format_table
 from zaya_jax.run.writing import make_folder
 

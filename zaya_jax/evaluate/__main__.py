@@ -10,7 +10,7 @@ from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, RunStopped, exit_message
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import keep_compilations
-from zaya_jax.run.command import prepare_streams, run_command
+from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         preset = select_preset(None)
         peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, preset.peer_timeout)
-        from zaya_jax.evaluate.command import evaluate
+        from zaya_jax.evaluate.evaluate_command import evaluate
 
         try:
             evaluate(options)

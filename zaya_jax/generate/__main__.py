@@ -12,7 +12,7 @@ from typing import Any
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
-from zaya_jax.run.command import Unescaped, is_output_read, prepare_streams, run_command
+from zaya_jax.run.command_output import Unescaped, is_output_read, prepare_streams, run_command
 from zaya_jax.run.files import read_text
 from zaya_jax.run.parser import Parser
 

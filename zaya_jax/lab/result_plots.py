@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.lab.plot import draw_lines
-from zaya_jax.run.plot import legend_beside, panels
+from zaya_jax.lab.line_plot import draw_lines
+from zaya_jax.run.figures import legend_beside, panels
 
 Result = dict[str, Any]
 

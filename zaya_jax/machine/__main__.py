@@ -9,16 +9,16 @@ from typing import Any
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.huge_pages import use_huge_pages
-from zaya_jax.lab.command import add_flags, add_verb, run_verb, verb_examples
-from zaya_jax.lab.measure.breakdown import command as step
-from zaya_jax.lab.measure.collectives import command as collectives
-from zaya_jax.lab.measure.gemm import command as gemm
-from zaya_jax.lab.measure.memory import command as memory
-from zaya_jax.lab.measure.preflight import command as preflight
-from zaya_jax.lab.measure.storage import command as storage
-from zaya_jax.lab.predict.sizing import command as sizing
-from zaya_jax.lab.report import command as report
-from zaya_jax.run.command import prepare_streams
+from zaya_jax.lab.measure.breakdown import step_command as step
+from zaya_jax.lab.measure.collectives import collectives_command as collectives
+from zaya_jax.lab.measure.gemm import gemm_command as gemm
+from zaya_jax.lab.measure.memory import memory_command as memory
+from zaya_jax.lab.measure.preflight import preflight_command as preflight
+from zaya_jax.lab.measure.storage import storage_command as storage
+from zaya_jax.lab.predict.sizing import sizing_command as sizing
+from zaya_jax.lab.report import report_command as report
+from zaya_jax.lab.verbs import add_flags, add_verb, run_verb, verb_examples
+from zaya_jax.run.command_output import prepare_streams
 from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.machine"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.command import prepare_streams, run_command
+from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.files import expanded, write_atomically
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.writing import resolved

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from zaya_jax.report.history import Line, scaled
-from zaya_jax.report.plot import Plot, Scale, color, evaluated, level, make_figure, noisy, plain, trace
+from zaya_jax.report.page_plot import Plot, Scale, color, evaluated, level, make_figure, noisy, plain, trace
 from zaya_jax.report.subject import Subject
 from zaya_jax.run.folder import METRICS, TIMINGS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from zaya_jax.report.plot import Plot
+from zaya_jax.report.page_plot import Plot
 from zaya_jax.report.sections import make_sections
 from zaya_jax.report.subject import Subject, Warn, make_or
 from zaya_jax.report.tables import overview

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from zaya_jax.errors import as_sentence
 from zaya_jax.report import comparison, settings, single, tables
-from zaya_jax.report.plot import Plot
+from zaya_jax.report.page_plot import Plot
 from zaya_jax.report.subject import DAMAGE, Subject
 from zaya_jax.run.folder import CONFIG
 from zaya_jax.run.table import Table

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from zaya_jax.report.plot import Plot, color, evaluated, level, make_figure, noisy, plain
+from zaya_jax.report.page_plot import Plot, color, evaluated, level, make_figure, noisy, plain
 from zaya_jax.report.series import significant
 from zaya_jax.report.subject import Subject
 from zaya_jax.run.folder import METRICS

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from zaya_jax.config.schema import Config
 from zaya_jax.errors import did_you_mean, printable
-from zaya_jax.run.command import status_of_output
+from zaya_jax.run.command_output import status_of_output
 from zaya_jax.run.typed_name import typed_name
 
 _KEYS = {field.name for field in dataclasses.fields(Config)}  # with which overrides begin

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.text import Text
 
 from zaya_jax.errors import printable
-from zaya_jax.run.command import Unescaped
+from zaya_jax.run.command_output import Unescaped
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from zaya_jax.data.plan import RunPlan
 from zaya_jax.errors import printable
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.hardware.environment import describe_preset
-from zaya_jax.run.command import Unescaped
+from zaya_jax.run.command_output import Unescaped
 
 _LONG = 900  # seconds; for longer runs on a CPU, the console says how to shorten them
 _SHORT = 300  # seconds of the shortened run

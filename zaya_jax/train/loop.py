@@ -49,10 +49,10 @@ from zaya_jax.train.initialization import (
 )
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
-from zaya_jax.train.plot import plot_run
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.resumption import resume, resume_from
+from zaya_jax.train.run_plot import plot_run
 from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.sinks import open_sinks, require_login, require_sinks
 from zaya_jax.train.state import TrainState

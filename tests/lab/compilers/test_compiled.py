@@ -17,9 +17,9 @@ from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.predict.compilers.compiled import compile_step
+from zaya_jax.lab.predict.compilers.compiled_report import collective_rows, launch_rows, move_rows
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.predict import PartCost, phase_shares, predict
-from zaya_jax.lab.predict.compilers.report import collective_rows, launch_rows, move_rows
 from zaya_jax.lab.predict.compilers.toolchain import environment
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.main import main

@@ -13,6 +13,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.lab.predict.compilers.collectives import collectives, device_groups, mesh_axes
 from zaya_jax.lab.predict.compilers.compiled import failure_reason
+from zaya_jax.lab.predict.compilers.compiled_report import move_rows
 from zaya_jax.lab.predict.compilers.hlo import Instruction, arrays, entry_place, parse, shape_bytes, walk
 from zaya_jax.lab.predict.compilers.predict import (
     Shares,
@@ -22,7 +23,6 @@ from zaya_jax.lab.predict.compilers.predict import (
     phase_shares,
     predict,
 )
-from zaya_jax.lab.predict.compilers.report import move_rows
 
 H200 = HARDWARE["h200"]
 # A loop of 20 layers in a loop of 4 micro-batches, and a gather that one fusion hides.

@@ -7,7 +7,8 @@ import pytest
 
 from zaya_jax.config import load_config, to_yaml
 from zaya_jax.errors import InputError
-from zaya_jax.lab.predict.dry_run import prove, report
+from zaya_jax.lab.predict.dry_run import dry_run_report as report
+from zaya_jax.lab.predict.dry_run import prove
 
 SMALL = ["train.batch.tokens=512", "model.num_layers=1", "model.vocab_size=64", "data.context=64"]
 PLAIN = ["model.attention=gqa", "model.router=linear", "optimizer.matrices=adamw"]

@@ -9,7 +9,7 @@ import pytest
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.lab.predict.dry_run import report
+from zaya_jax.lab.predict.dry_run import dry_run_report as report
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.main import main
 from zaya_jax.run.table import size_text

@@ -9,7 +9,8 @@ from tests.lab.helpers import share_states
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.lab.predict.dry_run import memory, report
+from zaya_jax.lab.predict.dry_run import dry_run_report as report
+from zaya_jax.lab.predict.dry_run import memory
 from zaya_jax.lab.predict.dry_run import suggest as module
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.lab.predict.dry_run.memory import count_activations, residual_bytes

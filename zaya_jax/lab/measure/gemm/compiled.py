@@ -7,7 +7,7 @@ from typing import Any
 
 from zaya_jax.config import Config
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.lab.measure.gemm.sweep import Request, make_problems
+from zaya_jax.lab.measure.gemm.gemm_sweep import Request, make_problems
 from zaya_jax.lab.predict.compilers.compiled import check_gpu, run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse

@@ -6,7 +6,7 @@ from typing import Any
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.lab.command import add_flags, add_verb
+from zaya_jax.lab.verbs import add_flags, add_verb
 
 
 def add(verbs: Any, program: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage, micro_batch
 from zaya_jax.errors import InputError
-from zaya_jax.lab.command import add_config, add_flags, add_verb, parse_bytes
+from zaya_jax.lab.verbs import add_config, add_flags, add_verb, parse_bytes
 
 _DTYPES = ("bfloat16", "float32")
 FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
@@ -55,7 +55,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
                          "--dtype.")  # fmt: skip
     stage = largest_stage(config, 0)
     tokens = parsed.tokens or micro_batch(config, stage, 1) * stage.context // config.parallel_for(phase).context
-    from zaya_jax.lab.measure.gemm.sweep import Request, measure_gemm
+    from zaya_jax.lab.measure.gemm.gemm_sweep import Request, measure_gemm
 
     request = Request(parsed.families, dtype, list(range(first, last + 1, step)),
                       parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)  # fmt: skip

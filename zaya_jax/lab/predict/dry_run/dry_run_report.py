@@ -11,7 +11,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
 from zaya_jax.hardware.measurements import get_hardware
-from zaya_jax.lab.predict.compilers import report as compiler_report
+from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step
 from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, predict
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain

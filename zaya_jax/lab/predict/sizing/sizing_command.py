@@ -9,7 +9,7 @@ from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.measurements import get_hardware
-from zaya_jax.lab.command import add_config, add_flags, add_verb
+from zaya_jax.lab.verbs import add_config, add_flags, add_verb
 
 
 def add(verbs: Any, program: str) -> None:
@@ -49,8 +49,8 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
     request = _check_request(parsed, config) if parsed.suggest else None
     from zaya_jax.lab.predict.sizing.check import check_sizing, read_measured
-    from zaya_jax.lab.predict.sizing.report import lines, suggest_shapes
     from zaya_jax.lab.predict.sizing.rules import Measured
+    from zaya_jax.lab.predict.sizing.sizing_report import lines, suggest_shapes
     from zaya_jax.lab.report.tables import TABLES
     from zaya_jax.lab.result import print_tables
 

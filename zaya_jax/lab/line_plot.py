@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zaya_jax.run.plot import FAINT, integer_steps, legend_beside, panels
+from zaya_jax.run.figures import FAINT, integer_steps, legend_beside, panels
 
 _SEED = " seed "
 

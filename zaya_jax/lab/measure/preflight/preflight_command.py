@@ -8,7 +8,7 @@ from zaya_jax.config.checks import require
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import recorded_result
-from zaya_jax.lab.command import add_config, add_flags, add_verb, run_in_job
+from zaya_jax.lab.verbs import add_config, add_flags, add_verb, run_in_job
 from zaya_jax.run.options import add_job
 
 VERB = "preflight"

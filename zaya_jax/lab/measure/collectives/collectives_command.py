@@ -11,7 +11,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.measurements import measured_preset
-from zaya_jax.lab.command import add_flags, add_verb, parse_bytes, run_in_job
+from zaya_jax.lab.verbs import add_flags, add_verb, parse_bytes, run_in_job
 from zaya_jax.run.options import add_job
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
@@ -72,7 +72,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
         apply_preset(preset if config.measurements is None else measured_preset(preset, config.measurements))
 
     def work() -> dict[str, Any]:
-        from zaya_jax.lab.measure.collectives.sweep import Sweep, measure_collectives
+        from zaya_jax.lab.measure.collectives.collectives_sweep import Sweep, measure_collectives
 
         sweep = Sweep(tuple(parsed.operations), tuple(parsed.dtypes), sizes, tuple(parsed.devices), layout,
                       tuple(parsed.axis), parsed.mode, parsed.repeats)  # fmt: skip

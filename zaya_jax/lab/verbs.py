@@ -11,7 +11,7 @@ from typing import Any
 from zaya_jax.errors import ExitCode, InputError, exit_message
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.lab.result import check_request, write_result
-from zaya_jax.run.command import run_command
+from zaya_jax.run.command_output import run_command
 
 Run = Callable[[argparse.Namespace], dict[str, Any]]
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}

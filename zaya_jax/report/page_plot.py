@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from zaya_jax.report.history import Line
 from zaya_jax.report.series import significant, thin
-from zaya_jax.run.plot import FAINT, smoothed
+from zaya_jax.run.figures import FAINT, smoothed
 
 # A color means the same run, source or role in all plots. Color-blind readers can distinguish the first ones.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a", "#8c6d31", "#b3261e",

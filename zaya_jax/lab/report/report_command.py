@@ -6,8 +6,8 @@ from typing import Any
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
-from zaya_jax.lab.command import add_verb
 from zaya_jax.lab.result import check_request
+from zaya_jax.lab.verbs import add_verb
 
 
 def add(verbs: Any, program: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from zaya_jax.config.checks import require
 from zaya_jax.hardware.environment import keep_compilations
-from zaya_jax.lab.command import Run, add_flags, help_texts, run_verb
+from zaya_jax.lab.verbs import Run, add_flags, help_texts, run_verb
 from zaya_jax.run.parser import Parser
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
-from zaya_jax.lab.command import add_config, add_flags, add_verb, parse_bytes
+from zaya_jax.lab.verbs import add_config, add_flags, add_verb, parse_bytes
 
 _SMALLEST = 2**20  # bytes
 
@@ -33,6 +33,6 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     for count in parsed.threads:
         require(1 <= count <= 256, "--threads", count, "between 1 and 256")
     config = load_config(parsed.config, parsed.overrides)
-    from zaya_jax.lab.measure.storage.sweep import measure_storage
+    from zaya_jax.lab.measure.storage.storage_sweep import measure_storage
 
     return measure_storage(config, size, parsed.threads, parsed.repeats)

@@ -5,7 +5,7 @@ from typing import Any
 
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
-from zaya_jax.lab.command import add_flags, add_verb, parse_bytes
+from zaya_jax.lab.verbs import add_flags, add_verb, parse_bytes
 
 _SMALLEST = 4096  # bytes of an array
 
@@ -37,6 +37,6 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
 
     if parsed.stream and jax.default_backend() != "cpu":
         raise InputError(f"--stream is only for CPUs, but JAX uses {jax.default_backend()}. Remove it.")
-    from zaya_jax.lab.measure.memory.sweep import measure_memory
+    from zaya_jax.lab.measure.memory.memory_sweep import measure_memory
 
     return measure_memory(sorted(set(sizes)), model, parsed.repeats, stream=parsed.stream)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.run.plot import FAINT, integer_steps, legend_beside, panels, smoothed
+from zaya_jax.run.figures import FAINT, integer_steps, legend_beside, panels, smoothed
 
 _SMOOTH = 20  # parts of the run that the smoothed loss is a mean over
 _NAMED_LAYERS = 8  # of more, only the first and the last are in the legend
