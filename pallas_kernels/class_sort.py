@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import Architecture, tile
 
-_COUNTS = 2**14  # of a program, which holds one for each token and class in registers
+_MOST = 2**19  # tokens × classes² of a program, whose counts, one for each token and class, are in registers
 
 
 def class_sort(
@@ -36,7 +36,7 @@ def class_sort(
     """
     (tokens,), warps, _ = tile("class_sort", architecture, dtype)
     lanes, count = pl.next_power_of_2(classes), class_t.shape[0]
-    tokens = min(tokens, max(_COUNTS // lanes, 1))
+    tokens = min(tokens, max(_MOST // lanes**2, 1))
     order_t, sizes = launch(
         functools.partial(_kernel, tokens=tokens, lanes=lanes),
         class_t,

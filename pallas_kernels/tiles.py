@@ -163,7 +163,7 @@ ALTERNATIVES: dict[str, dict[str, str]] = {
         "attention_backward_keys": "32×64/4/1 16×128/4/1",
         "attention_backward_queries": "64×32/4/1 128×16/4/1 128×32/8/1",
         "decode": "32×1024/4/1 64×512/4/1 64×2048/4/1",
-        "cca_mix": "16×64/4/1 32×32/4/1 32×64/8/1 64×64/8/1",
+        "cca_mix": "16×64/4/1 32×32/4/1 64×64/8/1",
         "cca_mix_by_head": "64×64/4/1 64×64/8/1 64×128/8/1 128×64/8/1",
         "cca_mix_backward_norm": "16/4/1 64/8/1",
         "cca_mix_backward_rows": "32×128/4/1 32×64/4/1 64×64/4/1 64×128/8/1",
