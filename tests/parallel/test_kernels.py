@@ -4,6 +4,8 @@ import jax
 import pytest
 
 from tests.train_helpers import CONFIG
+from zaya_jax.config.table import Table
+from zaya_jax.errors import InputError
 from zaya_jax.ops import registry
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target, current_target
@@ -56,3 +58,29 @@ def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
     assert "residual_norm" not in selection.chosen
     assert "gram_polynomial" in selection.chosen
     assert f"No pallas kernel for residual_norm: {other[2]}" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:The pallas kernel for residual_norm")
+@pytest.mark.parametrize("here", [True, False])
+def test_a_pinned_kernel_that_is_wrong_on_one_process_ends_all(monkeypatch, here):
+    why = "its error is 2, above the tolerance 0.001."
+    sent = []
+
+    def all_gather(topic, value, seconds):
+        sent.append(value)
+        return [value, [] if here else [["residual_norm", "pallas", why]]]
+
+    def validate_kernels(selection, model, dtype, **_):
+        if here:
+            registry.reject(GPU, "residual_norm", "pallas", why)
+            registry.select_kernels(GPU, model, dtype, None, selection.pinned)
+        return selection
+
+    for module in (placement, room):
+        monkeypatch.setattr(module, "current_target", lambda: GPU)
+    monkeypatch.setattr(room, "all_gather", all_gather)
+    monkeypatch.setattr(room, "broadcast", lambda value: value)
+    monkeypatch.setattr(room, "validate_kernels", validate_kernels)
+    with pytest.raises(InputError, match=r"ops\.residual_norm=pallas cannot be used: its error is 2"):
+        validated_kernels(dataclasses.replace(CONFIG, ops=Table({"residual_norm": "pallas"})))
+    assert sent == [[["residual_norm", "pallas", why]] if here else []]

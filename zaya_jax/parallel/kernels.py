@@ -39,12 +39,17 @@ def validated_kernels(
     texts = broadcast([found.text, found.source] if found else [])
     table = KernelTable(*texts) if texts else None
     while True:
-        selection = device_kernels(config.model, dtype, table, config.ops)
-        selection = validate_kernels(selection, config.model, dtype, training=training)
+        selection, problem = device_kernels(config.model, dtype, table, config.ops), None
         target = selection.target
+        try:
+            selection = validate_kernels(selection, config.model, dtype, training=training)
+        except InputError as error:  # of a pinned kernel: once the others know that it is wrong, they raise it, too
+            problem = error
         processes = all_gather("kernels", rejections(target), _PATIENCE)
         for operation, kernel, reason in (rejection for process in processes for rejection in process):
             reject(target, operation, kernel, reason)
+        if problem is not None:
+            raise problem
         # A kernel that one process rejects is now rejected in all. Its replacement must be validated, too.
         if all({tuple(r[:2]) for r in process} == {tuple(r[:2]) for r in processes[0]} for process in processes):
             break
