@@ -54,7 +54,7 @@ def bench_checkpoint(
         f"states of {', '.join(f'{size:g}' for size in sizes)} GiB, 16 large arrays and 1,000 of 1 KiB",
         "process_allgather to process 0, which pickles",
         ("orbax-checkpoint", "tensorstore"),
-    )  # fmt: skip
+    )
     result["results"] = []
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=folder) as name:
         result["hardware"]["disk"] = describe_disk(Path(name))

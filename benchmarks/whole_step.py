@@ -70,7 +70,7 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
         f"{batch} x {context} tokens a step",
         f"transformers ZayaForCausalLM (sdpa, default experts), all in {dtype}, torch.optim.AdamW(fused=True)",
         ("flax", "optax", "torch", "transformers"),
-    )  # fmt: skip
+    )
     waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     result["hardware"]["load"] = f"load average over the preceding minute: {waiting:.1f} on {cpus} CPUs"
     with restored_environment():

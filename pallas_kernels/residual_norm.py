@@ -127,7 +127,7 @@ def residual_norm_backward(
         out_shape=(*like, partial),
         warps=cut.warps,
         architecture=architecture,
-    )  # fmt: skip
+    )
     sums_sd = partial_psd.sum(0)
     if vectors_d:
         # The gradient of a bias is the sum of its term's gradient, times the scale.

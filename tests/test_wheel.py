@@ -113,7 +113,7 @@ def test_a_model_is_trained_asked_and_exported_in_an_empty_folder(zaya: Path, tm
         (["train", "--config", "configs/tiny.yaml", *SMALL], "Run folder: runs/tiny"),
         (["generate", "runs/tiny", "--prompt", "def ", "--max-new-tokens", 4], "def "),
         (["checkpoint", "export-hf", "runs/tiny", "exported"], "Exported "),
-    ):  # fmt: skip
+    ):
         done = run(zaya, *command, folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert said in done.stdout

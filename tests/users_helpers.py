@@ -67,7 +67,7 @@ PLANTED: dict[str, Callable[[Path, Path], object]] = {
     "file": lambda path, home: path.write_text("theirs"),
     "folder": lambda path, home: (path.mkdir(0o777), (path / "1").write_text("theirs")),
     "folder with a link": lambda path, home: (path.mkdir(0o777), (path / "1").symlink_to(home / "thesis")),
-}  # fmt: skip
+}
 
 
 def plant(kind: str, path: Path, home: Path) -> None:

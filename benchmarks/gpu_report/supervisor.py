@@ -259,7 +259,7 @@ def _drill_problems(card: Mapping[str, Any]) -> list[str]:
 
 def _memory_problems(
     events: Sequence[Mapping[str, Any]], readings: Sequence[Reading], figures: dict[str, Any], notes: list[str]
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Compare used memory at each restart and at the end with that before the drill, and the numbers of processes.
 
     The new process has not reached the GPU when it is read for the first time, as Python and jax start more slowly.

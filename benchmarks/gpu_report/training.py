@@ -106,7 +106,7 @@ def _run(model: ModelConfig, data: DataConfig, sequences: int, steps: int, dtype
 
 def _train(
     config: Config, seconds: float | None, environment: Mapping[str, str] | None = None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:  # fmt: skip
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
     """Train with `zaya_jax.main`, and stop it `seconds` after its first step; None to let it end.
 
     Returns:

@@ -146,7 +146,7 @@ def test_a_run_that_has_not_started_has_no_values(tmp_path):
         (f"aegis/{NODE}/events.jsonl", b'{"v": 1, "id": 1, "attempt": 1, "unix": 0}\n', None),
         (f"aegis/{NODE}/events.jsonl", b"\0" * 1000, None),
     ],
-)  # fmt: skip
+)
 def test_damage_costs_the_samples_of_one_file_at_most(tmp_path, name, content, source):
     run_dir = make_run(tmp_path / "run")
     (run_dir / name).parent.mkdir(parents=True, exist_ok=True)

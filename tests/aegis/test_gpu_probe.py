@@ -15,7 +15,7 @@ from zaya_jax.aegis.gpu_probe import GpuProbe
 from zaya_jax.aegis.observation import FaultClass, Severity
 
 ROOT = Path(__file__).parents[2]
-SCENARIO = '''
+SCENARIO = """
 import json, os, stat, time
 with open(os.environ["FAKE_GPUS"]) as file:
     scenario = json.load(file)
@@ -33,7 +33,7 @@ if fault == "flood":
     [pipe] = [fd for fd in range(3, 9) if os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISFIFO(os.fstat(fd).st_mode)]
     while True:
         os.write(pipe, b"x" * 65536)
-'''  # fmt: skip
+"""
 AMD = (
     SCENARIO
     + """

@@ -31,12 +31,12 @@ HARMLESS = {
         "W0926 bfc_allocator.cc:501] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.1GiB. The caller "
         "indicates that this is not a failure, but this may mean that there could be performance gains.",
         "node7:4242:4299 [0] NCCL INFO NET/IB : Using [0]ionic_0:1/RoCE [1]ionic_1:1/RoCE",
-        "node7:4242:4299 [0] init.cc:1201 NCCL WARN Missing \"iommu=pt\" from kernel command line",
+        'node7:4242:4299 [0] init.cc:1201 NCCL WARN Missing "iommu=pt" from kernel command line',
         "Resuming from step 250 of runs/tiny.",
         "RESOURCE_EXHAUSTED: Received message larger than max (5243001 vs. 4194304)",
         "Stopped by SIGTERM. The newest checkpoint in runs/tiny is step 250: rerunning the command resumes from it.",
         "Thread is unstuck! Warning above was a false-positive. Perhaps the timeout is too short.",
-        "  File \"loop.py\", line 12, in check  # raise MemoryError",
+        '  File "loop.py", line 12, in check  # raise MemoryError',
         "W1126 06:00:00.123456 157988 gemm_fusion_autotuner.cc:1045] autotuning candidate skipped: RESOURCE_EXHAUSTED: "
         "Out of memory while trying to allocate 8589934592 bytes.",
         "The disk answered: No space left on device",
@@ -65,7 +65,7 @@ HARMLESS = {
         "Lustre: capstor-OST003a-osc-ffff3000ef06c000: Connection restored to  (at 172.28.1.43@tcp)",
         "",
     ],
-}  # fmt: skip
+}
 
 
 def code_of(source, line):

@@ -23,7 +23,7 @@ def render(template, content):
         ("{% set n = messages | length %}{{ 'ab' | center(n * 10 ** 10) }}", "needs more than 1,024 MiB of memory"),
         ("{{ 'a' * (2 ** 24 + 1) }}", "writes more than 16,777,216 characters"),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_needs_too_much_is_stopped_and_the_next_one_runs(source, reason):
     default = load_template(None)
     before = render(default, "answer")

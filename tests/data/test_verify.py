@@ -93,7 +93,7 @@ def test_a_file_with_a_new_time_alone_is_read_again_alone(folder, cache, read):
     "notes",
     [b"", b"[]", b"3", b"null", b"{", b"\xff", b'{"tokenizer.json": null}', b'{"tokenizer.json": ["", 0, 0]}'],
     ids=lambda notes: notes.decode("latin1"),
-)  # fmt: skip
+)
 def test_damaged_notes_are_made_anew(folder, cache, read, notes):
     check(folder, cache)
     (path,) = cache.glob("*.json")

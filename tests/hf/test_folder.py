@@ -245,7 +245,7 @@ def test_a_legacy_folder_is_told_by_its_names(legacy):
         "model.res_scale.residual_bias",
     ],
 )
-def test_a_legacy_tensor_is_missed_and_measured(legacy, name):  # fmt: skip
+def test_a_legacy_tensor_is_missed_and_measured(legacy, name):
     def narrow(tensors):
         tensors[name] = np.ascontiguousarray(tensors[name][:-1])
 
@@ -261,7 +261,7 @@ def test_a_legacy_tensor_is_missed_and_measured(legacy, name):  # fmt: skip
         "model.layers.1.zaya_block.experts.local_experts.4.linear_fc1.weight",
     ],
 )
-def test_a_legacy_tensor_too_many_is_named(legacy, name):  # fmt: skip
+def test_a_legacy_tensor_too_many_is_named(legacy, name):
     extra = np.ones(8, np.float32)
     assert f"The tensor {name} in" in rewrite(legacy, lambda tensors: tensors.update({name: extra}))
 

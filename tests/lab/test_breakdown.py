@@ -59,8 +59,7 @@ def test_every_moment_counts_once(operations):
         exposed += communicates and not running
         overlapped += communicates and bool(running)
     assert timeline.parts == pytest.approx({part: count / SECOND for part, count in parts.items()}, abs=1e-15)
-    assert (timeline.exposed, timeline.overlapped) == pytest.approx(
-        (exposed / SECOND, overlapped / SECOND), abs=1e-15)  # fmt: skip
+    assert (timeline.exposed, timeline.overlapped) == pytest.approx((exposed / SECOND, overlapped / SECOND), abs=1e-15)
 
 
 def test_overlap_is_a_share_of_the_time_of_collectives():

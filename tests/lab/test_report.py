@@ -82,8 +82,7 @@ def results() -> dict[str, dict]:
     machine["network"] = {"interfaces": {"eth0": {"state": "up", "speed": 100000}}, "plugins": {
         "librccl-net.so": {"files": ["/usr/lib/librccl-net.so"], "loaded": False}},
         "rdma": {"mlx5_0/1": {"link_layer": "Ethernet", "state": "ACTIVE", "rate": None}}}  # fmt: skip
-    made = {"describe": machine, "preflight": preflight(), "collectives": collectives(),
-            "step": step()}  # fmt: skip
+    made = {"describe": machine, "preflight": preflight(), "collectives": collectives(), "step": step()}
     for verb in ("memory", "storage", "gemm"):
         made[verb] = read(f"machine_cpu/{verb}")
         made[verb]["hardware"] |= made["step"]["hardware"]

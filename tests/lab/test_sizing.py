@@ -59,7 +59,7 @@ CASES = [
     (rules.strides, GOOD._replace(measured=Measured(stride=0.99)), "PASS", 0.01),
     (rules.strides, GOOD._replace(measured=Measured(stride=0.7)), "WARN", 0.3),
     (rules.buffers, GOOD._replace(message=9 * 10**6, measured=Measured(knee=9e6)), "PASS", 0.1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("rule", "sizes", "status", "loss"), CASES)

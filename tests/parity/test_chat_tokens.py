@@ -219,8 +219,7 @@ THINKING = """{{ bos_token }}{{ unk_token }}{{ pad_token }}{{ sep_token is defin
 def test_reasoning_is_written_as_transformers_writes_it(tmp_path, template, key):
     backend, specials, *_, config = FORMS["chatml"]
     backend([*specials, "<unk>"]).save(str(tmp_path / "tokenizer.json"))
-    tree = {**config, "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>",
-            "pad_token": "<|endoftext|>"}  # fmt: skip
+    tree = {**config, "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "pad_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tree))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours, others = Template(template, "x"), other_tokens(tmp_path)

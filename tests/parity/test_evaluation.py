@@ -165,7 +165,7 @@ HALF = "the model\ud800"
         ("generate_until", ("the", {"max_gen_toks": 3}), (HALF, {"max_gen_toks": 3}), r"model\\ud800': .* position 9"),
         ("generate_until", ("the", {"max_gen_toks": 3}), ("row", {"max_gen_toks": 128}), "'row': .*128 new tokens"),
     ],
-)  # fmt: skip
+)
 def test_a_request_that_cannot_be_answered_is_named_and_the_others_are_answered(export, kind, good, bad, said):
     model = ours(export)
     answer = getattr(model, kind)

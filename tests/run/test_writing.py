@@ -164,7 +164,7 @@ def test_the_target_of_a_link_is_not_created(tmp_path):
 ])  # fmt: skip
 def test_a_file_is_continued_if_only_its_user_or_the_team_could_put_it_there(
     public, owner, place_owner, mode, accepted
-):  # fmt: skip
+):
     (public / "place").mkdir()
     os.chown(public / "place", place_owner, TEAM)
     (public / "place").chmod(mode)

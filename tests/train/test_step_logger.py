@@ -97,8 +97,7 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(logger, clock):
 
 
 def test_the_loss_of_each_source_that_was_read_is_a_mean_over_its_tokens():
-    config = change(CONFIG, {"data.sources": Table({name: SourceConfig(name) for name in "abc"}),
-                             "train.log_every": 1})  # fmt: skip
+    config = change(CONFIG, {"data.sources": Table({name: SourceConfig(name) for name in "abc"}), "train.log_every": 1})
     logger = StepLogger(config, [rows := Rows()])
     logger.start_step(1, metrics(source_loss=jnp.array([6.0, 0.0, 5.0]), source_tokens=jnp.array([3.0, 0.0, 2.0])), 0.0)
     logger.record()

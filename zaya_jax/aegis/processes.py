@@ -143,8 +143,7 @@ class Rank:
             progress = self._unfinished.get(run) or next(iter(self._unfinished.values()))
         elif self._finished is not None and progress is not None and progress.first_step < 0:
             progress = self._finished  # another command came after it
-        end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed,
-                      expects_record=self._expects_record)  # fmt: skip
+        end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed, expects_record=self._expects_record)
         self.end = end if progress is None else dataclasses.replace(
             end, step=progress.step if progress.first_step >= 0 else -1, phase=progress.phase,
             record=progress.exit_record, has_progress=True, is_wrapped=progress.pid != self.process.pid,

@@ -81,8 +81,7 @@ def _parser() -> Parser:
                      )  # fmt: skip
     add.add_argument("--carry", type=Path, metavar="FOLDER",
                      help="folder whose tokenizer and generation files are copied (default: the run's)")  # fmt: skip
-    add.add_argument("--base", metavar="SOURCE",
-                     help="base model of the adapters (default: init_from of their run)")  # fmt: skip
+    add.add_argument("--base", metavar="SOURCE", help="base model of the adapters (default: init_from of their run)")
     add.add_argument("--peft", action="store_true",
                      help="write adapters as a folder of the peft library instead of merging them")  # fmt: skip
 

@@ -65,8 +65,7 @@ class BatchConfig:
     def check(self, where: str) -> None:
         """Raise `InputError` if a value is out of range; `where` is the batch's key."""
         if self.start is None:
-            require(self.ramp_tokens == 0, f"{where}.ramp_tokens", self.ramp_tokens,
-                    f"0 unless {where}.start is set")  # fmt: skip
+            require(self.ramp_tokens == 0, f"{where}.ramp_tokens", self.ramp_tokens, f"0 unless {where}.start is set")
         else:
             require(self.start < self.tokens and self.tokens % self.start == 0, f"{where}.start", self.start,
                     f"a divisor of {where}.tokens ({self.tokens}) and smaller than it")  # fmt: skip

@@ -51,9 +51,9 @@ def _parser() -> Parser:
                          help="JSON key or column to read (default: text, or messages with --chat)")  # fmt: skip
     prepare.add_argument("--suffixes", nargs="+", default=[".txt"], metavar="SUFFIX",
                          help="suffixes of text files; each file is one document (default: .txt)")  # fmt: skip
-    prepare.add_argument("--eot", metavar="TOKEN",
-                         help="token that ends a document (default: the tokenizer's, if it has a common one)"
-                         )  # fmt: skip
+    prepare.add_argument(
+        "--eot", metavar="TOKEN", help="token that ends a document (default: the tokenizer's, if it has a common one)"
+    )
     prepare.add_argument("--bos", metavar="TOKEN",
                          help="token that begins a document, or 'none' (default: bos_token in tokenizer_config.json "
                               "next to the tokenizer)")  # fmt: skip
@@ -97,8 +97,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
     field = options.field or ("messages" if options.chat else "text")
     kind = "chat" if options.chat else "tokens"
-    settings = PrepareSettings(kind, field, tuple(options.suffixes), options.eot, options.heldout,
-                               options.bos)  # fmt: skip
+    settings = PrepareSettings(kind, field, tuple(options.suffixes), options.eot, options.heldout, options.bos)
     tokenizer = tokenizer_path(options.tokenizer)
     manifest = prepare(options.input, tokenizer, options.output, settings, max_bad=options.max_bad,
                        workers=options.workers, task=options.task, tasks=options.of, isolated=True)  # fmt: skip

@@ -147,7 +147,7 @@ class GenerationPrograms(NamedTuple):
 
 def compile_generation(
     model: Zaya, batch: int, prompt: int, blocks: int, options: dict[str, Any] | None = None
-) -> GenerationPrograms:  # fmt: skip
+) -> GenerationPrograms:
     """Compile greedy generation on the first device.
 
     Args:

@@ -37,8 +37,7 @@ class Sampling(NamedTuple):
         require(self.top_k >= 0, top_k, self.top_k, "at least 0 (0 keeps all tokens)")
         require(0 < self.top_p <= 1, top_p, self.top_p, "above 0 and at most 1")
         require(0 <= self.min_p <= 1, min_p, self.min_p, "from 0 to 1")
-        require(0 < self.repetition_penalty < math.inf, penalty, self.repetition_penalty,
-                "finite and above 0")  # fmt: skip
+        require(0 < self.repetition_penalty < math.inf, penalty, self.repetition_penalty, "finite and above 0")
 
     @property
     def branches(self) -> "Branches":

@@ -77,8 +77,7 @@ def complete(subject: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"{subject} without the rows or fields that are needed ({error!r}): measure again."
-                         ) from error  # fmt: skip
+        raise InputError(f"{subject} without the rows or fields that are needed ({error!r}): measure again.") from error
 
 
 def largest_fit(result: Mapping[str, Any], operation: str, key: str) -> dict[str, Any] | None:

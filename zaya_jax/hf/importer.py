@@ -143,8 +143,7 @@ def _piece_sharding(
     """Shard a piece like its parameter, except along the axes that are cut."""
     if not isinstance(leaf.sharding, NamedSharding):
         return leaf.sharding
-    kept = [over if size == full else None for over, size, full in zip(spec, piece, leaf.shape[stack:],
-                                                                       strict=True)]  # fmt: skip
+    kept = [over if size == full else None for over, size, full in zip(spec, piece, leaf.shape[stack:], strict=True)]
     return NamedSharding(leaf.sharding.mesh, PartitionSpec(*kept))
 
 

@@ -27,8 +27,7 @@ def _memory(path: Path, result: Result) -> None:
         xs, ys = lines.setdefault(row["operation"], ([], []))
         xs.append(row["bytes"])
         ys.append(row["bytes_per_second"] / 1e9)
-    draw_lines(path, lines, title="Memory bandwidth", x="bytes of an array", y="bandwidth (GB/s)",
-               logarithmic="x")  # fmt: skip
+    draw_lines(path, lines, title="Memory bandwidth", x="bytes of an array", y="bandwidth (GB/s)", logarithmic="x")
 
 
 def _gemm(path: Path, result: Result) -> None:

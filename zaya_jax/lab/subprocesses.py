@@ -29,7 +29,7 @@ class Passes(NamedTuple):
 @contextlib.contextmanager
 def run_in_subprocess(
     make: Callable[..., Callable[[], Any]], *arguments: Any, seconds: float | None = None
-) -> Iterator[Callable[[], Any]]:  # fmt: skip
+) -> Iterator[Callable[[], Any]]:
     """Make a step with `make(*arguments)` in another process, to be called from this one.
 
     Args:

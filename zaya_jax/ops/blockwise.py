@@ -110,8 +110,7 @@ def forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax
         def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             high, total, acc, hidden = state
             start = j * k_block
-            scores = jnp.einsum("bkgxc,bkyc->bkgxy", q_blk, _slice(k, start, k_block, 2),
-                                preferred_element_type=sums)  # fmt: skip
+            scores = jnp.einsum("bkgxc,bkyc->bkgxy", q_blk, _slice(k, start, k_block, 2), preferred_element_type=sums)
             scores = scores + hidden
             new_high = jnp.maximum(high, scores.max(-1))
             p = jnp.exp(scores - new_high[..., None])

@@ -76,9 +76,7 @@ def grouped_matmul(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(
-    products: tuple[Product, ...], x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array
-) -> jax.Array:  # fmt: skip
+def _grouped_matmul(products: tuple[Product, ...], x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array) -> jax.Array:
     return products[0](x_tp, w_epq, sizes_e)
 
 

@@ -303,7 +303,7 @@ def validate_kernels(
 
 def check_kernel(
     selection: KernelSelection, name: str, choice: Choice, model: ModelConfig, dtype: str, training: bool, large: int
-) -> tuple[str, bool]:  # fmt: skip
+) -> tuple[str, bool]:
     """Check one kernel; returns why it is wrong ('' if it is not), and whether it was checked on large arrays."""
     operation, implementation, fits = OPERATIONS[name], selection.variant(name, choice), True
     try:

@@ -128,7 +128,7 @@ def device_bytes(tree: Any) -> int:
 
 def device_kernels(
     model: ModelConfig, dtype: str, table: KernelTable | None = None, pinned: Mapping[str, str] | None = None
-) -> KernelSelection:  # fmt: skip
+) -> KernelSelection:
     """Select kernels for the devices of this process, see `registry.select_kernels`."""
     return select_kernels(current_target(), model, dtype, table, pinned)
 

@@ -69,8 +69,7 @@ def noisy(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[
 def evaluated(line: Line, name: str, hue: str, run: int) -> dict[str, Any]:
     """Make a line of the values of a few steps, with a marker for each unless they are many."""
     mode = "lines+markers" if len(line.steps) <= _MARKERS else "lines"
-    return trace(line, name, hue, run, mode=mode, line={"dash": "dash"},
-                 marker={"size": 7, "symbol": "diamond"})  # fmt: skip
+    return trace(line, name, hue, run, mode=mode, line={"dash": "dash"}, marker={"size": 7, "symbol": "diamond"})
 
 
 def level(line: Line, value: float, name: str, dash: str, run: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Autotuning:
 
     def __init__(
         self, folder: Path, is_kept: bool, writes: bool, check: Callable[[], object], say: Callable[[str], object]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let this process choose as the run did, if that was with this jaxlib on such a device.
 
         Args:

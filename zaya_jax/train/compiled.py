@@ -19,7 +19,7 @@ class CompiledSteps:
 
     def __init__(
         self, programs: Programs, say: Callable[[str], None] = lambda _: None, keep: Callable[[], None] = lambda: None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare to compile the steps of `programs`; nothing is compiled yet.
 
         Args:

@@ -122,8 +122,7 @@ class Trainer:
         jax.block_until_ready(self.state)  # so that an error in the step is not blamed on the evaluation
         self.progress.enter(Phase.EVALUATE)
         loss_sums = self.compiled.evaluation(self._phase)
-        model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, loss_sums,
-                              self._phase)  # fmt: skip
+        model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, loss_sums, self._phase)
         with out_of_memory("The evaluation", "Lower evaluation.batch_size"):
             for evaluator in self.evaluators:
                 self.scores |= evaluator.evaluate(model)

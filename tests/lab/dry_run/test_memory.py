@@ -34,7 +34,7 @@ def memory(config, devices=1, sequences=1, micro_batches=2, count=module.count_a
     config = dataclasses.replace(config, phases=config.phases[:1])  # another phase may be of other devices
     return estimate_memory(
         simulated_programs(config, devices)[0], sequences, config.context_for(config.phases[0]), micro_batches, count
-    )  # fmt: skip
+    )
 
 
 def allocated(layouts):

@@ -150,7 +150,7 @@ def local_sizes(config: Config) -> list[Sizes]:
 
 def _tune(
     selection: KernelSelection, name: str, case: Case, rows: int, sizes: Sizes, dtype: str, repeats: int
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Time the candidates of an operation; returns its row of the table, none if no candidate ran."""
     operation, target, times = OPERATIONS[name], selection.target, dict[str, dict[str, float]]()
     reasons = dict[str, str]()

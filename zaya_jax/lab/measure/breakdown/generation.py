@@ -25,7 +25,7 @@ Work = Literal["prefill", "decode"]
 
 def trace_generation(
     model: ModelConfig, dtype: str, work: Work, batch: int, prompt: int, repeats: int, folder: Path
-) -> tuple[Trace, float, int, int]:  # fmt: skip
+) -> tuple[Trace, float, int, int]:
     """Trace `repeats` prompts, or blocks of decode steps after one, on the first device.
 
     Args:

@@ -35,7 +35,7 @@ _UNCLEAR = 0.05  # share of the time that may be in no part without a warning
 
 def break_down(
     source: str, overrides: list[str], steps: int, hardware: str | None, instructions: int = 0
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Print and return where the time of a training step goes.
 
     Args:
@@ -80,7 +80,7 @@ def break_down(
 
 def break_down_generation(
     source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Print and return where the time of a prompt, or of a decode step, goes, with random parameters.
 
     Args:
@@ -139,7 +139,7 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
 
 def trace_steps(
     compiled: Any, state: TrainState, batch: dict[str, jax.Array], window: ProfileConfig, folder: Path
-) -> None:  # fmt: skip
+) -> None:
     """Trace the steps of `window` on the same rows into `folder`; the state is donated."""
     profiler = StepProfiler(window, folder, lambda _: None)
     profiler.start(0, state, compiled)

@@ -210,9 +210,7 @@ def _mesh(layout: ParallelConfig) -> AnyMesh:
     return make_mesh(layout)
 
 
-def _measure(
-    group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows: Path | None
-) -> list[dict[str, Any]]:  # fmt: skip
+def _measure(group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows: Path | None) -> list[dict[str, Any]]:
     collective = COLLECTIVES[group.operation]
     probe, item = Case(collective, group.mesh, group.axes, 1, group.dtype), jnp.dtype(group.dtype).itemsize
     elements = dict.fromkeys(collective.elements(size, item, probe.ranks) for size in group.sizes)

@@ -101,7 +101,7 @@ def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str]
 
 def _collective(
     operation: str, sizes: probes.Sizes, hosts: Sequence[str], names: Mapping[int, str], tolerance: float
-) -> Check:  # fmt: skip
+) -> Check:
     nodes: dict[str, list[Any]] = {}
     for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
         nodes.setdefault(hosts[int(device.process_index)], []).append(device)
