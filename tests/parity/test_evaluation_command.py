@@ -112,7 +112,7 @@ def test_a_task_that_cannot_be_answered_is_one_sentence_before_scoring(
     (model / "chat_template.jinja").write_text(template)
     (tmp_path / "suite.yaml").write_text(f"tasks: [{suite}]\nchat_template: true")
     (tmp_path / "text").write_text("the model")
-    for name in ("harness.score_tasks", "command.text_losses"):
+    for name in ("harness.score_tasks", "evaluate_command.text_losses"):
         monkeypatch.setattr(f"zaya_jax.evaluate.{name}", lambda *_, **__: pytest.fail("It went on."))
     assert main([str(model), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder), "--text",
                  str(tmp_path / "text")]) == 2  # fmt: skip

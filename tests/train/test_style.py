@@ -9,7 +9,7 @@ import zaya_jax.train.loop
 
 FOLDER = Path(zaya_jax.train.loop.__file__).parent
 # They see numbers that `jax.device_get` has read, or text.
-OUTSIDE = {"console.py", "memory_errors.py", "report.py", "plot.py"}
+OUTSIDE = {"console.py", "memory_errors.py", "final_report.py", "run_plot.py"}
 HIDDEN = {"float", "bool", "np.asarray", "np.array", "numpy.asarray", "numpy.array"}
 
 
