@@ -134,7 +134,7 @@ def _config(cache: Path, model: ModelConfig, steps: int, multiplier: float, seed
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, _add, png="differences from the whole model")
 
 

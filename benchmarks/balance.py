@@ -145,7 +145,7 @@ def _config(folder: Path, sources: dict[str, Path], steps: int, rule: BalanceRul
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, _add, png="expert-load entropy against steps")
 
 

@@ -16,10 +16,10 @@ def run_benchmark(
     """Parse the arguments of a benchmark, run it, and write its result to `--output`.
 
     Args:
-      run: from the parsed arguments, makes the result; its docstring is the help, see `machine.command.add_verb`.
+      run: from the parsed arguments, makes the result; its docstring is the help, see `lab.verbs.add_verb`.
       arguments: the arguments after the benchmark's name.
       add: adds flags of this benchmark.
-      repeats: see `machine.command.add_flags`.
+      repeats: see `lab.verbs.add_flags`.
       png: likewise.
 
     Returns:

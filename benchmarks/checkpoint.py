@@ -161,7 +161,7 @@ def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, _add, repeats=5, png="save times against the number of processes")
 
 

@@ -203,7 +203,7 @@ def _describe(settings: GrainSettings) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, repeats=5)
 
 

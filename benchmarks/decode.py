@@ -101,7 +101,7 @@ def compile_seconds(config: ModelConfig, dtype: str, prompts: np.ndarray) -> Cal
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, _add, repeats=5)
 
 

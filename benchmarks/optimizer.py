@@ -146,7 +146,7 @@ def _interior(best: Rates, *axes: tuple[float, ...]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, _add, png="held-out loss against steps")
 
 

@@ -88,7 +88,7 @@ def make_layer(config: ModelConfig, length: int, dtype: str) -> Callable[[], flo
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, _add, repeats=5)
 
 

@@ -88,7 +88,7 @@ def _parts(progress: Progress, before: float, total: float) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, add_run, repeats=3)
 
 

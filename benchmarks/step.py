@@ -74,7 +74,7 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str,
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, _add, repeats=7)
 
 

@@ -80,7 +80,7 @@ def _train(folder: Path, name: str, supervised: bool, config: str, overrides: Se
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `command.run_benchmark`."""
+    """Run this benchmark; see `benchmark_command.run_benchmark`."""
     return run_benchmark(_run, arguments, add_run, repeats=3)
 
 

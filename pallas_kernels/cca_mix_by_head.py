@@ -32,7 +32,7 @@ from pallas_kernels.tiles import Architecture, tile
 
 
 def cca_mix_by_head(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Do as `cca_mix` does, whose arguments and results it has."""
+    """Compute `cca_mix` with a program for each head; arguments and results are the same."""
     b, s, n, num_kv, c, *_ = sizes_of(x)
     (tokens, depth), warps, stages = tile("cca_mix_by_head", architecture, x.packed_bsmc.dtype)
     arrays, present = without_none(x)

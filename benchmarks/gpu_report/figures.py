@@ -40,7 +40,7 @@ def step_figures(part: Mapping[str, Any], kind: str) -> Figures:
 
 
 def kernel_figures(part: Mapping[str, Any], kind: str) -> Figures:
-    """Return the times of kernels from `bench.kernels.bench_kernels`, and their speed relative to XLA and PyTorch.
+    """Return the times of kernels from `kernels.bench_kernels`, and their speed relative to XLA and PyTorch.
 
     Predicted is the time of a kernel's FLOPs or bytes at fractions of the data sheet's peaks.
     """

@@ -46,7 +46,7 @@ from zaya_jax.run.files import read_json
 from zaya_jax.run.host_memory import free_memory
 from zaya_jax.train.memory_errors import available_memory, gigabytes
 
-METHODS = ("verified", "Orbax", "Orbax, asynchronous", "gather and pickle")  # of `bench.saving.make_methods`
+METHODS = ("verified", "Orbax", "Orbax, asynchronous", "gather and pickle")  # of `saving.make_methods`
 _TITLES = {"verified": "zaya_jax", "gather and pickle": "gather"}
 _SIZE, _SMALL_SIZE, _WARM_UP = 8 * 10**9, 64 * 2**20, 2**24  # bytes of the state that all methods save
 _TURNS = 3  # at most, of each method
@@ -260,7 +260,7 @@ def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[
       deadline: of `time.monotonic`, after which no further turn starts.
 
     Returns:
-      For each method, the figures of `bench.saving.timed_save` and seconds to `restore` from the disk, by turn.
+      For each method, the figures of `saving.timed_save` and seconds to `restore` from the disk, by turn.
 
     Raises:
       RuntimeError: a restored array differs.

@@ -31,7 +31,7 @@ def _memory(path: Path, result: Result) -> None:
 
 
 def _gemm(path: Path, result: Result) -> None:
-    """Plot the result of `sweep.measure_gemm` to a PNG file; nothing if no square was measured."""
+    """Plot the result of `gemm_sweep.measure_gemm` to a PNG file; nothing if no square was measured."""
     maximum = result["maximum"]
     if not maximum:
         return
@@ -58,7 +58,7 @@ def _gemm(path: Path, result: Result) -> None:
 
 
 def _collectives(path: Path, result: Result) -> None:
-    """Plot bus bandwidth and latency of the result of `sweep.measure_collectives` to a PNG file."""
+    """Plot bus bandwidth and latency of the result of `collectives_sweep.measure_collectives` to a PNG file."""
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for row in result["results"]:
         half = row.get("out_of_place") or row["in_place"]

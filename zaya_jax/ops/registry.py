@@ -176,8 +176,8 @@ def select_kernels(
                                  "out.")  # fmt: skip
             able = [kernel for kernel in able if kernel == pin]
         elif table is not None and why:
-            found, notes[name] = table.choices(operation, target, dtype, widths(operation, model, dtype))
-            usable = [_usable(choice, target, name) for choice in found if choice.kernel in (REFERENCE, *able)]
+            choices, notes[name] = table.choices(operation, target, dtype, widths(operation, model, dtype))
+            usable = [_usable(choice, target, name) for choice in choices if choice.kernel in (REFERENCE, *able)]
             if usable:
                 measured[name] = tuple(usable)
                 able = [kernel for kernel in able if kernel in {choice.kernel for choice in usable}]
@@ -188,8 +188,8 @@ def select_kernels(
                 break
             reasons[name, kernel] = reason
     selection = KernelSelection(target, chosen, reasons, (), measured, table, (), pinned)
-    said = (notes.get(name) for name in selection.kernels)
-    return dataclasses.replace(selection, notes=tuple(dict.fromkeys(filter(None, said))))
+    used = (notes.get(name) for name in selection.kernels)
+    return dataclasses.replace(selection, notes=tuple(dict.fromkeys(filter(None, used))))
 
 
 def _usable(choice: Choice, target: Target, name: str) -> Choice:

@@ -111,7 +111,7 @@ def summed_gradient(
 
             first = jax.tree.map(lambda x: x[0], batch)
             no_sums = jax.tree.map(jnp.zeros_like, jax.eval_shape(add_micro_batch, zeros, first)[1])
-            with jax.named_scope(f"micro_batches_{count}"):  # for `machine.compilers.hlo`
+            with jax.named_scope(f"micro_batches_{count}"):  # for `lab.predict.compilers.hlo`
                 return jax.lax.fori_loop(0, jax.lax.optimization_barrier(count), add, (zeros, no_sums))
 
         def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:

@@ -75,7 +75,7 @@ def tune(
       The table, for JSON.
 
     Raises:
-      InputError: the configuration cannot run on as many devices as there are.
+      InputError: the configuration cannot run on as many devices as there are, or no candidate ran.
     """
     start = time.monotonic()
     config, target = load_config(source or shipped("bench_8b.yaml"), overrides), current_target()
@@ -151,7 +151,7 @@ def local_sizes(config: Config) -> list[Sizes]:
 def _tune(
     selection: KernelSelection, name: str, case: Case, rows: int, sizes: Sizes, dtype: str, repeats: int
 ) -> list[dict[str, Any]]:
-    """Time the candidates of an operation; returns its row of the table, none if no candidate ran."""
+    """Time the candidates of an operation; returns its size in the table, none if no candidate ran."""
     operation, target, times = OPERATIONS[name], selection.target, dict[str, dict[str, float]]()
     reasons = dict[str, str]()
 

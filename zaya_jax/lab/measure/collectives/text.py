@@ -103,7 +103,7 @@ def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: 
 
     Args:
       operation: name in `COLLECTIVES`.
-      rows: its measured cases, of `sweep.measure_collectives`, in one dtype, by ascending size.
+      rows: its measured cases, of `collectives_sweep.measure_collectives`, in one dtype, by ascending size.
       repeats: number of timed calls.
 
     Returns:

@@ -58,7 +58,7 @@ def dry_run(
       hardware: name in `hardware.data_sheets.HARDWARE`; None for that of `gpu`, or without both to leave out times and
         the comparison with its memory.
       as_json: return JSON instead of text.
-      gpu: name in `machine.compilers.gpus.GPUS` of the GPU to compile for; None to compile for simulated CPU devices.
+      gpu: name in `compilers.gpus.GPUS` of the GPU to compile for; None to compile for simulated CPU devices.
       suggest: whether to search for faster settings.
 
     Returns:
