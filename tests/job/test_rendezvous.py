@@ -1,6 +1,7 @@
 """Rendezvous of the processes of a job: all arrive, or each reports which process is missing, lost or duplicated."""
 
 import contextlib
+import errno
 import re
 import socket
 import threading
@@ -86,6 +87,20 @@ def test_a_port_in_use_is_named():
         launched = outcome(Job("127.0.0.1", port, "Slurm's coordinator", 2, 0))
         assert f"Slurm's coordinator 127.0.0.1:{port}" in launched
         assert "JAX_COORDINATOR_PORT" in launched
+
+
+def test_two_that_both_find_the_port_in_use_at_first_are_told_the_number_that_they_share(monkeypatch):
+    listen, refused = socket.create_server, []
+
+    def busy(address, **options):
+        if len(refused) < 2:
+            refused.append(address)
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        return listen(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", busy)
+    for said in meeting([0, 0], 2, 20):
+        assert "Two processes have --process 0," in said
 
 
 @pytest.mark.parametrize("process", [0, 1])

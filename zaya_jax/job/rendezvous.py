@@ -17,6 +17,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import secrets
 import select
 import selectors
@@ -145,15 +146,8 @@ class _Members:
         while True:
             addresses = _resolve(self._job, host, self._start, self._seconds)
             for address in addresses:
-                try:
-                    listener = stack.enter_context(socket.create_server(
-                        (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET,
-                        backlog=socket.SOMAXCONN, dualstack_ipv6=address == "::",
-                    ))  # fmt: skip
-                    self._selector.register(listener, selectors.EVENT_READ)
-                except OSError as error:
-                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # as ::1 of localhost without IPv6
-                        self._end_other_job(error)
+                if listener := self._open_listener(address, port):
+                    self._selector.register(stack.enter_context(listener), selectors.EVENT_READ)
             if self._selector.get_map():
                 is_local = all(address == "::1" or address.startswith("127.") for address in addresses)
                 if is_local and host not in (*addresses, "localhost"):
@@ -169,16 +163,29 @@ class _Members:
                                    "JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host.")  # fmt: skip
             time.sleep(_RETRY)
 
-    def _end_other_job(self, error: OSError) -> NoReturn:
-        """Raise why process 0 cannot listen. If another process 0 of the job has the port, both end."""
-        if error.errno == errno.EADDRINUSE:
-            with contextlib.suppress(PeersMissing), _enter(self._job, _LINES, 0, 0) as connection:
-                _wait_until_ready(connection, self._job, _ANSWER)
-        raise PeersMissing(
-            f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the program "
-            f"that uses port {self._job.port}, or choose another port"
-            f"{'' if self._job.source.startswith('--') else ' (JAX_COORDINATOR_PORT)'}."
-        ) from error
+    def _open_listener(self, address: str, port: int) -> socket.socket | None:
+        """Listen at an address, if this host has it. If another process 0 of the job has the port, both end."""
+        end = time.monotonic() + _ANSWER
+        while True:
+            try:
+                return socket.create_server(
+                    (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                    backlog=socket.SOMAXCONN, dualstack_ipv6=address == "::",
+                )  # fmt: skip
+            except OSError as error:
+                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    return None  # as ::1 of localhost without IPv6
+                if error.errno == errno.EADDRINUSE:
+                    with contextlib.suppress(PeersMissing), _enter(self._job, _LINES, 0, 0) as connection:
+                        _wait_until_ready(connection, self._job, _ANSWER)
+                    if time.monotonic() < end:  # two that start in the same moment can find the port in use, both
+                        time.sleep(random.uniform(0, _RETRY))
+                        continue
+                raise PeersMissing(
+                    f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the "
+                    f"program that uses port {self._job.port}, or choose another port"
+                    f"{'' if self._job.source.startswith('--') else ' (JAX_COORDINATOR_PORT)'}."
+                ) from error
 
     def _accept(self, listener: socket.socket) -> None:
         try:
