@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.data.prepare_helpers import CHAT, write_lines
 from zaya_jax.data.conversation import parse_conversation, unread_keys
 from zaya_jax.data.prepare import open_manifest, prepare, summary
-from zaya_jax.data.readers.columns import _value, column_documents
+from zaya_jax.data.readers.tables import _value, column_documents
 from zaya_jax.data.readers.unit import FirstLine
 from zaya_jax.data.readers.values import sibling_rejection
 from zaya_jax.data.readers.values import unread_keys as unread_fields

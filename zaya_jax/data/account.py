@@ -47,9 +47,15 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
             "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
             "skipped_rows": _skipped_rows(config, plan, name),
             "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
-        } | {split: use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes,
-                                     "in_loss": any(row["loss_mask"].any() for row in islice(read, ROWS))}
-             for split, (use, entry, read) in splits.items()}  # fmt: skip
+        } | {
+            split: use._asdict()
+            | {
+                "bytes": entry.text_bytes,
+                "lost_bytes": entry.lost_bytes,
+                "in_loss": any(row["loss_mask"].any() for row in islice(read, ROWS)),
+            }
+            for split, (use, entry, read) in splits.items()
+        }
     return found
 
 
@@ -66,21 +72,30 @@ def _skipped_rows(config: Config, plan: RunPlan, name: str) -> int:
 def account_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the account as one line, and a line more for whatever is left out or changed."""
     trained, scored = (sum(source[split]["used"] for source in found.values()) for split in ("train", "heldout"))
-    read = sum(sum(source["refused"].values()) + source["train"]["documents"] + source["heldout"]["documents"]
-               for source in found.values())  # fmt: skip
+    read = sum(
+        sum(source["refused"].values()) + source["train"]["documents"] + source["heldout"]["documents"]
+        for source in found.values()
+    )
     left = read - trained - scored
-    lines = [f"Data: {counted(read, 'document')} in {counted(len(found), 'source')}: {trained:,} trained on, "
-             f"{scored:,} evaluated, {left:,} left out{':' if left else '.'}"]  # fmt: skip
+    lines = [
+        f"Data: {counted(read, 'document')} in {counted(len(found), 'source')}: {trained:,} trained on, "
+        f"{scored:,} evaluated, {left:,} left out{':' if left else '.'}"
+    ]
     for name, source in found.items():
         lines += [f"  {name}: {line}" for line in _source_lines(source)]
     return lines
 
 
 def _source_lines(source: dict[str, Any]) -> list[str]:
-    prepared = (("document", "refused by the preparation", source["refused"]),
-                ("item", "of its folders not read", source["unread_files"]))  # fmt: skip
-    lines = [f"{counted(sum(counts.values()), noun)} {what}: {list_counts(counts)}"
-             for noun, what, counts in prepared if counts]  # fmt: skip
+    prepared = (
+        ("document", "refused by the preparation", source["refused"]),
+        ("item", "of its folders not read", source["unread_files"]),
+    )
+    lines = [
+        f"{counted(sum(counts.values()), noun)} {what}: {list_counts(counts)}"
+        for noun, what, counts in prepared
+        if counts
+    ]
     lines += [*_trained(source), *evaluated_lines(source["heldout"])]
     if source["evaluated"] and not source["heldout"]["documents"]:
         lines.append("no document is held out, so the source has no held-out loss (prepare it with a larger --heldout)")
@@ -95,8 +110,11 @@ def _source_lines(source: dict[str, Any]) -> list[str]:
 def _trained(source: dict[str, Any]) -> list[str]:
     use = source["train"]
     if not source["phases"] and use["documents"]:
-        why = ("it is only evaluated (mixture weight 0)" if source["evaluated"] else
-               "no phase's mixture names the source: add it (weight 0 only evaluates it), or remove it")  # fmt: skip
+        why = (
+            "it is only evaluated (mixture weight 0)"
+            if source["evaluated"]
+            else "no phase's mixture names the source: add it (weight 0 only evaluates it), or remove it"
+        )
         return [f"{counted(use['documents'], 'training document')} left out: {why}"]
     return _left_out(use, "training", _REASONS)
 
@@ -108,11 +126,16 @@ def evaluated_lines(use: dict[str, Any]) -> list[str]:
 
 def _left_out(use: dict[str, Any], split: str, reasons: dict[str, str]) -> list[str]:
     lines = [f"{100 * use['read']:.1f} % of the {split} tokens are read"] if 0 < use["read"] < 0.9995 else []
-    lines += [f"{use[key]:,} of {counted(use['documents'], f'{split} document')} left out: {reason}"
-             for key, reason in reasons.items() if use[key]]  # fmt: skip
+    lines += [
+        f"{use[key]:,} of {counted(use['documents'], f'{split} document')} left out: {reason}"
+        for key, reason in reasons.items()
+        if use[key]
+    ]
     if use["trimmed"]:
-        lines.append(f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row, or "
-                     "without the reasoning of earlier turns, which the template leaves out")  # fmt: skip
+        lines.append(
+            f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row, or "
+            "without the reasoning of earlier turns, which the template leaves out"
+        )
     if use["used"] and not use.get("in_loss", True):
         lines.append(f"no token of the first {ROWS:,} {split} rows is in the loss, which covers assistants' answers")
     return lines

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zaya_jax.data.conversation import HALF_OF_PAIR, REASONING, THINK, THINK_END, Conversation
-from zaya_jax.data.template_runner import run_template
+from zaya_jax.data.template_process import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import require_regular
 
@@ -116,18 +116,27 @@ class Template:
         self.digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
         answer = run_template(source, [])
         if "syntax" in answer:
-            raise InputError(f"The chat template {name} has an error in line {answer['line']}: "
-                             f"{_shorten(answer['syntax'])}.")  # fmt: skip
+            raise InputError(
+                f"The chat template {name} has an error in line {answer['line']}: {_shorten(answer['syntax'])}."
+            )
         if "texts" not in answer:
             message = _shorten(answer.get("compile") or answer["render"])
             raise InputError(f"The chat template {name} cannot be compiled: {message}.")
         if not answer["has_generation"]:
-            raise InputError(f"The chat template {name} does not mark assistant turns; put what the assistant writes "
-                             "between {% generation %} and {% endgeneration %}.")  # fmt: skip
+            raise InputError(
+                f"The chat template {name} does not mark assistant turns; put what the assistant writes "
+                "between {% generation %} and {% endgeneration %}."
+            )
 
-    def render(self, conversation: Conversation, *, bos: str | None, eos: str | None,
-               tools: list[dict[str, Any]] | None = None,
-               others: dict[str, str] | None = None) -> list[Piece]:  # fmt: skip
+    def render(
+        self,
+        conversation: Conversation,
+        *,
+        bos: str | None,
+        eos: str | None,
+        tools: list[dict[str, Any]] | None = None,
+        others: dict[str, str] | None = None,
+    ) -> list[Piece]:
         """Render a conversation from `parse_conversation`.
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
@@ -152,10 +161,11 @@ class Template:
         tokens = {"bos_token": bos, "eos_token": eos, **(others or {})}
         names = {"tools": tools, **{name: text for name, text in tokens.items() if text is not None}}
         messages, marked_tools, parts = _mark_parts(conversation, tools)
-        plain, marked, checked = self._run(render_request(conversation, names),
-                                           render_request(_mark_reasoning(conversation), names, _MARKS),
-                                           render_request(messages, names | {"tools": marked_tools}, _MARKS),
-                                           )  # fmt: skip
+        plain, marked, checked = self._run(
+            render_request(conversation, names),
+            render_request(_mark_reasoning(conversation), names, _MARKS),
+            render_request(messages, names | {"tools": marked_tools}, _MARKS),
+        )
         if HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes an unpaired surrogate")
         if re.search(f"{_GENERATION}[^{_GENERATION_END}]*{_GENERATION}", marked):
@@ -171,8 +181,10 @@ class Template:
             if not part.blocks and not part.optional:
                 raise ValueError(f"the chat template does not write the {part.name}")
             if part.blocks == {None} and part.trained:
-                raise ValueError(f"the chat template writes the {part.name} outside of {{% generation %}}, where it is "
-                                 "not trained; put it inside, or give the message a weight of 0")  # fmt: skip
+                raise ValueError(
+                    f"the chat template writes the {part.name} outside of {{% generation %}}, where it is "
+                    "not trained; put it inside, or give the message a weight of 0"
+                )
         return pieces
 
     def _run(self, *renderings: dict[str, Any]) -> list[str]:
@@ -221,8 +233,10 @@ def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> 
     firsts = np.searchsorted(ends[:-1], starts, side="right")
     lasts = np.searchsorted(ends[:-1], np.maximum(stops - 1, starts), side="right")
     pairs = [(pieces[first], pieces[last]) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-    kinds = [(left.generated or right.generated, left.reasoning if left.reasoning == right.reasoning else None)
-             for left, right in pairs]  # fmt: skip
+    kinds = [
+        (left.generated or right.generated, left.reasoning if left.reasoning == right.reasoning else None)
+        for left, right in pairs
+    ]
     runs = itertools.groupby(zip(tokens, kinds, strict=True), key=operator.itemgetter(1))
     return [Span([token for token, _ in run], *kind) for kind, run in runs]
 
@@ -234,8 +248,10 @@ def _shorten(message: str) -> str:
 
 def render_request(messages: Conversation, names: dict[str, Any], marks: Sequence[str] = ("", "")) -> dict[str, Any]:
     """Build a rendering request for `run_template`; like transformers, with the reasoning under all of its names."""
-    messages = [{**message, **dict.fromkeys(REASONING, message["reasoning"])} if _reasoning(message) else message
-                for message in messages]  # fmt: skip
+    messages = [
+        {**message, **dict.fromkeys(REASONING, message["reasoning"])} if _reasoning(message) else message
+        for message in messages
+    ]
     return {"marks": marks, "names": {"messages": messages, **_ABSENT, **names}}
 
 
@@ -245,8 +261,10 @@ def _reasoning(message: dict[str, Any]) -> str:
 
 def _mark_reasoning(conversation: Conversation) -> Conversation:
     marks = [rf"{_REASONING}{number}{_REASONING_BEGIN}\g<0>{_REASONING_END}" for number in range(len(conversation))]
-    return [{**message, "reasoning": _TEXT.sub(mark, text, count=1)} if (text := _reasoning(message)) else message
-            for message, mark in zip(conversation, marks, strict=True)]  # fmt: skip
+    return [
+        {**message, "reasoning": _TEXT.sub(mark, text, count=1)} if (text := _reasoning(message)) else message
+        for message, mark in zip(conversation, marks, strict=True)
+    ]
 
 
 def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, Any, list[_Part]]:
@@ -269,8 +287,9 @@ def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, A
             message["reasoning"] = mark(f"reasoning of message {number}", message, optional=is_earlier) + reasoning
         if calls:
             keys = [(call, mark(f"tool_calls of message {number}", message)) for call in calls]
-            message["tool_calls"] = [_with(call, arguments={**call["function"]["arguments"], key: key})
-                                     for call, key in keys]  # fmt: skip
+            message["tool_calls"] = [
+                _with(call, arguments={**call["function"]["arguments"], key: key}) for call, key in keys
+            ]
     marked = [_with(tool, name=f"{tool.get('function', tool)['name']}{mark('tools', {})}") for tool in tools or ()]
     return messages, marked or None, parts
 
@@ -286,8 +305,10 @@ def _trained_blocks(parts: list[_Part], count: int) -> list[bool]:
         return [True] * count
     trained = [{part.trained for part in parts if block in part.blocks} for block in range(count)]
     if any(each not in ({True}, {False}) for each in trained):
-        raise ValueError("the chat template has parts between {% generation %} and {% endgeneration %} with none or "
-                         "several answers, so that those of weight 0 cannot be told")  # fmt: skip
+        raise ValueError(
+            "the chat template has parts between {% generation %} and {% endgeneration %} with none or "
+            "several answers, so that those of weight 0 cannot be told"
+        )
     return [each == {True} for each in trained]
 
 

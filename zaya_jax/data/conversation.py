@@ -1,26 +1,38 @@
-"""Validate conversations of any input format, and normalize them to the form that chat templates receive."""
+"""Validate conversations of any input format, and normalize them to the form that chat templates receive.
 
+Tools and calls have the form of OpenAI's API and of `transformers`' chat templates: a `function` with a `name` and, in
+calls, `arguments`.
+"""
+
+import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from zaya_jax.data.readers.tool_calls import calls_from_sharegpt, parse_calls
 from zaya_jax.data.readers.values import EMPTY, OFF, json_kind
 
 Conversation = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # `from` of a ShareGPT message → role.
-SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_call": "assistant",
-            "observation": "tool", "tool": "tool"}  # fmt: skip
+SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
 # Keys that say whether a message of the assistant is trained: OpenAI's, axolotl's, ms-swift's, and their kind.
 _WEIGHTS = ("weight", "train", "training", "loss", "trainable", "trained", "train_on_turn", "loss_mask")
 REASONING = ("reasoning", "reasoning_content", "thinking")
 # Keys that are refused, since they would change what is trained: parts of what is said, and which parts are trained.
-_REFUSED = re.compile("functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
-                      "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
-                      "train(ing)?_detail|mask(ed)?|ignore|prefix")  # fmt: skip
+_REFUSED = re.compile(
+    "functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
+    "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
+    "train(ing)?_detail|mask(ed)?|ignore|prefix"
+)
 _REFUSED_OF_OTHERS = re.compile(f"{_REFUSED.pattern}|tool_calls")
 _READ = ("role", "content", "weight", "tool_call_id", "reasoning", "tool_calls")  # the last two of the assistant
 HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
@@ -81,8 +93,12 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
 
 def unread_keys(conversation: Conversation) -> list[str]:
     """List the keys that only templates of a person's own may read, once for each message that has one."""
-    return [f"messages[].{key}" for message in conversation for key, value in message.items()
-            if value not in EMPTY and key not in (_READ if message["role"] == "assistant" else _READ[:4])]  # fmt: skip
+    return [
+        f"messages[].{key}"
+        for message in conversation
+        for key, value in message.items()
+        if value not in EMPTY and key not in (_READ if message["role"] == "assistant" else _READ[:4])
+    ]
 
 
 def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -91,7 +107,9 @@ def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where} is from {speaker!r:.50}, which is not one of {', '.join(SHAREGPT)}")
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     if speaker == "function_call":
-        calls = calls_from_sharegpt(message.get("value"), where)
+        key = f"{where} (function_call), value"
+        calls = _from_text(message.get("value"), key)
+        calls = [_call(call, key) for call in (calls if isinstance(calls, list) and calls else [calls])]
         return {**rest, "role": SHAREGPT[speaker], "content": None, "tool_calls": calls}
     if not isinstance(message.get("value"), str | list):
         raise ValueError(f"{where} has a value that is {json_kind(message.get('value'))}, but must be text")
@@ -146,6 +164,80 @@ def _split(content: str, where: str) -> tuple[str, str]:
     if not end:
         raise ValueError(f"{where} has a {THINK} without {THINK_END}")
     return (reasoning.strip("\n"), answer.lstrip("\n")) if reasoning.strip() else ("", content)
+
+
+def split_tools(record: Any) -> tuple[Any, Any]:
+    """Return the messages and the tools of a record, see `values.with_tools`; None without tools."""
+    return (record["messages"], record["tools"]) if isinstance(record, dict) else (record, None)
+
+
+def parse_tools(value: Any) -> Conversation | None:
+    """Validate the `tools` of a row: a list of objects, or its JSON text.
+
+    Raises:
+      ValueError: it is neither. The message is a clause that names the key; the caller adds the location.
+    """
+    tools = _from_text(value, "tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise ValueError(f"tools is {json_kind(tools)}, but must be a list")
+    for number, tool in enumerate(tools):
+        _function(tool, f"tools[{number}]")
+    return tools
+
+
+def parse_calls(value: Any, where: str) -> Conversation:
+    """Validate the `tool_calls` of the message that `where` names.
+
+    Args:
+      value: list of calls, each {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments are an object
+        or its JSON text.
+      where: names the message, for errors.
+
+    Returns:
+      The calls in the first form, with arguments as objects; other keys are kept.
+
+    Raises:
+      ValueError: as `parse_tools`.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"{where} has tool_calls that are {json_kind(value)}, but must be a list")
+    return [_call(call, f"{where}, tool_calls[{number}]") for number, call in enumerate(value)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = _function(call, where)
+    kept = {key: call[key] for key in call.keys() - ({"function"} if "function" in call else {"name", "arguments"})}
+    others = [key for key in kept if key not in ("id", "type", "index") and kept[key]]
+    others += [key for key in function if key not in ("name", "arguments") and function[key]]
+    if others:
+        raise ValueError(f"{where} has {others[0]}, which is not read; a call has a name and arguments")
+    key = f"{where}.function.arguments" if "function" in call else f"{where}.arguments"
+    arguments = _from_text(function.get("arguments"), key) or {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{key} is {json_kind(arguments)}, but must be an object")
+    return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
+
+
+def _function(value: Any, where: str) -> dict[str, Any]:
+    """Return the function that a call or a tool names."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {json_kind(value)}, but must be an object")
+    function = value.get("function", value)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError(f"{where}{'.function' if 'function' in value else ''} has no name")
+    return {key: function[key] for key in ("name", "arguments") if key in function} if function is value else function
+
+
+def _from_text(value: Any, key: str) -> Any:
+    """Parse a value that may be JSON text; blank text is None."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{key} is text that is not JSON ({error})".replace("\n", " ")) from error
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -103,8 +103,9 @@ class Conversion:
           RunStopped: worker processes end while they read.
         """
         notes = self._run(functools.partial(_check_unit, check), label)
-        return sum(note.outcomes.get(_USABLE, 0) + sum(shard.documents for shard in note.shards.values())
-                   for note in notes)  # fmt: skip
+        return sum(
+            note.outcomes.get(_USABLE, 0) + sum(shard.documents for shard in note.shards.values()) for note in notes
+        )
 
     def convert(self, work: Work, label: str) -> None:
         """Convert the units to shards in `folder`; `label` titles the progress bar.
@@ -158,8 +159,10 @@ def remove_notes(folder: Path) -> None:
 def refuse_in_worker() -> None:
     """Raise `InputError` in a worker process that re-imports a script without a `__main__` guard."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise InputError("A worker process tried to start workers while importing the main script; put the script's "
-                         "work under `if __name__ == '__main__':`.")  # fmt: skip
+        raise InputError(
+            "A worker process tried to start workers while importing the main script; put the script's "
+            "work under `if __name__ == '__main__':`."
+        )
 
 
 def _note_path(folder: Path, number: int) -> Path:
@@ -171,12 +174,15 @@ def _refusal(skipped: Counter[str], examples: Sequence[str], limit: int, advice:
     allowed = f", but at most {limit} may be skipped" if limit else ""
     listed = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
     more = f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
-    return (f"{count} document{'s' if count > 1 else ''} cannot be used ({list_counts(skipped)}){allowed}. "
-            f"{advice.replace('{count}', str(count))}{listed}{more}")  # fmt: skip
+    return (
+        f"{count} document{'s' if count > 1 else ''} cannot be used ({list_counts(skipped)}){allowed}. "
+        f"{advice.replace('{count}', str(count))}{listed}{more}"
+    )
 
 
-def _usable(results: Iterable[T | Skipped], job: Job, add: Callable[[int], None], skipped: Counter[str],
-            examples: list[str]) -> Iterator[T]:  # fmt: skip
+def _usable(
+    results: Iterable[T | Skipped], job: Job, add: Callable[[int], None], skipped: Counter[str], examples: list[str]
+) -> Iterator[T]:
     """Yield the results of a unit that are not skipped; count the others and report progress."""
     read = reported = 0
     for result in results:

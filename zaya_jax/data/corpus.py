@@ -11,8 +11,7 @@ from typing import Literal, get_args
 
 from zaya_jax.config import DataConfig
 from zaya_jax.config.checks import counted
-from zaya_jax.data.readers.folders import list_folder, suffix_kind
-from zaya_jax.data.readers.inputs import refuse_lines
+from zaya_jax.data.readers.inputs import list_folder, refuse_lines, suffix_kind
 from zaya_jax.data.readers.unit import reading
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import expanded, require_regular
@@ -91,13 +90,17 @@ def find_corpus(config: DataConfig) -> Corpus:
     unread.update("empty" for file in listed if file not in hashes)
     files, suffixes = list(hashes), ", ".join(config.suffixes)
     if not files:
-        raise InputError(f"data.corpus is {config.corpus!r}, but {root} contains no non-empty file that ends in "
-                         f"{suffixes}; change data.corpus or data.suffixes.")  # fmt: skip
+        raise InputError(
+            f"data.corpus is {config.corpus!r}, but {root} contains no non-empty file that ends in "
+            f"{suffixes}; change data.corpus or data.suffixes."
+        )
     ordered = sorted(set(hashes.values()))
     if len(ordered) == 1:
-        raise InputError(f"data.corpus is {config.corpus!r}, but {root} contains only one distinct text ({files[0]}; "
-                         f"{counted(len(files), 'file')} in {suffixes}), and one must be held out from training; add a "
-                         "file, or split this one.")  # fmt: skip
+        raise InputError(
+            f"data.corpus is {config.corpus!r}, but {root} contains only one distinct text ({files[0]}; "
+            f"{counted(len(files), 'file')} in {suffixes}), and one must be held out from training; add a "
+            "file, or split this one."
+        )
     below = sum(value < config.heldout_fraction * 2**64 for value in ordered)
     last = ordered[min(max(below, 1), len(ordered) - 1) - 1]
     train, heldout = (tuple(f for f in files if (hashes[f] <= last) == held) for held in (False, True))
@@ -112,8 +115,10 @@ def _read(path: Path) -> str:
         with reading(f"The corpus file {path}"):
             return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"The corpus file {path} is not UTF-8: the byte at offset {error.start} cannot be decoded. "
-                         "Convert the file, or leave it out through data.suffixes.") from error  # fmt: skip
+        raise InputError(
+            f"The corpus file {path} is not UTF-8: the byte at offset {error.start} cannot be decoded. "
+            "Convert the file, or leave it out through data.suffixes."
+        ) from error
 
 
 def _files(folder: Path, suffixes: tuple[str, ...], excluded: frozenset[str], unread: Counter[str]) -> Iterator[Path]:

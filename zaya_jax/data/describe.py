@@ -26,8 +26,9 @@ _BINS = 60  # of the histogram
 _SHOWN = 600  # maximum characters of a document in a sample
 
 
-def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5,
-             max_iops: float = 70_000) -> str:  # fmt: skip
+def describe(
+    config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5, max_iops: float = 70_000
+) -> str:
     """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are cached for the run.
 
     Args:
@@ -49,9 +50,14 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
     for index, phase in enumerate(plan.phases):
         steps = [stage for stage in stages(config) if stage.phase == index]
         # The documents of a row are scattered, so reading each one starts a new page.
-        load = io_estimate(sequences=steps[-1].sequences, context=phase.context, token_bytes=token_bytes,
-                           extra_pages=_documents_per_row(phase), step_seconds=step_seconds,
-                           max_operations_per_second=max_iops)  # fmt: skip
+        load = io_estimate(
+            sequences=steps[-1].sequences,
+            context=phase.context,
+            token_bytes=token_bytes,
+            extra_pages=_documents_per_row(phase),
+            step_seconds=step_seconds,
+            max_operations_per_second=max_iops,
+        )
         parts.append("\n".join([_phase(phase, steps), _storage(load, step_seconds, max_iops)]))
     if png is not None:
         _plot_lengths(plan, png)
@@ -60,8 +66,10 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
                 row = share.phase_rows.row(number)
-                parts.append(f"Phase {phase.config.name}, source {name}, row {number} ([[text]] is covered by the "
-                             f"loss, ---- separates documents):\n{render_row(row, prepared.tokenizer)}")  # fmt: skip
+                parts.append(
+                    f"Phase {phase.config.name}, source {name}, row {number} ([[text]] is covered by the "
+                    f"loss, ---- separates documents):\n{render_row(row, prepared.tokenizer)}"
+                )
     parts.append("\n".join(account_lines(account(config, prepared, plan))))
     return "\n\n".join(parts)
 
@@ -102,8 +110,17 @@ def _sources(prepared: Prepared) -> str:
     for name, source in prepared.sources.items():
         for split in SPLITS:
             entry = source.manifest.split(split)
-            rows.append((name, source.manifest.kind, split, f"{entry.documents:,}", f"{entry.tokens:,}",
-                         f"{entry.text_bytes:,}", f"{entry.text_bytes / max(entry.tokens, 1):.2f}"))  # fmt: skip
+            rows.append(
+                (
+                    name,
+                    source.manifest.kind,
+                    split,
+                    f"{entry.documents:,}",
+                    f"{entry.tokens:,}",
+                    f"{entry.text_bytes:,}",
+                    f"{entry.text_bytes / max(entry.tokens, 1):.2f}",
+                )
+            )
         examples += [f"{name}: refused: {example}" for example in source.manifest.examples]
     return "\n".join([*format_table(rows), *examples])
 
@@ -117,39 +134,58 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
         long = ", ".join(f"{count:,} {outcome}" for outcome, count in epoch.counts.items() if count) or "none"
         if settings.packing == "windows" and settings.over_length == "split":
             long = "split by windows"
-        rows.append((name, f"{share.rows:,}", f"{share.rows * phase.context:,}",
-                     f"{100 * share.rows / phase.rows:.2f} %", f"{share.epochs:.3f}", f"{100 * epoch.padding:.3f} %",
-                     long))  # fmt: skip
+        rows.append(
+            (
+                name,
+                f"{share.rows:,}",
+                f"{share.rows * phase.context:,}",
+                f"{100 * share.rows / phase.rows:.2f} %",
+                f"{share.epochs:.3f}",
+                f"{100 * epoch.padding:.3f} %",
+                long,
+            )
+        )
         if share.counts:
-            outcomes = ", ".join(f"{share.counts.get(outcome, 0):,} {outcome.replace('_', ' ')}"
-                                 for outcome in get_args(Outcome))  # fmt: skip
+            outcomes = ", ".join(
+                f"{share.counts.get(outcome, 0):,} {outcome.replace('_', ' ')}" for outcome in get_args(Outcome)
+            )
             trimmed.append(f"{name}: conversations trimmed to {phase.context:,} tokens: {outcomes}")
     batch = " then ".join(f"{stage.sequences:,}" for stage in stages)
     trained = sum(stage.steps * stage.sequences for stage in stages)
     skipped = f", {counted(phase.rows - trained, 'row')} skipped" if trained < phase.rows else ""
-    head = (f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
-            f"{phase.context:,} tokens per step, {settings.packing}, {trained * phase.context:,} tokens in all"
-            f"{skipped}")  # fmt: skip
+    head = (
+        f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
+        f"{phase.context:,} tokens per step, {settings.packing}, {trained * phase.context:,} tokens in all"
+        f"{skipped}"
+    )
     return "\n".join([head, *format_table(rows), *trimmed])
 
 
 def _documents_per_row(phase: PhasePlan) -> float:
     """Return the average number of documents, whole or in part, per row of the phase."""
-    means = [(share.rows, float(share.documents.lengths[share.documents.lengths > 0].mean()))
-            for share in phase.shares.values() if share.rows]  # fmt: skip
+    means = [
+        (share.rows, float(share.documents.lengths[share.documents.lengths > 0].mean()))
+        for share in phase.shares.values()
+        if share.rows
+    ]
     return sum(rows * max(1.0, phase.context / length) for rows, length in means) / sum(rows for rows, _ in means)
 
 
 def _storage(load: StorageLoad, step_seconds: float, max_iops: float) -> str:
-    return (f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB/step in {load.operations_per_step:,.6g} page reads "
-            f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
-            f"{step_seconds:g} s/step. With {max_iops:,.6g} reads/s, reading takes "
-            f"{load.shortest_step_seconds:.3g} s/step.")  # fmt: skip
+    return (
+        f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB/step in {load.operations_per_step:,.6g} page reads "
+        f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
+        f"{step_seconds:g} s/step. With {max_iops:,.6g} reads/s, reading takes "
+        f"{load.shortest_step_seconds:.3g} s/step."
+    )
 
 
 def _plot_lengths(plan: RunPlan, path: Path) -> None:
-    lengths = {f"phase {phase.config.name}, {name}": share.documents.lengths[share.documents.lengths > 0]
-               for phase in plan.phases for name, share in phase.shares.items()}  # fmt: skip
+    lengths = {
+        f"phase {phase.config.name}, {name}": share.documents.lengths[share.documents.lengths > 0]
+        for phase in plan.phases
+        for name, share in phase.shares.items()
+    }
     longest = max((int(tokens.max(initial=1)) for tokens in lengths.values()), default=1)
     edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
     try:

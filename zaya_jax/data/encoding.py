@@ -11,13 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.data.conversation import Conversation, check_pairs, find_special, parse_conversation, unread_keys
+from zaya_jax.data.conversation import (
+    Conversation,
+    check_pairs,
+    find_special,
+    parse_conversation,
+    parse_tools,
+    split_tools,
+    unread_keys,
+)
 from zaya_jax.data.convert import Record, Skipped
 from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
-from zaya_jax.data.readers.formats import read_unit
-from zaya_jax.data.readers.tool_calls import parse_tools, split_tools, with_tools
+from zaya_jax.data.readers.inputs import read_unit
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, Unit
+from zaya_jax.data.readers.values import with_tools
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -85,8 +93,9 @@ class PrepareWork:
         if isinstance(document.value, np.ndarray):
             return _check_ids(tokenizer, document, document.value)
         if not isinstance(document.value, str):
-            return _skipped(document, "wrong type", f"the field {self.settings.field!r} is not text; --chat reads "
-                            "conversations")  # fmt: skip
+            return _skipped(
+                document, "wrong type", f"the field {self.settings.field!r} is not text; --chat reads conversations"
+            )
         return document.value
 
     def _texts(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
@@ -119,10 +128,15 @@ class PrepareWork:
                 yield each
                 continue
             (messages, data), encoded = each, list(itertools.islice(all_encoded, len(own)))
-            yield Record(self._split(data), data, sum(len(tokens) for tokens, _ in encoded),
-                         sum(len(text.encode()) for text in own), _bytes(document),
-                         lost=sum(lost for _, lost in encoded),
-                         unread=[*getattr(document, "unread", ()), *unread_keys(messages)])  # fmt: skip
+            yield Record(
+                self._split(data),
+                data,
+                sum(len(tokens) for tokens, _ in encoded),
+                sum(len(text.encode()) for text in own),
+                _bytes(document),
+                lost=sum(lost for _, lost in encoded),
+                unread=[*getattr(document, "unread", ()), *unread_keys(messages)],
+            )
 
     def _split(self, content: bytes) -> Split:
         """Return the split of a document by its content, so copies share a split."""
@@ -136,8 +150,12 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
     if len(ids) and ids[-1] == tokenizer.eot:
         ids = ids[:-1]
     if len(ids) == 0 or not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        return _skipped(document, "invalid tokens", "a document needs tokens, each at least 0 and below "
-                        f"{tokenizer.vocab_size}, the size of the tokenizer's vocabulary")  # fmt: skip
+        return _skipped(
+            document,
+            "invalid tokens",
+            "a document needs tokens, each at least 0 and below "
+            f"{tokenizer.vocab_size}, the size of the tokenizer's vocabulary",
+        )
     if (ids == tokenizer.eot).any():
         return _skipped(document, "end token inside", f"it contains the token {tokenizer.eot_text!r} before its end")
     return ids

@@ -20,8 +20,15 @@ class StorageLoad:
     shortest_step_seconds: float  # shorter steps wait for the storage
 
 
-def io_estimate(*, sequences: int, context: int, token_bytes: int, extra_pages: float, step_seconds: float,
-                max_operations_per_second: float) -> StorageLoad:  # fmt: skip
+def io_estimate(
+    *,
+    sequences: int,
+    context: int,
+    token_bytes: int,
+    extra_pages: float,
+    step_seconds: float,
+    max_operations_per_second: float,
+) -> StorageLoad:
     """Estimate the storage load of reading one global batch per step.
 
     Args:
@@ -35,5 +42,10 @@ def io_estimate(*, sequences: int, context: int, token_bytes: int, extra_pages: 
     fragmentation = 1 + extra_pages * PAGE_BYTES / (context * token_bytes)
     bytes_per_step = sequences * context * token_bytes
     operations = fragmentation * bytes_per_step / PAGE_BYTES
-    return StorageLoad(bytes_per_step, fragmentation, operations, operations_per_second=operations / step_seconds,
-                       shortest_step_seconds=operations / max_operations_per_second)  # fmt: skip
+    return StorageLoad(
+        bytes_per_step,
+        fragmentation,
+        operations,
+        operations_per_second=operations / step_seconds,
+        shortest_step_seconds=operations / max_operations_per_second,
+    )

@@ -94,8 +94,9 @@ def json_digest(*values: object) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def content_digest(kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry,
-               splits: Iterable[SplitEntry]) -> str:  # fmt: skip
+def content_digest(
+    kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry, splits: Iterable[SplitEntry]
+) -> str:
     """Return a digest of the documents and their order."""
     shards = [
         [[shard.digest, shard.documents] for shard in split.shards] + [[split.lengths.digest]] for split in splits

@@ -28,8 +28,12 @@ ProcessShare = tuple[int, int]  # (i, n): part i of n equal parts of each batch
 _THREADS = 2
 _PREFETCHED = 4  # batches
 # Reading data writes nothing to disks: what runs out is what worker processes share.
-_OF_WORKERS = {errno.ENOSPC: "space in /dev/shm (in a container, --shm-size)", errno.EMFILE: "open files (ulimit -n)",
-               errno.ENOMEM: "memory", errno.EAGAIN: "processes (ulimit -u)"}  # fmt: skip
+_OF_WORKERS = {
+    errno.ENOSPC: "space in /dev/shm (in a container, --shm-size)",
+    errno.EMFILE: "open files (ulimit -n)",
+    errno.ENOMEM: "memory",
+    errno.EAGAIN: "processes (ulimit -u)",
+}
 
 
 class TrainBatches(Iterator[Batch]):
@@ -62,9 +66,11 @@ class TrainBatches(Iterator[Batch]):
         except OSError as error:
             if not workers or error.errno not in _OF_WORKERS:
                 raise
-            raise RunStopped(f"The {workers} worker processes of the data need more {_OF_WORKERS[error.errno]} than "
-                             "this process may use. Raise the limit, or lower data.workers (0 reads data in the "
-                             "training process).") from error  # fmt: skip
+            raise RunStopped(
+                f"The {workers} worker processes of the data need more {_OF_WORKERS[error.errno]} than "
+                "this process may use. Raise the limit, or lower data.workers (0 reads data in the "
+                "training process)."
+            ) from error
         except RuntimeError as error:
             if "Worker process was terminated" not in str(error):  # Grain has no exception class for this
                 raise
@@ -189,8 +195,9 @@ class HeldoutText(NamedTuple):
     all_bytes: int
 
 
-def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | None = None,
-                    phase: int | None = None) -> Iterator[Batch]:  # fmt: skip
+def heldout_batches(
+    config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
+) -> Iterator[Batch]:
     """Yield batches of the held-out split of a source in its natural order, each document at most once.
 
     Args:
@@ -212,8 +219,9 @@ def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | 
         yield _stack(batch + [padding] * (config.evaluation.batch_size - len(batch)))
 
 
-def heldout_text(config: Config, prepared: Prepared, name: str, limit: int | None = None,
-                 phase: int | None = None) -> HeldoutText | None:  # fmt: skip
+def heldout_text(
+    config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
+) -> HeldoutText | None:
     """Measure the text that `heldout_batches` covers with the same arguments; None if no phase reads the source."""
     heldout = _open_heldout(config, prepared, name, limit, phase)
     if heldout is None:
@@ -254,8 +262,9 @@ class _Heldout:
         return tally.use(predicted / max(int(np.maximum(self.documents.lengths - 1, 0).sum()), 1))
 
 
-def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | None,
-                  phase: int | None) -> _Heldout | None:  # fmt: skip
+def _open_heldout(
+    config: Config, prepared: Prepared, name: str, limit: int | None, phase: int | None
+) -> _Heldout | None:
     """Open the rows of `heldout_batches`; None if no phase reads the source."""
     settings = heldout_phase(config, prepared.sources[name], len(config.phases) - 1 if phase is None else phase)
     if settings is None:
@@ -267,8 +276,13 @@ def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | No
     count = len(starts) if limit is None else min(limit, len(starts))
     chosen = [starts[index * len(starts) // count] for index in range(count)]
     counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
-    return _Heldout(documents, packed, [range(start, min(start + size, packed.rows.per_epoch)) for start in chosen],
-                    manifest.heldout.text_bytes, trimmed_documents(packed.counts, counts))  # fmt: skip
+    return _Heldout(
+        documents,
+        packed,
+        [range(start, min(start + size, packed.rows.per_epoch)) for start in chosen],
+        manifest.heldout.text_bytes,
+        trimmed_documents(packed.counts, counts),
+    )
 
 
 def _part_bytes(tokenizer: Tokenizer, text: Text, part: DocumentPart) -> int:

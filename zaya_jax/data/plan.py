@@ -106,13 +106,27 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             epochs = after.epochs_read
             _check_epochs(prepared, name, epochs, config.phase_key(index))
             counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
-            tallies[name].add(documents.lengths, phase_rows.later.left_out, phase_rows.predicted(count, after),
-                              trimmed_documents(phase_rows.later.counts, counts))  # fmt: skip
+            tallies[name].add(
+                documents.lengths,
+                phase_rows.later.left_out,
+                phase_rows.predicted(count, after),
+                trimmed_documents(phase_rows.later.counts, counts),
+            )
             shares[name] = SourceShare(count, epochs - before.epochs_read, phase_rows, documents, counts)
             positions[name] = after
-        phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, _bytes_per_token(prepared, shares),
-                                _order_digest(config.seed, phase, context, first_row, mixture, shares),
-                                tuple(prepared.sources)))  # fmt: skip
+        phases.append(
+            PhasePlan(
+                phase,
+                context,
+                first_row,
+                rows,
+                mixture,
+                shares,
+                _bytes_per_token(prepared, shares),
+                _order_digest(config.seed, phase, context, first_row, mixture, shares),
+                tuple(prepared.sources),
+            )
+        )
     return RunPlan(tuple(phases), {name: tally.use(positions[name].epochs_read) for name, tally in tallies.items()})
 
 
@@ -123,8 +137,9 @@ def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: in
 
 def trimmed_documents(of_texts: dict[str, int], of_conversations: dict[str, int]) -> int:
     """Count trimmed documents, from `items.Fitted.counts` and from the outcomes of `trimming.trim`."""
-    return of_texts["trimmed"] + sum(of_conversations.get(outcome, 0) for outcome in ("reasoning_cut",
-                                                                                       "earlier_removed"))  # fmt: skip
+    return of_texts["trimmed"] + sum(
+        of_conversations.get(outcome, 0) for outcome in ("reasoning_cut", "earlier_removed")
+    )
 
 
 def heldout_phase(config: Config, source: Source, phase: int) -> PhaseConfig | None:
@@ -139,8 +154,9 @@ def heldout_phase(config: Config, source: Source, phase: int) -> PhaseConfig | N
         return None
     chosen = config.phases[max((index for index in reading if index <= phase), default=reading[0])]
     trimmed = source.manifest.kind == "chat" and chosen.over_length == "trim"
-    return dataclasses.replace(chosen, context=config.context_for(config.phases[phase]),
-                               over_length="trim" if trimmed else "split")  # fmt: skip
+    return dataclasses.replace(
+        chosen, context=config.context_for(config.phases[phase]), over_length="trim" if trimmed else "split"
+    )
 
 
 def _check_epochs(prepared: Prepared, name: str, epochs: float, phase: str) -> None:
@@ -163,8 +179,9 @@ def _bytes_per_token(prepared: Prepared, shares: dict[str, SourceShare]) -> floa
     return total / sum(share.rows for share in shares.values())
 
 
-def _order_digest(seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture,
-           shares: dict[str, SourceShare]) -> str:  # fmt: skip
+def _order_digest(
+    seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture, shares: dict[str, SourceShare]
+) -> str:
     """Digest what determines the rows and their order; batch size and token budget do not."""
     sources = [
         [name, parts, share.phase_rows.content]

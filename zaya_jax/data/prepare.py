@@ -28,8 +28,7 @@ from zaya_jax.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from zaya_jax.data.readers.formats import load_format
-from zaya_jax.data.readers.inputs import list_units
+from zaya_jax.data.readers.inputs import list_units, load_format
 from zaya_jax.data.readers.unit import Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_special_tokens
@@ -87,9 +86,16 @@ def prepare(
     units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes, unread=unread)
     plan = _plan(inputs, units, tokenizer, settings, special, tasks)
     _refuse_foreign(output)
-    conversion = Conversion(output, units, [unit.bytes for unit in units],
-                            "Fix them, or skip up to {count} with --max-bad {count}.", range(task, len(units), tasks),
-                            workers or default_workers(), max_bad, isolated)  # fmt: skip
+    conversion = Conversion(
+        output,
+        units,
+        [unit.bytes for unit in units],
+        "Fix them, or skip up to {count} with --max-bad {count}.",
+        range(task, len(units), tasks),
+        workers or default_workers(),
+        max_bad,
+        isolated,
+    )
     of_task = "" if tasks == 1 else f" task {task} of {tasks}"
     # Check everything before the first file is written, so that a rejected input leaves nothing behind.
     if not _finished(output, plan):
@@ -125,19 +131,37 @@ def merge(output: Path) -> Manifest:
             if not any(note.shards for number in range(plan["units"]) if (note := read_note(output, number))):
                 raise InputError(f"The inputs of {output} contain no document that can be used.")
             special = SpecialTokens(plan["eot"], plan["bos"], plan["eos"])
-            write_merged(output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special,
-                         unread=plan.get("unread_files"))  # fmt: skip
+            write_merged(
+                output,
+                plan["units"],
+                kind=plan["kind"],
+                inputs=plan["digest"],
+                special=special,
+                unread=plan.get("unread_files"),
+            )
         manifest = read_manifest(output, remedy(output))
         # Also remove what a process left that was killed after it had written the manifest.
         remove_notes(output)
-        for leftover in (*output.glob("task-*.json"), output / PLAN, *output.glob(".task-*.lock"),
-                         output / ".merge.lock"):  # fmt: skip
+        for leftover in (
+            *output.glob("task-*.json"),
+            output / PLAN,
+            *output.glob(".task-*.lock"),
+            output / ".merge.lock",
+        ):
             remove(leftover)
     return manifest
 
 
-def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: SpecialTokens,
-                 content: str | None = None, unread: dict[str, int] | None = None) -> Manifest:  # fmt: skip
+def write_merged(
+    folder: Path,
+    units: int,
+    *,
+    kind: Kind,
+    inputs: str,
+    special: SpecialTokens,
+    content: str | None = None,
+    unread: dict[str, int] | None = None,
+) -> Manifest:
     """Write the lengths and the manifest of a folder after all of its `units` units are converted.
 
     Args:
@@ -150,8 +174,9 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
       unread: number of items of the input that were not read, by kind.
     """
     notes = [note for number in range(units) if (note := read_note(folder, number)) is not None]
-    tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
-                          if (folder / name).exists())  # fmt: skip
+    tokenizer, *extras = (
+        describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES) if (folder / name).exists()
+    )
     splits: dict[Split, SplitEntry] = {split: _merge_split(folder, split, notes) for split in SPLITS}
     counts, keys = Counter[str](), sum((Counter(note.unread) for note in notes), Counter[str]())
     for note in notes:
@@ -160,9 +185,24 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
     examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
     content = content or content_digest(kind, dtype, special, tokenizer, splits.values())
-    manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, special.eot, splits["train"],
-                        splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos,
-                        unread or {}, dict(keys.most_common()))  # fmt: skip
+    manifest = Manifest(
+        FORMAT,
+        kind,
+        inputs,
+        content,
+        dtype,
+        tokenizer,
+        special.eot,
+        splits["train"],
+        splits["heldout"],
+        dict(counts),
+        examples,
+        tuple(extras),
+        special.bos,
+        special.eos,
+        unread or {},
+        dict(keys.most_common()),
+    )
     write_manifest(folder, manifest)
     return manifest
 
@@ -189,8 +229,9 @@ def open_manifest(folder: Path) -> Manifest:
     if not (folder / MANIFEST).is_file() and (folder / PLAN).is_file():
         raise InputError(_incomplete(folder, missing_tasks(folder), _read_plan(folder)["tasks"]))
     if not folder.is_dir():
-        raise InputError(f"The prepared folder {folder} does not exist; create it with "
-                         "python -m zaya_jax.data prepare.")  # fmt: skip
+        raise InputError(
+            f"The prepared folder {folder} does not exist; create it with python -m zaya_jax.data prepare."
+        )
     return read_manifest(folder, remedy(folder))
 
 
@@ -199,11 +240,14 @@ def remedy(folder: Path) -> str:
     return f"Restore the file, or prepare the data again in a folder other than {folder}."
 
 
-def _plan(inputs: list[str], units: list[Unit], tokenizer: Path, settings: PrepareSettings, special: SpecialTokens,
-          tasks: int) -> dict[str, Any]:  # fmt: skip
+def _plan(
+    inputs: list[str], units: list[Unit], tokenizer: Path, settings: PrepareSettings, special: SpecialTokens, tasks: int
+) -> dict[str, Any]:
     """Return the settings and inputs, which must be the same in every call that writes to a folder."""
-    stats = [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns]
-             for file in dict.fromkeys(file for unit in units for file in _files(unit))]  # fmt: skip
+    stats = [
+        [file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns]
+        for file in dict.fromkeys(file for unit in units for file in _files(unit))
+    ]
     chosen = dataclasses.asdict(settings) | {"suffixes": list(settings.suffixes)}
     # The detected token counts, not the option; and only if it differs from `eot`, so that older digests still match.
     del chosen["bos"]
@@ -233,8 +277,9 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
     if not (output / MANIFEST).exists():
         return False
     if read_manifest(output, remedy(output)).inputs != plan["digest"]:
-        raise InputError(f"The folder {output} contains data prepared from different inputs or settings; choose "
-                         "another --output.")  # fmt: skip
+        raise InputError(
+            f"The folder {output} contains data prepared from different inputs or settings; choose another --output."
+        )
     return True
 
 
@@ -261,8 +306,10 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
         if saved.get(key) != value:
             of_files = key in ("files", "digest")
             how = "a name, size or time has changed" if of_files else f"{shown(saved.get(key))}, now {shown(value)}"
-            raise InputError(f"The folder {output} contains an unfinished preparation with {_difference(key)}: {how}. "
-                             "Rerun the original command, or choose another --output.")  # fmt: skip
+            raise InputError(
+                f"The folder {output} contains an unfinished preparation with {_difference(key)}: {how}. "
+                "Rerun the original command, or choose another --output."
+            )
     return True
 
 
@@ -270,8 +317,13 @@ def _difference(key: str) -> str:
     """Describe a difference in a key of the plan by the option that sets the key, for messages."""
     if key in ("files", "digest"):
         return "different input files"
-    names = {"units": "number of input units", "eos": "eos_token in tokenizer_config.json", "kind": "--chat",
-             "inputs": "--input", "tasks": "--of"}  # fmt: skip
+    names = {
+        "units": "number of input units",
+        "eos": "eos_token in tokenizer_config.json",
+        "kind": "--chat",
+        "inputs": "--input",
+        "tasks": "--of",
+    }
     return f"a different {names.get(key, f'--{key}')}"
 
 
@@ -294,8 +346,10 @@ def _incomplete(folder: Path, missing: list[int], tasks: int) -> str:
         return f"The prepared folder {folder} is not merged; run python -m zaya_jax.data merge {folder}."
     if tasks == 1:
         return f"The prepared folder {folder} is incomplete; rerun the prepare command to finish it."
-    return (f"The prepared folder {folder} is incomplete: {len(missing)} of {tasks} tasks missing: "
-            f"{', '.join(map(str, missing))}. Run each of them with --task, then merge.")  # fmt: skip
+    return (
+        f"The prepared folder {folder} is incomplete: {len(missing)} of {tasks} tasks missing: "
+        f"{', '.join(map(str, missing))}. Run each of them with --task, then merge."
+    )
 
 
 def _refuse_foreign(output: Path) -> None:
@@ -303,11 +357,13 @@ def _refuse_foreign(output: Path) -> None:
     if (output / PLAN).exists() or (output / MANIFEST).exists() or not output.is_dir():
         return
     ours = {TOKENIZER, *TOKENIZER_FILES}  # written before the plan
-    foreign = [path.name for path in output.iterdir()
-               if path.name not in ours and path.suffix not in (".lock", ".partial")]  # fmt: skip
+    foreign = [
+        path.name for path in output.iterdir() if path.name not in ours and path.suffix not in (".lock", ".partial")
+    ]
     if foreign:
-        raise InputError(f"The folder {output} contains other files, such as {min(foreign)!r}; choose a new or empty "
-                         "--output.")  # fmt: skip
+        raise InputError(
+            f"The folder {output} contains other files, such as {min(foreign)!r}; choose a new or empty --output."
+        )
 
 
 def _done_path(output: Path, task: int) -> Path:
@@ -319,8 +375,9 @@ def _merge_split(folder: Path, split: Split, notes: list[UnitNote]) -> SplitEntr
     lengths = np.concatenate([np.zeros(0, np.int64), *parts])
     entry = save_lengths(folder / f"{split}-lengths.npy", lengths)
     shards: tuple[ShardEntry, ...] = tuple(note.shards[split] for note in notes if split in note.shards)
-    text_bytes, lost_bytes = (sum(getattr(note, name).get(split, 0) for note in notes)
-                              for name in ("text_bytes", "lost_bytes"))  # fmt: skip
+    text_bytes, lost_bytes = (
+        sum(getattr(note, name).get(split, 0) for note in notes) for name in ("text_bytes", "lost_bytes")
+    )
     return SplitEntry(shards, entry, len(lengths), int(lengths.sum()), text_bytes, lost_bytes)
 
 
@@ -329,16 +386,22 @@ def summary(folder: Path, manifest: Manifest) -> str:
     lines = [f"{folder} is complete."]
     for split in SPLITS:
         entry = manifest.split(split)
-        lines.append(f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
-                     f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}")  # fmt: skip
+        lines.append(
+            f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
+            f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}"
+        )
         if entry.lost_bytes:
-            lines.append(f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token "
-                         "for them, or strips or changes them. Bits per byte do not count them; a byte-level tokenizer "
-                         "or one with byte fallback keeps all text.")  # fmt: skip
+            lines.append(
+                f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token "
+                "for them, or strips or changes them. Bits per byte do not count them; a byte-level tokenizer "
+                "or one with byte fallback keeps all text."
+            )
     if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
-        lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
-                     f"into another --output with --heldout {fraction:.1g}.")  # fmt: skip
+        lines.append(
+            f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
+            f"into another --output with --heldout {fraction:.1g}."
+        )
     keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread_keys.items())
     lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.data.chat import Span, Template, encode_pieces, load_template
-from zaya_jax.data.conversation import Conversation, find_special
+from zaya_jax.data.conversation import Conversation, find_special, split_tools
 from zaya_jax.data.convert import Conversion, Record, Skipped, default_workers, refuse_in_worker, remove_notes
 from zaya_jax.data.corpus import Split
 from zaya_jax.data.encoding import load_tokenizer_once
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
-from zaya_jax.data.readers.tool_calls import split_tools
 from zaya_jax.data.shards import Records, pack_text, token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
 from zaya_jax.data.trimming import trim
@@ -51,8 +50,9 @@ class RenderWork:
         controls = tokenizer.controls(self.template.source) | tokenizer.specials
 
         def render(conversation: Conversation, tools: list[dict[str, Any]] | None) -> list[Span]:
-            pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos, tools=tools,
-                                          others=others)  # fmt: skip
+            pieces = self.template.render(
+                conversation, bos=self.special.bos, eos=self.special.eos, tools=tools, others=others
+            )
             return encode_pieces(pieces, tokenizer.encode_rendering)
 
         for number in watch(range(len(records)), functools.partial(_refuse, self.folder / shard.file)):
@@ -83,8 +83,9 @@ def _refuse(shard: Path, number: int, how: str) -> int:
     raise InputError(f"The conversation {shard}:{number} cannot be rendered: {how}.")
 
 
-def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None,
-                  cache: Path) -> tuple[Path, Manifest]:  # fmt: skip
+def open_rendered(
+    folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None, cache: Path
+) -> tuple[Path, Manifest]:
     """Render a split of a prepared folder of conversations, or return the cached rendering.
 
     The result is cached in `cache/DIGEST`. If several processes share a file system, one renders with all its cores
@@ -120,15 +121,20 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
     return target, rendered
 
 
-def _render(folder: Path, manifest: Manifest, split: Split, template: Template, limit: int | None, target: Path,
-            inputs: str) -> None:  # fmt: skip
+def _render(
+    folder: Path, manifest: Manifest, split: Split, template: Template, limit: int | None, target: Path, inputs: str
+) -> None:
     make_folder(target)
     write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
     shards = manifest.split(split).shards
     work = RenderWork(target / TOKENIZER, manifest.special, template, limit, folder, split)
-    conversion = Conversion(target, shards, [shard.bytes for shard in shards],
-                            f"The chat template {template.name} must render all of them.",
-                            workers=default_workers())  # fmt: skip
+    conversion = Conversion(
+        target,
+        shards,
+        [shard.bytes for shard in shards],
+        f"The chat template {template.name} must render all of them.",
+        workers=default_workers(),
+    )
     conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
     write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
     remove_notes(target)

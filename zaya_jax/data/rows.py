@@ -199,8 +199,10 @@ class BinRows:
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:
         """See `PackedRows.parts`."""
         items = self._items.take(self._bins[int(self._epoch(epoch)[index])])
-        return [DocumentPart(*map(int, part)) for part in zip(items.document, items.start, items.start + items.length,
-                                                      strict=True)]  # fmt: skip
+        return [
+            DocumentPart(*map(int, part))
+            for part in zip(items.document, items.start, items.start + items.length, strict=True)
+        ]
 
     def after(self, epoch: int, rows: int) -> Items:
         """See `PackedRows.after`."""

@@ -97,8 +97,9 @@ class ShardWriter:
 
     def _failed(self, error: Exception) -> RunStopped:
         why = " ".join(str(error).split())[:300]
-        return RunStopped(f"The shard {self._path} cannot be written: {why}. Is the disk full? Rerun the command to "
-                          "resume.")  # fmt: skip
+        return RunStopped(
+            f"The shard {self._path} cannot be written: {why}. Is the disk full? Rerun the command to resume."
+        )
 
 
 @dataclass
@@ -153,8 +154,10 @@ class Records:
     def damaged(self, index: int) -> InputError:
         """Return the error for a damaged record."""
         shard = self._folder / self._shards[bisect.bisect_right(self._ends, index)].file
-        return InputError(f"Document {index} in the data file {shard} is damaged: it cannot be decoded. "
-                          "Prepare the data again, or restore the file.")  # fmt: skip
+        return InputError(
+            f"Document {index} in the data file {shard} is damaged: it cannot be decoded. "
+            "Prepare the data again, or restore the file."
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle without open files."""

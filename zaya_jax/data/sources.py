@@ -106,16 +106,22 @@ def open_sources(config: Config) -> Prepared:
             )
         for index, phase in enumerate(config.phases):
             if not source.manifest.train.documents and phase.mixture.get(source.name):
-                raise InputError(f"data.sources.{source.name} contains no training document for "
-                                 f"{config.phase_key(index)}. To only evaluate it, set its weight in the mixture to 0; "
-                                 "otherwise prepare it with a smaller --heldout.")  # fmt: skip
+                raise InputError(
+                    f"data.sources.{source.name} contains no training document for "
+                    f"{config.phase_key(index)}. To only evaluate it, set its weight in the mixture to 0; "
+                    "otherwise prepare it with a smaller --heldout."
+                )
     if not any(source.manifest.train.documents for source in sources.values()):
-        raise InputError(f"None of the sources ({', '.join(sources)}) contains a training document; prepare one with a "
-                         "smaller --heldout.")  # fmt: skip
+        raise InputError(
+            f"None of the sources ({', '.join(sources)}) contains a training document; prepare one with a "
+            "smaller --heldout."
+        )
     read = {name for phase in config.phases for name in phase.mixture or sources}
     if not any(sources[name].manifest.heldout.documents for name in read):
-        raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, so there "
-                         "is nothing to evaluate; prepare one with a larger --heldout.")  # fmt: skip
+        raise InputError(
+            f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, so there "
+            "is nothing to evaluate; prepare one with a larger --heldout."
+        )
     for source in sources.values():
         advice = remedy(source.folder) if config.data.sources else cache_remedy(source.folder)
         try:

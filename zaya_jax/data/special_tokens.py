@@ -48,13 +48,17 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
     else:
         known = [text for text in BOS_TEXTS if text in loaded.specials]
         if len(known) > 1:
-            raise InputError(f"The tokenizer file {tokenizer} has {' and '.join(known)}; choose the token that begins "
-                             "a document with --bos.")  # fmt: skip
+            raise InputError(
+                f"The tokenizer file {tokenizer} has {' and '.join(known)}; choose the token that begins "
+                "a document with --bos."
+            )
         begin = known[0] if known else loaded.eot_text
     if begin is not None and loaded.token_id(begin) is None:
         where = "--bos" if bos is not None else f"bos_token of {path}"
-        raise InputError(f"{where} is {begin!r}, which the tokenizer file {tokenizer} does not have; pass --bos with "
-                         "one of its tokens, or none.")  # fmt: skip
+        raise InputError(
+            f"{where} is {begin!r}, which the tokenizer file {tokenizer} does not have; pass --bos with "
+            "one of its tokens, or none."
+        )
     return SpecialTokens(loaded.eot_text, begin, eos if "eos_token" in config else loaded.eot_text)
 
 
@@ -72,6 +76,7 @@ def token_text(config: dict[str, Any], key: str, path: Path) -> str | None:
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
     if token is not None and not (isinstance(text, str) and text):
-        raise InputError(f"{key} of {path} is {shown(token)}, but must be null, text, or an object with the key "
-                         "content.")  # fmt: skip
+        raise InputError(
+            f"{key} of {path} is {shown(token)}, but must be null, text, or an object with the key content."
+        )
     return text

@@ -131,9 +131,11 @@ class Packer(NamedTuple):
         """
         later = self.pack(documents)
         if later.rows.per_epoch == 0:
-            raise InputError(f"{key} yields no row of {self.context} tokens: all its documents "
-                             f"({len(documents):,}) are too short, or dropped as too long (over_length is "
-                             f"{self.over_length}). Choose another over_length or context.")  # fmt: skip
+            raise InputError(
+                f"{key} yields no row of {self.context} tokens: all its documents "
+                f"({len(documents):,}) are too short, or dropped as too long (over_length is "
+                f"{self.over_length}). Choose another over_length or context."
+            )
         if position.rest is None:
             return PhaseRows(position.epoch, later, later, content, documents.lengths)
         # A new template or limit changes the tokens of conversations, so those read in part cannot be continued.

@@ -94,8 +94,9 @@ def _measure_baselines(config: Config, content: str, path: Path) -> None:
 
 def _content(config: Config, corpus: Corpus) -> str:
     """Return the digest of all that a prepared corpus depends on, the name of its folder."""
-    return json_digest(FORMAT, corpus.digest(), sorted(config.data.suffixes), config.data.heldout_fraction,
-                       config.model.vocab_size)  # fmt: skip
+    return json_digest(
+        FORMAT, corpus.digest(), sorted(config.data.suffixes), config.data.heldout_fraction, config.model.vocab_size
+    )
 
 
 def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None:
@@ -103,8 +104,11 @@ def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None
     with new_folder(folder, partial):  # a partial one is a killed process's, since the lock excludes a running one
         vocab_size, files = config.model.vocab_size, [str(corpus.root / file) for file in corpus.hashes]
         units = list(cut_texts([InputFile("text", file, os.path.getsize(file)) for file in files], _UNIT_BYTES))
-        print(f"data: training a tokenizer of {vocab_size} tokens on {counted(len(corpus.train), 'file')}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"data: training a tokenizer of {vocab_size} tokens on {counted(len(corpus.train), 'file')}",
+            file=sys.stderr,
+            flush=True,
+        )
         tokenizer = train_tokenizer(corpus.texts("train"), vocab_size)
         tokenizer.save(partial / TOKENIZER)
         special = SpecialTokens(*[tokenizer.eot_text] * 3)

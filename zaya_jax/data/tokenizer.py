@@ -31,9 +31,23 @@ MIN_VOCAB = 257  # every byte and the end-of-text token
 _PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
 _JOINED = 16  # tokens; those of a character or a word that is decoded as one are fewer
 # Characters with every byte of UTF-8, which NFC does not change, and white space of which there is more than a space.
-_PROBE = "".join(map(chr, [*b" a  b\n\n c ", *range(0x80), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40),
-                           *range(0xA00, 0xD001, 0x600), 0xD7A0, 0xE000, 0xFB50, *range(0x10300, 0xE0000, 0x40000),
-                           0x100300]))  # fmt: skip
+_PROBE = "".join(
+    map(
+        chr,
+        [
+            *b" a  b\n\n c ",
+            *range(0x80),
+            *range(0xA1, 0x800, 63),
+            *range(0x4E00, 0x4E40),
+            *range(0xA00, 0xD001, 0x600),
+            0xD7A0,
+            0xE000,
+            0xFB50,
+            *range(0x10300, 0xE0000, 0x40000),
+            0x100300,
+        ],
+    )
+)
 # A normalizer that does more than to compose characters and to write spaces in another way.
 _REPLACES = re.compile(rb'"type":"(?!NFC"|Prepend"|Sequence"|Replace","pattern":{"String":" "})')
 _BATCH_TEXTS = 256  # enough for all cores, few enough for memory
@@ -51,8 +65,14 @@ class Tokenizer:
       prefix: ids of the tokens that begin a document: one or none.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None,
-                 eos_text: str | None = None, stops: Iterable[str] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eot_text: str = EOT_TEXT,
+        bos_text: str | None = None,
+        eos_text: str | None = None,
+        stops: Iterable[str] = (),
+    ) -> None:
         """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`).
 
         These tokens and those of turns become special, whatever their flags say, so that no text can contain them. They
@@ -62,11 +82,16 @@ class Tokenizer:
         names = (eot_text, bos_text, eos_text, *stops)
         ends = [text for text in names if text and backend.token_to_id(text) is not None]
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        backend.add_special_tokens([
-            AddedToken(text, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
-            for text, token in ({text: AddedToken(text) for text in ends} | added).items()
-            if (token.special or text in ends or _CONTROL.fullmatch(text)) and (token.normalized or not token.special)
-        ])  # fmt: skip
+        backend.add_special_tokens(
+            [
+                AddedToken(
+                    text, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
+                )
+                for text, token in ({text: AddedToken(text) for text in ends} | added).items()
+                if (token.special or text in ends or _CONTROL.fullmatch(text))
+                and (token.normalized or not token.special)
+            ]
+        )
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
@@ -99,8 +124,13 @@ class Tokenizer:
         added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         longest_first = sorted(filter(None, added), key=len, reverse=True)  # one may be part of another
         written = re.findall("|".join(map(re.escape, longest_first)), template) if added else []
-        return frozenset(text for text in written if not (text.isalnum() or text.isspace() or
-                         {text.replace("</", "<"), text.replace("<", "</")} & added - {text}))  # fmt: skip
+        return frozenset(
+            text
+            for text in written
+            if not (
+                text.isalnum() or text.isspace() or {text.replace("</", "<"), text.replace("<", "</")} & added - {text}
+            )
+        )
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding special tokens.
@@ -215,8 +245,9 @@ def _checked(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"The text cannot be encoded: its character at position {error.start} is an unpaired "
-                         "surrogate.") from error  # fmt: skip
+        raise InputError(
+            f"The text cannot be encoded: its character at position {error.start} is an unpaired surrogate."
+        ) from error
     return text
 
 
@@ -240,15 +271,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     # Special tokens come first, so the id of the end-of-text token is 0.
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOT_TEXT], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOT_TEXT],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     with _library("be trained"):
         backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend, bos_text=EOT_TEXT)
 
 
-def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None = None, *,
-                   default_eot: str | None = None, eos_text: str | None = None) -> Tokenizer:  # fmt: skip
+def load_tokenizer(
+    path: Path,
+    eot_text: str | None = None,
+    bos_text: str | None = None,
+    *,
+    default_eot: str | None = None,
+    eos_text: str | None = None,
+) -> Tokenizer:
     """Load a `tokenizer.json`.
 
     Args:
@@ -274,8 +315,10 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
             raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
     if eot_text is None:
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
-        raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
-                         "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
+        raise InputError(
+            f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
+            "of a tokenizer_config.json beside it, or with --eot of data prepare."
+        )
     tokenizer = Tokenizer(backend, eot_text, bos_text, eos_text, stops)
     return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(template)])
 
@@ -313,14 +356,18 @@ def tokenizer_path(named: str) -> Path:
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     """Raise `InputError` if the tokenizer at `path` has more tokens than the model's `vocab_size`."""
     if tokenizer.vocab_size > vocab_size:
-        raise InputError(f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size "
-                         f"({vocab_size}); raise model.vocab_size to at least {tokenizer.vocab_size}.")  # fmt: skip
+        raise InputError(
+            f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size "
+            f"({vocab_size}); raise model.vocab_size to at least {tokenizer.vocab_size}."
+        )
 
 
 def vocabulary_warning(tokenizer: Tokenizer, vocab_size: int) -> str | None:
     """Return a warning about unused embedding rows; None if they only pad to a multiple of `_PADDED_TO`."""
     if -(-tokenizer.vocab_size // _PADDED_TO) * _PADDED_TO >= vocab_size:
         return None
-    return (f"Warning: the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}; "
-            f"{vocab_size - tokenizer.vocab_size:,} rows of the embedding are never used. Lower model.vocab_size, or "
-            "use a larger tokenizer.")  # fmt: skip
+    return (
+        f"Warning: the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}; "
+        f"{vocab_size - tokenizer.vocab_size:,} rows of the embedding are never used. Lower model.vocab_size, or "
+        "use a larger tokenizer."
+    )

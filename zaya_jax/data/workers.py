@@ -43,8 +43,9 @@ E = TypeVar("E")
 _Convert = Callable[[Job, Callable[[int], None]], T]  # the second argument adds bytes to the progress; picklable
 
 
-def run_in_workers(jobs: Sequence[Job], convert: _Convert[T], count: int, limit: int, progress: WorkProgress,
-                   idle: list["Worker"]) -> Iterator[tuple[int, T]]:  # fmt: skip
+def run_in_workers(
+    jobs: Sequence[Job], convert: _Convert[T], count: int, limit: int, progress: WorkProgress, idle: list["Worker"]
+) -> Iterator[tuple[int, T]]:
     """Do jobs in `count` processes, and yield the number and the result of each as it is done.
 
     Args:
@@ -136,9 +137,11 @@ def _after_end(worker: Worker, ends: Counter[tuple[int, int]], most: int) -> Job
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     ends[job.number, number] += 1
     if ends.total() > most or (not number and ends[job.number, number] > 1):
-        raise RunStopped(f"A data worker process ended ({how}) reading {getattr(job.unit, 'files', [job.unit])[0]}: "
-                         "it was killed, perhaps by running out of memory, or a script starts the work without "
-                         "`if __name__ == '__main__':`. Rerun the command to resume.")  # fmt: skip
+        raise RunStopped(
+            f"A data worker process ended ({how}) reading {getattr(job.unit, 'files', [job.unit])[0]}: "
+            "it was killed, perhaps by running out of memory, or a script starts the work without "
+            "`if __name__ == '__main__':`. Rerun the command to resume."
+        )
     if ends[job.number, number] == 1:  # others may be the cause, as when they took all memory
         return job._replace(fatal=job.fatal or {})
     how = f"two processes that worked on it ended ({how})"

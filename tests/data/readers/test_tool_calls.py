@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from tests.data.prepare_helpers import write_lines
 from zaya_jax.data.chat import Template, load_template
-from zaya_jax.data.conversation import parse_conversation
+from zaya_jax.data.conversation import parse_conversation, parse_tools
 from zaya_jax.data.encoding import PrepareSettings
 from zaya_jax.data.prepare import prepare
-from zaya_jax.data.readers.tool_calls import parse_tools
 from zaya_jax.data.render import open_rendered
 from zaya_jax.data.shards import open_documents
 from zaya_jax.data.tokenizer import load_tokenizer

@@ -27,9 +27,10 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 def _split_files(folder: Path) -> list[Path]:
     if read_object(folder / _STATE).get("_indices_data_files"):
-        raise InputError(f"The saved dataset {folder} selects its rows through _indices_data_files, as old versions of "
-                         "datasets did, which is not read. Load it, call flatten_indices(), and save it again."
-                         )  # fmt: skip
+        raise InputError(
+            f"The saved dataset {folder} selects its rows through _indices_data_files, as old versions of "
+            "datasets did, which is not read. Load it, call flatten_indices(), and save it again."
+        )
     entries = _json(folder / _STATE, "_data_files")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
     files = [folder / name for name in _names(folder / _STATE, names)]
@@ -38,10 +39,7 @@ def _split_files(folder: Path) -> list[Path]:
 
 
 def _compare_rows(folder: Path, files: list[Path]) -> None:
-    """Warn if the dataset has fewer rows than `dataset_info.json` lists.
-
-    This is not an error, because `datasets` keeps the old number when rows are selected or filtered.
-    """
+    """Warn if a dataset has fewer rows than its info lists. `datasets` keeps the old number when rows are filtered."""
     split = read_object(folder / _STATE).get("_split")
     try:
         expected = read_object(folder / _INFO)["splits"][split]["num_examples"]
@@ -49,12 +47,15 @@ def _compare_rows(folder: Path, files: list[Path]) -> None:
         return
     if not isinstance(expected, int) or not all(file.is_file() for file in files):
         return
-    from zaya_jax.data.readers.arrow import count_rows
+    from zaya_jax.data.readers.tables import count_rows
 
     rows = sum(count_rows(str(file)) for file in files)
     if rows < expected:
-        print(f"data: the saved dataset {folder} has {rows:,} rows, but {_INFO} says that split {split!r} has "
-              f"{expected:,}. Unless rows were filtered out, save or copy it again.", file=sys.stderr)  # fmt: skip
+        print(
+            f"data: the saved dataset {folder} has {rows:,} rows, but {_INFO} says that split {split!r} has "
+            f"{expected:,}. Unless rows were filtered out, save or copy it again.",
+            file=sys.stderr,
+        )
 
 
 def _json(path: Path, key: str) -> list[Any]:

@@ -10,8 +10,9 @@ import numpy as np
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 
-Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field", "too large",
-                 "ended its process"]  # fmt: skip
+Reason = Literal[
+    "invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field", "too large", "ended its process"
+]
 
 # A text, chat messages (a list, or an object if they come with tools; validated later), or token ids of Megatron.
 Value = str | list[Any] | dict[str, Any] | np.ndarray
@@ -33,13 +34,10 @@ class Unit(NamedTuple):
 
 
 class FirstLine:
-    """The line number, in its file, of a unit's first line. It is computed on first use.
-
-    Only messages need line numbers, and counting the lines before a unit means to read everything before it.
-    """
+    """The line number of a unit's first line in its file, counted on first use, as only messages need it."""
 
     def __init__(self, number: int | Callable[[], int] = 1):
-        """Wrap the number, or a picklable function that returns it."""
+        """Wrap the number, or a function that returns it."""
         self._number = number
 
     @cached_property
@@ -60,13 +58,7 @@ class Document(NamedTuple):
 
     @property
     def line(self) -> int:
-        """The number, from 1, of the line (JSONL), row (tables) or document (Megatron) in its file; 1 for text.
-
-        The first access in a unit can read the file up to the unit.
-
-        Raises:
-          InputError: the file cannot be read.
-        """
+        """The number, from 1, of the line (JSONL), row (tables) or document (Megatron) in its file; 1 for text."""
         return self.first.number + self.lines_before
 
 
@@ -83,7 +75,7 @@ Entry = Document | BadDocument  # what a reader yields
 
 
 class InputFile(NamedTuple):
-    """An existing input file."""
+    """An input file."""
 
     format: str  # a key of `FORMATS`
     path: str
@@ -116,8 +108,10 @@ def even_share(total: int, count: int, start: int, stop: int) -> int:
 def require_pieces(unit: Unit, file: str, count: int, noun: str, ending: str = "s") -> None:
     """Raise `InputError` if a file has fewer pieces than the unit: `count` of what `noun` (plural: `ending`) names."""
     if count < unit.stop:
-        raise InputError(f"The file {file} has {counted(count, noun, ending)}, fewer than the {unit.stop:,} it had; do "
-                         "not change inputs while they are prepared.")  # fmt: skip
+        raise InputError(
+            f"The file {file} has {counted(count, noun, ending)}, fewer than the {unit.stop:,} it had; do not change "
+            "inputs while they are prepared."
+        )
 
 
 @contextmanager

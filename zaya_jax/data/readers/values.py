@@ -7,21 +7,23 @@ from typing import Any, TypeGuard
 from zaya_jax.data.readers.unit import Reason
 
 LONGEST = 2**27  # bytes of a document; to encode one takes 100 times as much memory
+CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
+TOOLS = "tools"  # field next to a conversation that becomes part of it
+# Fields next to a conversation that would change its meaning, and are refused; of the flags, if they are off.
+SIBLINGS = re.compile(
+    "functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|"
+    "documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs"
+)
+FLAGS = re.compile("weight|train|training|loss|label|loss_mask")
+EMPTY = (None, "", [], {}, "[]", "{}", "null")
+OFF = (*EMPTY, False)  # values of a key that is refused with any other; 0 equals False
+_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+_KINDS |= dict.fromkeys((int, float), "a number")
 
 
 def is_document(value: object) -> TypeGuard[str | list[Any]]:
     """Return whether the value is a non-empty list, or a text that is not only white space."""
-    return (isinstance(value, str) and bool(value) and not value.isspace()) or (isinstance(value, list) and bool(value))
-
-
-CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
-TOOLS = "tools"  # field next to a conversation that becomes part of it
-# Fields next to a conversation that would change its meaning, and are refused; of the flags, if they are off.
-SIBLINGS = re.compile("functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|"
-                      "documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs")  # fmt: skip
-FLAGS = re.compile("weight|train|training|loss|label|loss_mask")
-EMPTY = (None, "", [], {}, "[]", "{}", "null")
-OFF = (*EMPTY, False)  # values of a key that is refused with any other; 0 equals False
+    return bool(value) and (isinstance(value, list) or (isinstance(value, str) and not value.isspace()))
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:
@@ -35,6 +37,11 @@ def suggest_chat(field: str, names: Collection[str]) -> str:
     """Return a hint to append to a missing-field message if the data looks like conversations, otherwise ''."""
     others = [name for name in CONVERSATIONS if name in names and name != field]
     return f"; it has {others[0]!r}, and --chat reads conversations" if others else ""
+
+
+def with_tools(messages: Any, tools: Any) -> Any:
+    """Return a record of a conversation: the list of messages, or an object if there are tools."""
+    return {"messages": messages, "tools": tools} if tools else messages
 
 
 def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
@@ -56,7 +63,7 @@ def unread_keys(beside: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def rejection(value: object, field: str) -> tuple[Reason, str]:
-    """Return why a value cannot be used as a document: the reason, and a clause that names the field."""
+    """Return why a value, or the error of reading it, is no document: the reason, and a clause that names the field."""
     match value:
         case None:
             return "empty", f"{field!r} is null"
@@ -64,11 +71,15 @@ def rejection(value: object, field: str) -> tuple[Reason, str]:
             return "empty", f"{field!r} has {len(value)} characters, all of them white space"
         case list():
             return "empty", f"{field!r} is an empty list"
+        case UnicodeDecodeError():
+            return "not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}"
+        case MemoryError():
+            return "too large", f"{field!r} has more than {LONGEST:,} bytes, or than memory"
+        case Exception():  # a time that Python cannot represent
+            return "wrong type", f"{field!r} contains a value that JSON cannot represent: {value}"
     return "wrong type", f"{field!r} is {json_kind(value)}, but must be text or a list"
 
 
 def json_kind(value: object) -> str:
     """Name the type of a value in JSON's words, with an article."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
-             type(None): "null"}  # fmt: skip
-    return names.get(type(value), f"a {type(value).__name__}")
+    return _KINDS.get(type(value), f"a {type(value).__name__}")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from zaya_jax.data import template_process, template_runner
+from zaya_jax.data import template_process
 from zaya_jax.data.chat import Template, load_template
 from zaya_jax.errors import InputError, RunStopped
 
@@ -33,7 +33,7 @@ def test_a_template_that_needs_too_much_is_stopped_and_the_next_one_runs(source,
 
 
 def test_a_conversation_too_long_for_the_process_is_refused(monkeypatch):
-    monkeypatch.setattr(template_runner, "LONGEST", 2**20)
+    monkeypatch.setattr(template_process, "LONGEST_REQUEST", 2**20)
     default = load_template(None)
     with pytest.raises(ValueError, match=r"^the chat template fails: its input is larger than 1 MiB as JSON$"):
         render(default, "a" * 2**20)
@@ -43,7 +43,7 @@ def test_a_conversation_too_long_for_the_process_is_refused(monkeypatch):
 def test_a_template_that_cannot_be_compiled_in_time_is_refused_and_the_next_one_runs(monkeypatch):
     """The time for compiling is a part of that for rendering."""
     default = load_template(None)
-    monkeypatch.setattr(template_runner, "SECONDS", 1)
+    monkeypatch.setattr(template_process, "SECONDS", 1)
     with pytest.raises(InputError, match=r"^The chat template x cannot be compiled: it takes more than 1 s\.$"):
         Template("{{ 10 ** (10 ** 9) }}" + GENERATION, "x")
     assert "answer" in "".join(render(default, "answer"))
@@ -54,9 +54,9 @@ def test_an_interrupted_rendering_is_not_taken_for_the_next_one(monkeypatch):
         send(process, data)
         raise KeyboardInterrupt
 
-    default, send = load_template(None), template_runner._Runner._send
+    default, send = load_template(None), template_process._Runner._send
     with monkeypatch.context() as patch:
-        patch.setattr(template_runner._Runner, "_send", interrupt)
+        patch.setattr(template_process._Runner, "_send", interrupt)
         with pytest.raises(KeyboardInterrupt):
             render(default, "first")
     assert "second" in "".join(render(default, "second"))
@@ -65,18 +65,18 @@ def test_an_interrupted_rendering_is_not_taken_for_the_next_one(monkeypatch):
 def test_a_process_that_was_killed_while_it_waited_is_started_again():
     default = load_template(None)
     before = render(default, "answer")
-    process = template_runner._runner(os.getpid())._process
+    process = template_process._runner(os.getpid())._process
     process.kill()
     process.wait()
     assert render(default, "answer") == before
 
 
 def test_a_process_that_cannot_start_is_reported(monkeypatch):
-    monkeypatch.setattr(template_runner.sys, "executable", "/bin/false")
+    monkeypatch.setattr(template_process.sys, "executable", "/bin/false")
     with pytest.raises(
         RunStopped, match=r"cannot run: it ended with status 1\. Check that this command works: /bin/false -c"
     ):
-        template_runner._Runner().ask({"source": "", "renderings": [], "seconds": 1})
+        template_process._Runner().ask({"source": "", "renderings": [], "seconds": 1})
 
 
 def test_a_request_that_cannot_be_parsed_in_the_limits_is_answered_and_so_is_the_next():
