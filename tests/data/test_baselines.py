@@ -4,8 +4,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from zaya_jax.data import baselines
-from zaya_jax.data.baselines import compressor_baselines, last_window
+from zaya_jax.data import text_corpus
+from zaya_jax.data.text_corpus import compressor_baselines, last_window
 
 NOISE = np.random.default_rng(0).integers(0, 256, 50_000, np.uint8).tobytes()
 
@@ -30,7 +30,7 @@ def test_the_figure_is_that_of_the_command(command):
 
 
 def test_the_end_of_the_texts_is_what_fits(monkeypatch):
-    monkeypatch.setattr(baselines, "WINDOW_BYTES", 5)
+    monkeypatch.setattr(text_corpus, "WINDOW_BYTES", 5)
     read = []
     texts = (read.append(text) or text for text in ["last", "☃b", "first"])
     assert last_window(texts) == b"blast"

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.config import DataConfig
-from zaya_jax.data.corpus import SPLITS, find_corpus
+from zaya_jax.data.manifest import SPLITS
+from zaya_jax.data.text_corpus import find_corpus
 from zaya_jax.errors import InputError
 
 

@@ -17,7 +17,7 @@ from tests.data.prepare_helpers import (
     write_lines,
     write_megatron,
 )
-from zaya_jax.data.corpus import SPLITS
+from zaya_jax.data.manifest import SPLITS
 from zaya_jax.data.prepare import prepare
 from zaya_jax.data.shards import Records
 from zaya_jax.data.tokenizer import load_tokenizer

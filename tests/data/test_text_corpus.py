@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.data import text_corpus as module
-from zaya_jax.data.corpus import SPLITS
-from zaya_jax.data.manifest import MANIFEST, describe_file, read_manifest
+from zaya_jax.data.manifest import MANIFEST, SPLITS, describe_file, read_manifest
 from zaya_jax.data.shards import open_documents
 from zaya_jax.data.text_corpus import BASELINES, corpus_baselines, open_corpus
 from zaya_jax.data.tokenizer import load_tokenizer

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.data import verify
-from zaya_jax.data.manifest import MANIFEST, read_manifest
-from zaya_jax.data.verify import verify_files
+from zaya_jax.data import manifest as manifests
+from zaya_jax.data.manifest import MANIFEST, read_manifest, verify_files
 from zaya_jax.errors import InputError
 
 REMEDY = "Do this. Or that."
@@ -33,8 +32,8 @@ def cache(tmp_path):
 @pytest.fixture
 def read(monkeypatch):
     """The names of the files that are read from now on."""
-    names, real = [], verify.describe_file
-    monkeypatch.setattr(verify, "describe_file", lambda path: names.append(path.name) or real(path))
+    names, real = [], manifests.describe_file
+    monkeypatch.setattr(manifests, "describe_file", lambda path: names.append(path.name) or real(path))
     return names
 
 
@@ -132,7 +131,7 @@ def test_each_folder_has_its_notes_however_it_is_named(folder, cache, tmp_path, 
 def test_several_processes_at_once_leave_whole_notes(folder, cache, read):
     code = (
         "import sys; from pathlib import Path; from zaya_jax.data.manifest import MANIFEST, read_manifest;"
-        "from zaya_jax.data.verify import verify_files; folder, cache = map(Path, sys.argv[1:]);"
+        "from zaya_jax.data.manifest import verify_files; folder, cache = map(Path, sys.argv[1:]);"
         "print('ready', flush=True); sys.stdin.read(1);"
         "[([p.unlink(missing_ok=True) for p in cache.glob('*.json')],"
         "  verify_files(folder, read_manifest(folder, ''), cache, '')) for _ in range(20)]"

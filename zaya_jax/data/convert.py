@@ -4,7 +4,6 @@ The output of a unit depends only on the unit, not on the number of processes. A
 written last, so interrupted work resumes by skipping units that have a note.
 """
 
-import dataclasses
 import functools
 import io
 import json
@@ -14,15 +13,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from zaya_jax.config.checks import list_counts
-from zaya_jax.data.corpus import SPLITS, Split
-from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
+from zaya_jax.config.checks import counted, list_counts
+from zaya_jax.data.manifest import SPLITS, FileEntry, ShardEntry, Split, describe_file
 from zaya_jax.data.shards import ShardWriter
 from zaya_jax.data.workers import Job, Worker, end_workers, run_in_workers
 from zaya_jax.errors import InputError
@@ -60,7 +58,6 @@ T = TypeVar("T", Record, int)
 Work = Callable[[Any], Iterable[Record | Skipped]]  # unit → records in order; picklable
 Check = Callable[[Any], Iterable[int | Skipped]]  # unit → bytes of each usable document
 
-
 _USABLE = "usable"  # outcome of a document that was checked
 
 
@@ -68,14 +65,14 @@ _USABLE = "usable"  # outcome of a document that was checked
 class UnitNote:
     """The result of a finished unit."""
 
-    shards: dict[Split, ShardEntry]  # without empty ones
-    lengths: dict[Split, FileEntry]  # .npy, int64 [documents]: tokens of each; same splits
-    text_bytes: dict[Split, int]
-    skipped: dict[str, int]  # reason → number of unusable documents
-    outcomes: dict[str, int]  # outcome → number of other documents
-    examples: list[str]
-    lost_bytes: dict[Split, int] = dataclasses.field(default_factory=dict)
-    unread: dict[str, int] = dataclasses.field(default_factory=dict)  # key that is not read → number of its uses
+    shards: dict[Split, ShardEntry] = field(default_factory=dict)  # without empty ones
+    lengths: dict[Split, FileEntry] = field(default_factory=dict)  # .npy, int64 [documents]: tokens of each
+    text_bytes: Counter[Split] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)  # reason → number of unusable documents
+    outcomes: Counter[str] = field(default_factory=Counter)  # outcome → number of other documents
+    examples: list[str] = field(default_factory=list)
+    lost_bytes: Counter[Split] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)  # key that is not read → number of its uses
 
 
 @dataclass(frozen=True)
@@ -90,22 +87,21 @@ class Conversion:
     workers: int = 1  # processes; with 1, this process does the work unless `isolated`
     limit: int = 0  # maximum number of skipped documents over `numbers`
     isolated: bool = False  # whether to use a separate process even for a single worker
-    idle: list[Worker] = dataclasses.field(default_factory=list)  # from `check` to `convert`
+    idle: list[Worker] = field(default_factory=list)  # from `check` to `convert`
 
     def check(self, check: Check, label: str) -> int:
-        """Check the documents of all units without writing anything; `label` titles the progress bar.
+        """Check the documents of all units without writing anything, and return how many can be used.
 
-        Returns:
-          The number of documents that can be used.
+        Args:
+          check: what to do with a unit.
+          label: title of the progress bar.
 
         Raises:
           InputError: more than `limit` documents are unusable.
           RunStopped: worker processes end while they read.
         """
         notes = self._run(functools.partial(_check_unit, check), label)
-        return sum(
-            note.outcomes.get(_USABLE, 0) + sum(shard.documents for shard in note.shards.values()) for note in notes
-        )
+        return sum(note.outcomes.get(_USABLE, 0) + sum(s.documents for s in note.shards.values()) for note in notes)
 
     def convert(self, work: Work, label: str) -> None:
         """Convert the units to shards in `folder`; `label` titles the progress bar.
@@ -127,26 +123,32 @@ class Conversion:
                 notes.update(run_in_workers(jobs, convert, count, self.limit, progress, self.idle))
             else:
                 notes.update((job.number, convert(job, progress.add)) for job in jobs)
-        skipped, examples = Counter[str](), []
-        for _, note in sorted(notes.items()):
+        skipped, done = Counter[str](), [note for _, note in sorted(notes.items())]
+        for note in done:
             skipped.update(note.skipped)
-            examples += note.examples
-        if skipped.total() > self.limit:
-            raise InputError(_refusal(skipped, examples, self.limit, self.advice))
-        return list(notes.values())
+        if (count := skipped.total()) > self.limit:
+            examples = [example for note in done for example in note.examples]
+            allowed = f", but at most {self.limit} may be skipped" if self.limit else ""
+            lines = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
+            lines += f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
+            raise InputError(
+                f"{counted(count, 'document')} cannot be used ({list_counts(skipped)}){allowed}. "
+                f"{self.advice.replace('{count}', str(count))}{lines}"
+            )
+        return done
 
 
 def read_note(folder: Path, number: int) -> UnitNote | None:
     """Read the note of a finished unit; None if it is unfinished or its files are missing."""
     try:
         tree = json.loads(read_file(_note_path(folder, number)))
-        shards = {split: ShardEntry(**entry) for split, entry in tree.pop("shards").items()}
-        lengths = {split: FileEntry(**entry) for split, entry in tree.pop("lengths").items()}
-        files = [*shards.values(), *lengths.values()]
-        whole = all((folder / file.file).stat().st_size == file.bytes for file in files)
+        for key, entry in (("shards", ShardEntry), ("lengths", FileEntry)):
+            tree[key] = {split: entry(**values) for split, values in tree[key].items()}
+        note = UnitNote(**tree)
+        files = [*note.shards.values(), *note.lengths.values()]
+        return note if all((folder / file.file).stat().st_size == file.bytes for file in files) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return UnitNote(shards=shards, lengths=lengths, **tree) if whole else None
 
 
 def remove_notes(folder: Path) -> None:
@@ -169,27 +171,14 @@ def _note_path(folder: Path, number: int) -> Path:
     return folder / f"unit-{number:06d}.json"
 
 
-def _refusal(skipped: Counter[str], examples: Sequence[str], limit: int, advice: str) -> str:
-    count = skipped.total()
-    allowed = f", but at most {limit} may be skipped" if limit else ""
-    listed = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
-    more = f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
-    return (
-        f"{count} document{'s' if count > 1 else ''} cannot be used ({list_counts(skipped)}){allowed}. "
-        f"{advice.replace('{count}', str(count))}{listed}{more}"
-    )
-
-
-def _usable(
-    results: Iterable[T | Skipped], job: Job, add: Callable[[int], None], skipped: Counter[str], examples: list[str]
-) -> Iterator[T]:
-    """Yield the results of a unit that are not skipped; count the others and report progress."""
+def _usable(results: Iterable[T | Skipped], job: Job, add: Callable[[int], None], note: UnitNote) -> Iterator[T]:
+    """Yield the results of a unit that are not skipped; note the others and report progress."""
     read = reported = 0
     for result in results:
         if isinstance(result, Skipped):
-            skipped[result.reason] += 1
-            if len(examples) < EXAMPLES:
-                examples.append(f"{result.where}: {result.reason}: {result.detail}")
+            note.skipped[result.reason] += 1
+            if len(note.examples) < EXAMPLES:
+                note.examples.append(f"{result.where}: {result.reason}: {result.detail}")
             continue
         yield result
         read += result.read if isinstance(result, Record) else result
@@ -200,36 +189,29 @@ def _usable(
 
 
 def _check_unit(check: Check, job: Job, add: Callable[[int], None]) -> UnitNote:
-    skipped, examples = Counter[str](), []
-    usable = sum(1 for _ in _usable(check(job.unit), job, add, skipped, examples))
-    return UnitNote({}, {}, {}, dict(skipped), {_USABLE: usable}, examples)
+    note = UnitNote()
+    note.outcomes[_USABLE] = sum(1 for _ in _usable(check(job.unit), job, add, note))
+    return note
 
 
 def _convert_unit(work: Work, job: Job, add: Callable[[int], None]) -> UnitNote:
-    lengths = {split: array("q") for split in SPLITS}
-    text_bytes, lost_bytes = (dict[Split, int].fromkeys(SPLITS, 0) for _ in range(2))
-    skipped, outcomes, unread, examples = Counter[str](), Counter[str](), Counter[str](), []
+    note, lengths = UnitNote(), {split: array("q") for split in SPLITS}
     with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(ShardWriter(job.folder / f"{split}-{job.number:06d}.arrayrecord"))
-            for split in SPLITS
-        }
-        for record in _usable(work(job.unit), job, add, skipped, examples):
+        paths = {split: job.folder / f"{split}-{job.number:06d}.arrayrecord" for split in SPLITS}
+        writers = {split: stack.enter_context(ShardWriter(path)) for split, path in paths.items()}
+        for record in _usable(work(job.unit), job, add, note):
             writers[record.split].write(record.data)
             lengths[record.split].append(record.tokens)
-            text_bytes[record.split] += record.text_bytes
-            lost_bytes[record.split] += record.lost
+            note.text_bytes[record.split] += record.text_bytes
+            note.lost_bytes[record.split] += record.lost
             if record.unread:  # seldom, and an update takes a microsecond
-                unread.update(record.unread)
+                note.unread.update(record.unread)
             if record.outcome is not None:
-                outcomes[record.outcome] += 1
-        finished: dict[Split, ShardEntry | None] = {split: writers[split].finish() for split in SPLITS}
-    shards: dict[Split, ShardEntry] = {split: entry for split, entry in finished.items() if entry is not None}
-    saved: dict[Split, FileEntry] = {
-        split: save_lengths(job.folder / f"unit-{job.number:06d}-{split}.npy", lengths[split]) for split in shards
-    }
-    note = UnitNote(shards, saved, text_bytes, dict(skipped), dict(outcomes), examples, lost_bytes, dict(unread))
-    write_atomically(_note_path(job.folder, job.number), json.dumps(dataclasses.asdict(note)))
+                note.outcomes[record.outcome] += 1
+        note.shards.update((split, entry) for split in SPLITS if (entry := writers[split].finish()) is not None)
+    for split in note.shards:
+        note.lengths[split] = save_lengths(job.folder / f"unit-{job.number:06d}-{split}.npy", lengths[split])
+    write_atomically(_note_path(job.folder, job.number), json.dumps(vars(note), default=vars))
     return note
 
 

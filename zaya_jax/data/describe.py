@@ -10,8 +10,8 @@ from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.data.account import account, account_lines
-from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.io_estimate import StorageLoad, io_estimate
+from zaya_jax.data.manifest import SPLITS
 from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
 from zaya_jax.data.rows import Row
 from zaya_jax.data.sources import Prepared, open_sources

@@ -21,8 +21,7 @@ from zaya_jax.data.conversation import (
     unread_keys,
 )
 from zaya_jax.data.convert import Record, Skipped
-from zaya_jax.data.corpus import Split, content_hash
-from zaya_jax.data.manifest import Kind
+from zaya_jax.data.manifest import Kind, Split, content_hash
 from zaya_jax.data.readers.inputs import read_unit
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, Unit
 from zaya_jax.data.readers.values import with_tools

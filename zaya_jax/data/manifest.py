@@ -3,24 +3,28 @@
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_file, write_atomically
+from zaya_jax.run.files import locked, read_file, write_atomically
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"  # settings of a preparation in progress
 FORMAT = 2  # of the folder; incremented on incompatible changes
 
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 # Content of a record: 'tokens' has the tokens of a document; 'masked' also has a loss-mask bit per token; 'chat' has a
 # conversation as JSON.
 Kind = Literal["tokens", "masked", "chat"]
 _DTYPES = ("|u1", "<u2", "<u4", "<u8")
+_BATCH_FILES = 64  # files that are verified at a time
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Manifest:
     extras: tuple[FileEntry, ...] = ()
     bos: str | None = None  # token that begins a document, and `bos_token` of templates; None if there is none
     eos: str | None = None  # `eos_token` of templates
-    unread_files: dict[str, int] = dataclasses.field(default_factory=dict)  # kind → number of items that are not read
-    unread_keys: dict[str, int] = dataclasses.field(default_factory=dict)  # key in or beside messages → its uses
+    unread_files: dict[str, int] = field(default_factory=dict)  # kind → number of items that are not read
+    unread_keys: dict[str, int] = field(default_factory=dict)  # key in or beside messages → its uses
 
     @property
     def special(self) -> SpecialTokens:
@@ -94,13 +98,16 @@ def json_digest(*values: object) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
+def content_hash(content: bytes) -> int:
+    """Hash a document to 64 bits; the hash decides whether it is held out, so copies share a split."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
 def content_digest(
     kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry, splits: Iterable[SplitEntry]
 ) -> str:
     """Return a digest of the documents and their order."""
-    shards = [
-        [[shard.digest, shard.documents] for shard in split.shards] + [[split.lengths.digest]] for split in splits
-    ]
+    shards = [[*([shard.digest, shard.documents] for shard in s.shards), [s.lengths.digest]] for s in splits]
     return json_digest(kind, dtype, list(special), tokenizer.digest, shards)
 
 
@@ -126,37 +133,38 @@ def read_manifest(folder: Path, remedy: str) -> Manifest:
     Raises:
       InputError: the manifest cannot be read, or a file is missing or has another size.
     """
+    path = folder / MANIFEST
     try:
-        tree = json.loads(read_file(folder / MANIFEST))
+        tree = json.loads(read_file(path))
         version = tree["format"]
         manifest = _parse(tree) if version == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         advice = f" {remedy}" if not isinstance(error, OSError) or isinstance(error, FileNotFoundError) else ""
-        raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}).{advice}") from error
+        raise InputError(f"The manifest {path} cannot be read ({error}).{advice}") from error
     if manifest is None:  # another format can have other fields
-        raise InputError(
-            f"The manifest {folder / MANIFEST} has format {version}, but this version reads format {FORMAT}. {remedy}"
-        )
+        raise InputError(f"The manifest {path} has format {version}, but this version reads format {FORMAT}. {remedy}")
     for entry in manifest.files():
         if not isinstance(entry.file, str) or Path(entry.file).name != entry.file:
-            raise InputError(f"The manifest {folder / MANIFEST} lists {entry.file!r}, not a file name. {remedy}")
-        path = folder / entry.file
-        if not path.is_file():
-            raise InputError(f"The data file {path} is missing. {remedy}")
-        size = path.stat().st_size
+            raise InputError(f"The manifest {path} lists {entry.file!r}, not a file name. {remedy}")
+        file = folder / entry.file
+        if not file.is_file():
+            raise InputError(f"The data file {file} is missing. {remedy}")
+        size = file.stat().st_size
         if size != entry.bytes:
-            raise InputError(f"The data file {path} has {size} bytes, but must have {entry.bytes}. {remedy}")
+            raise InputError(f"The data file {file} has {size} bytes, but must have {entry.bytes}. {remedy}")
     return manifest
 
 
 def _parse(tree: dict[str, Any]) -> Manifest:
-    files: dict[str, Any] = {"tokenizer": FileEntry(**tree.pop("tokenizer"))}
-    for name, entry in (("extras", lambda x: FileEntry(**x)), ("examples", str)):
-        files[name] = tuple(map(entry, tree.pop(name)))
-    splits = {split: _parse_split(tree.pop(split)) for split in SPLITS}
-    for key in ("bos", "eos"):  # absent in older manifests, where `eot` served as both
-        tree.setdefault(key, tree["eot"])
-    manifest = Manifest(**files, **splits, **tree)
+    tree["tokenizer"] = FileEntry(**tree["tokenizer"])
+    tree["extras"] = tuple(FileEntry(**entry) for entry in tree["extras"])
+    tree["examples"] = tuple(map(str, tree["examples"]))
+    for split in SPLITS:
+        entry = tree[split]
+        entry["shards"] = tuple(ShardEntry(**shard) for shard in entry["shards"])
+        tree[split] = SplitEntry(**entry | {"lengths": FileEntry(**entry["lengths"])})
+    # Older manifests have none of the latter two: `eot` served as both.
+    manifest = Manifest(**{"bos": tree["eot"], "eos": tree["eot"]} | tree)
     for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):
         if value not in allowed:
             raise ValueError(f"its {name} is {value!r}, but must be one of {', '.join(allowed)}")
@@ -166,6 +174,52 @@ def _parse(tree: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _parse_split(tree: dict[str, Any]) -> SplitEntry:
-    shards = tuple(ShardEntry(**shard) for shard in tree.pop("shards"))
-    return SplitEntry(shards=shards, lengths=FileEntry(**tree.pop("lengths")), **tree)
+def verify_files(folder: Path, manifest: Manifest, cache: Path, remedy: str) -> None:
+    """Verify the digest of every file of a prepared folder.
+
+    Reading terabytes at each start would take hours, so `cache` records the size and modification time of verified
+    files, and a file is read again only if these differ. A change that keeps both is detected when the damaged record
+    is read (see `Documents`).
+
+    Args:
+      folder: the prepared folder.
+      manifest: its manifest.
+      cache: folder that records the verified files.
+      remedy: sentence of the error that says what to do.
+
+    Raises:
+      InputError: a file was altered.
+    """
+    notes = cache / f"verified-{json_digest(str(folder.resolve()))}.json"
+    if not _unverified(folder, manifest, _verified(notes)):
+        return
+    with locked(notes.with_suffix(".lock"), "The folder data.cache_dir"):  # only one process reads the files
+        verified = _verified(notes)
+        unverified = _unverified(folder, manifest, verified)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # hashing and reading release the GIL
+            for start in range(0, len(unverified), _BATCH_FILES):
+                batch = unverified[start : start + _BATCH_FILES]
+                actual = threads.map(lambda entry: describe_file(folder / entry.file).digest, batch)
+                for entry, digest in zip(batch, actual, strict=True):
+                    if digest != entry.digest:
+                        path = folder / entry.file
+                        raise InputError(f"The data file {path} was altered: its checksum does not match. {remedy}")
+                    verified[entry.file] = _stamp(folder, entry)
+                write_atomically(notes, json.dumps(verified))
+
+
+def _unverified(folder: Path, manifest: Manifest, verified: dict[str, list[object]]) -> list[FileEntry]:
+    return [entry for entry in manifest.files() if verified.get(entry.file) != _stamp(folder, entry)]
+
+
+def _stamp(folder: Path, entry: FileEntry) -> list[object]:
+    stat = (folder / entry.file).stat()
+    return [entry.digest, stat.st_size, stat.st_mtime_ns]
+
+
+def _verified(path: Path) -> dict[str, list[object]]:
+    try:
+        notes = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return notes if isinstance(notes, dict) else {}

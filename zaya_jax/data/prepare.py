@@ -12,15 +12,16 @@ import numpy as np
 
 from zaya_jax.config.checks import counted, require, require_path, shown
 from zaya_jax.data.convert import EXAMPLES, Conversion, UnitNote, default_workers, read_note, remove_notes, save_lengths
-from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.encoding import PrepareSettings, PrepareWork
 from zaya_jax.data.manifest import (
     FORMAT,
     MANIFEST,
     PLAN,
+    SPLITS,
     Kind,
     Manifest,
     ShardEntry,
+    Split,
     SplitEntry,
     content_digest,
     describe_file,
@@ -38,6 +39,9 @@ from zaya_jax.run.files import locked, read_file, write_atomically
 from zaya_jax.run.writing import remove
 
 TOKENIZER = "tokenizer.json"
+# Key of the plan → what the user sets or knows it by.
+_OPTIONS = {"units": "number of input units", "kind": "--chat", "inputs": "--input", "tasks": "--of"}
+_OPTIONS |= {"eos": "eos_token in tokenizer_config.json"}
 
 
 def prepare(
@@ -86,16 +90,9 @@ def prepare(
     units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes, unread=unread)
     plan = _plan(inputs, units, tokenizer, settings, special, tasks)
     _refuse_foreign(output)
-    conversion = Conversion(
-        output,
-        units,
-        [unit.bytes for unit in units],
-        "Fix them, or skip up to {count} with --max-bad {count}.",
-        range(task, len(units), tasks),
-        workers or default_workers(),
-        max_bad,
-        isolated,
-    )
+    sizes, advice = [unit.bytes for unit in units], "Fix them, or skip up to {count} with --max-bad {count}."
+    numbers, workers = range(task, len(units), tasks), workers or default_workers()
+    conversion = Conversion(output, units, sizes, advice, numbers, workers, max_bad, isolated)
     of_task = "" if tasks == 1 else f" task {task} of {tasks}"
     # Check everything before the first file is written, so that a rejected input leaves nothing behind.
     if not _finished(output, plan):
@@ -128,26 +125,17 @@ def merge(output: Path) -> Manifest:
             plan = _read_plan(output)
             if missing:
                 raise InputError(_incomplete(output, missing, plan["tasks"]))
-            if not any(note.shards for number in range(plan["units"]) if (note := read_note(output, number))):
+            if not any(note and note.shards for note in (read_note(output, n) for n in range(plan["units"]))):
                 raise InputError(f"The inputs of {output} contain no document that can be used.")
-            special = SpecialTokens(plan["eot"], plan["bos"], plan["eos"])
+            special, unread = SpecialTokens(plan["eot"], plan["bos"], plan["eos"]), plan.get("unread_files")
             write_merged(
-                output,
-                plan["units"],
-                kind=plan["kind"],
-                inputs=plan["digest"],
-                special=special,
-                unread=plan.get("unread_files"),
+                output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special, unread=unread
             )
         manifest = read_manifest(output, remedy(output))
         # Also remove what a process left that was killed after it had written the manifest.
         remove_notes(output)
-        for leftover in (
-            *output.glob("task-*.json"),
-            output / PLAN,
-            *output.glob(".task-*.lock"),
-            output / ".merge.lock",
-        ):
+        leftovers = [*output.glob("task-*.json"), output / PLAN, *output.glob(".task-*.lock"), output / ".merge.lock"]
+        for leftover in leftovers:
             remove(leftover)
     return manifest
 
@@ -174,34 +162,29 @@ def write_merged(
       unread: number of items of the input that were not read, by kind.
     """
     notes = [note for number in range(units) if (note := read_note(folder, number)) is not None]
-    tokenizer, *extras = (
-        describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES) if (folder / name).exists()
-    )
+    files = (folder / name for name in (TOKENIZER, *TOKENIZER_FILES))
+    tokenizer, *extras = (describe_file(path) for path in files if path.exists())
     splits: dict[Split, SplitEntry] = {split: _merge_split(folder, split, notes) for split in SPLITS}
-    counts, keys = Counter[str](), sum((Counter(note.unread) for note in notes), Counter[str]())
+    counts, keys = Counter[str](), Counter[str]()
     for note in notes:
         counts.update(note.skipped)
         counts.update(note.outcomes)
-    examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
+        keys.update(note.unread)
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
-    content = content or content_digest(kind, dtype, special, tokenizer, splits.values())
     manifest = Manifest(
-        FORMAT,
-        kind,
-        inputs,
-        content,
-        dtype,
-        tokenizer,
-        special.eot,
-        splits["train"],
-        splits["heldout"],
-        dict(counts),
-        examples,
-        tuple(extras),
-        special.bos,
-        special.eos,
-        unread or {},
-        dict(keys.most_common()),
+        format=FORMAT,
+        kind=kind,
+        inputs=inputs,
+        content=content or content_digest(kind, dtype, special, tokenizer, splits.values()),
+        dtype=dtype,
+        tokenizer=tokenizer,
+        **splits,
+        counts=dict(counts),
+        examples=tuple(islice((example for note in notes for example in note.examples), EXAMPLES)),
+        extras=tuple(extras),
+        **special._asdict(),
+        unread_files=unread or {},
+        unread_keys=dict(keys.most_common()),
     )
     write_manifest(folder, manifest)
     return manifest
@@ -229,9 +212,8 @@ def open_manifest(folder: Path) -> Manifest:
     if not (folder / MANIFEST).is_file() and (folder / PLAN).is_file():
         raise InputError(_incomplete(folder, missing_tasks(folder), _read_plan(folder)["tasks"]))
     if not folder.is_dir():
-        raise InputError(
-            f"The prepared folder {folder} does not exist; create it with python -m zaya_jax.data prepare."
-        )
+        advice = "create it with python -m zaya_jax.data prepare"
+        raise InputError(f"The prepared folder {folder} does not exist; {advice}.")
     return read_manifest(folder, remedy(folder))
 
 
@@ -244,10 +226,11 @@ def _plan(
     inputs: list[str], units: list[Unit], tokenizer: Path, settings: PrepareSettings, special: SpecialTokens, tasks: int
 ) -> dict[str, Any]:
     """Return the settings and inputs, which must be the same in every call that writes to a folder."""
-    stats = [
-        [file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns]
-        for file in dict.fromkeys(file for unit in units for file in _files(unit))
-    ]
+    paths: list[str] = []
+    for unit in units:
+        companions = load_format(unit.format).companions
+        paths += [*unit.files, *(path for file in unit.files for path in companions(file))]
+    stats = [[path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns] for path in dict.fromkeys(paths)]
     chosen = dataclasses.asdict(settings) | {"suffixes": list(settings.suffixes)}
     # The detected token counts, not the option; and only if it differs from `eot`, so that older digests still match.
     del chosen["bos"]
@@ -266,21 +249,15 @@ def _plan(
     }
 
 
-def _files(unit: Unit) -> tuple[str, ...]:
-    """Return the files that a unit is read from."""
-    companions = load_format(unit.format).companions
-    return (*unit.files, *(path for file in unit.files for path in companions(file)))
-
-
 def _finished(output: Path, plan: dict[str, Any]) -> bool:
     """Return whether this preparation is finished. Raise `InputError` if the folder has another finished one."""
     if not (output / MANIFEST).exists():
         return False
-    if read_manifest(output, remedy(output)).inputs != plan["digest"]:
-        raise InputError(
-            f"The folder {output} contains data prepared from different inputs or settings; choose another --output."
-        )
-    return True
+    if read_manifest(output, remedy(output)).inputs == plan["digest"]:
+        return True
+    raise InputError(
+        f"The folder {output} contains data prepared from different inputs or settings; choose another --output."
+    )
 
 
 def _claim(output: Path, tokenizer: Path, plan: dict[str, Any], unread: dict[str, int]) -> bool:
@@ -288,12 +265,12 @@ def _claim(output: Path, tokenizer: Path, plan: dict[str, Any], unread: dict[str
     with locked(output / ".merge.lock", "--output"):
         if _finished(output, plan):
             return True
-        if _check_plan(output, plan):
-            return False
-        beside = [path for name in TOKENIZER_FILES if (path := tokenizer.with_name(name)).is_file()]
-        for path, name in [(tokenizer, TOKENIZER), *((path, path.name) for path in beside)]:
-            write_atomically(output / name, path.read_bytes())
-        write_atomically(output / PLAN, json.dumps(plan | {"unread_files": unread}, indent=1) + "\n")
+        if not _check_plan(output, plan):
+            write_atomically(output / TOKENIZER, tokenizer.read_bytes())
+            for path in map(tokenizer.with_name, TOKENIZER_FILES):
+                if path.is_file():
+                    write_atomically(output / path.name, path.read_bytes())
+            write_atomically(output / PLAN, json.dumps(plan | {"unread_files": unread}, indent=1) + "\n")
     return False
 
 
@@ -302,43 +279,29 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
     if not (output / PLAN).exists():
         return False
     saved = _read_plan(output)
-    for key, value in plan.items():
-        if saved.get(key) != value:
-            of_files = key in ("files", "digest")
-            how = "a name, size or time has changed" if of_files else f"{shown(saved.get(key))}, now {shown(value)}"
-            raise InputError(
-                f"The folder {output} contains an unfinished preparation with {_difference(key)}: {how}. "
-                "Rerun the original command, or choose another --output."
-            )
+    if differing := [key for key, value in plan.items() if saved.get(key) != value]:
+        key = differing[0]
+        if key in ("files", "digest"):
+            difference = "different input files: a name, size or time has changed"
+        else:
+            option = _OPTIONS.get(key, f"--{key}")
+            difference = f"a different {option}: {shown(saved.get(key))}, now {shown(plan[key])}"
+        raise InputError(
+            f"The folder {output} contains an unfinished preparation with {difference}. Rerun the original command, or "
+            "choose another --output."
+        )
     return True
 
 
-def _difference(key: str) -> str:
-    """Describe a difference in a key of the plan by the option that sets the key, for messages."""
-    if key in ("files", "digest"):
-        return "different input files"
-    names = {
-        "units": "number of input units",
-        "eos": "eos_token in tokenizer_config.json",
-        "kind": "--chat",
-        "inputs": "--input",
-        "tasks": "--of",
-    }
-    return f"a different {names.get(key, f'--{key}')}"
-
-
 def _read_plan(output: Path) -> dict[str, Any]:
+    path = output / PLAN
     try:
-        plan = json.loads(read_file(output / PLAN))
+        plan = json.loads(read_file(path))
         if plan["format"] != FORMAT:
             raise ValueError(f"it has format {plan['format']}, but this version reads format {FORMAT}")
-        for key in ("bos", "eos"):  # absent in older plans, where `eot` served as both
-            plan.setdefault(key, plan["eot"])
+        return {"bos": plan["eot"], "eos": plan["eot"]} | plan  # absent in older plans, where `eot` served as both
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"The folder {output} contains no preparation: {output / PLAN} cannot be read ({error})."
-        ) from error
-    return plan
+        raise InputError(f"The folder {output} contains no preparation: {path} cannot be read ({error}).") from error
 
 
 def _incomplete(folder: Path, missing: list[int], tasks: int) -> str:
@@ -357,13 +320,10 @@ def _refuse_foreign(output: Path) -> None:
     if (output / PLAN).exists() or (output / MANIFEST).exists() or not output.is_dir():
         return
     ours = {TOKENIZER, *TOKENIZER_FILES}  # written before the plan
-    foreign = [
-        path.name for path in output.iterdir() if path.name not in ours and path.suffix not in (".lock", ".partial")
-    ]
+    foreign = [p.name for p in output.iterdir() if p.name not in ours and p.suffix not in (".lock", ".partial")]
     if foreign:
-        raise InputError(
-            f"The folder {output} contains other files, such as {min(foreign)!r}; choose a new or empty --output."
-        )
+        named = f"other files, such as {min(foreign)!r}"
+        raise InputError(f"The folder {output} contains {named}; choose a new or empty --output.")
 
 
 def _done_path(output: Path, task: int) -> Path:
@@ -375,9 +335,8 @@ def _merge_split(folder: Path, split: Split, notes: list[UnitNote]) -> SplitEntr
     lengths = np.concatenate([np.zeros(0, np.int64), *parts])
     entry = save_lengths(folder / f"{split}-lengths.npy", lengths)
     shards: tuple[ShardEntry, ...] = tuple(note.shards[split] for note in notes if split in note.shards)
-    text_bytes, lost_bytes = (
-        sum(getattr(note, name).get(split, 0) for note in notes) for name in ("text_bytes", "lost_bytes")
-    )
+    text_bytes = sum(note.text_bytes.get(split, 0) for note in notes)
+    lost_bytes = sum(note.lost_bytes.get(split, 0) for note in notes)
     return SplitEntry(shards, entry, len(lengths), int(lengths.sum()), text_bytes, lost_bytes)
 
 
@@ -392,15 +351,15 @@ def summary(folder: Path, manifest: Manifest) -> str:
         )
         if entry.lost_bytes:
             lines.append(
-                f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token "
-                "for them, or strips or changes them. Bits per byte do not count them; a byte-level tokenizer "
-                "or one with byte fallback keeps all text."
+                f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token for them, "
+                "or strips or changes them. Bits per byte do not count them; a byte-level tokenizer or one with byte "
+                "fallback keeps all text."
             )
     if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
         lines.append(
-            f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
-            f"into another --output with --heldout {fraction:.1g}."
+            f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare into another "
+            f"--output with --heldout {fraction:.1g}."
         )
     keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread_keys.items())
     lines += [f"  keys not read: {keys:.2000}"] if keys else []

@@ -12,14 +12,21 @@ import numpy as np
 from zaya_jax.data.chat import Span, Template, encode_pieces, load_template
 from zaya_jax.data.conversation import Conversation, find_special, split_tools
 from zaya_jax.data.convert import Conversion, Record, Skipped, default_workers, refuse_in_worker, remove_notes
-from zaya_jax.data.corpus import Split
 from zaya_jax.data.encoding import load_tokenizer_once
-from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
+from zaya_jax.data.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    Split,
+    json_digest,
+    read_manifest,
+    verify_files,
+)
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import Records, pack_text, token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
 from zaya_jax.data.trimming import trim
-from zaya_jax.data.verify import verify_files
 from zaya_jax.data.workers import watch
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import locked, write_atomically

@@ -11,8 +11,7 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from zaya_jax.data.corpus import Split
-from zaya_jax.data.manifest import Manifest, ShardEntry, describe_file
+from zaya_jax.data.manifest import Manifest, ShardEntry, Split, describe_file
 from zaya_jax.errors import InputError, RunStopped, as_sentence
 from zaya_jax.run.plain_path import plain_path
 from zaya_jax.run.writing import new_file

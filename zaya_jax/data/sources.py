@@ -7,14 +7,12 @@ from pathlib import Path
 
 from zaya_jax.config import Config, PhaseConfig
 from zaya_jax.config.data import CORPUS
-from zaya_jax.data.corpus import Split
-from zaya_jax.data.manifest import Manifest
+from zaya_jax.data.manifest import Manifest, Split, verify_files
 from zaya_jax.data.prepare import open_manifest, remedy
 from zaya_jax.data.render import open_rendered
 from zaya_jax.data.shards import Documents, open_documents
 from zaya_jax.data.text_corpus import cache_remedy, corpus_baselines, open_corpus
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from zaya_jax.data.verify import verify_files
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import expanded
 from zaya_jax.run.writing import make_folder
