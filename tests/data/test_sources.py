@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zaya_jax.config import PhaseConfig, SourceConfig, Table
-from zaya_jax.data import text_corpus, verify
+from zaya_jax.data import manifest, text_corpus
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.sources import open_sources
 from zaya_jax.data.tokenizer import train_tokenizer
@@ -101,7 +101,7 @@ def test_a_second_call_reads_no_file_again(config, monkeypatch, capfd):
     first = open_sources(config)
     assert first.baselines
     capfd.readouterr()
-    for name, module in (("_prepare", text_corpus), ("describe_file", verify)):
+    for name, module in (("_prepare", text_corpus), ("describe_file", manifest)):
         monkeypatch.setattr(module, name, None)
     second = open_sources(config)
     assert (second.sources, second.baselines) == (first.sources, first.baselines)

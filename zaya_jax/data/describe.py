@@ -10,9 +10,9 @@ from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.data.account import account, account_lines
-from zaya_jax.data.io_estimate import StorageLoad, io_estimate
+from zaya_jax.data.io_estimate import io_estimate
 from zaya_jax.data.manifest import SPLITS
-from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
+from zaya_jax.data.plan import PhasePlan, RunPlan, SourceShare, plan_run
 from zaya_jax.data.rows import Row
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import Tokenizer
@@ -50,26 +50,24 @@ def describe(
     for index, phase in enumerate(plan.phases):
         steps = [stage for stage in stages(config) if stage.phase == index]
         # The documents of a row are scattered, so reading each one starts a new page.
-        load = io_estimate(
-            sequences=steps[-1].sequences,
-            context=phase.context,
-            token_bytes=token_bytes,
-            extra_pages=_documents_per_row(phase),
-            step_seconds=step_seconds,
-            max_operations_per_second=max_iops,
+        extra, last = _documents_per_row(phase), steps[-1].sequences
+        load = io_estimate(last, phase.context, token_bytes, extra, step_seconds, max_iops)
+        parts.append(
+            f"{_phase(phase, steps)}\n"
+            f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB/step in {load.operations_per_step:,.6g} page reads "
+            f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
+            f"{step_seconds:g} s/step. With {max_iops:,.6g} reads/s, reading takes "
+            f"{load.shortest_step_seconds:.3g} s/step."
         )
-        parts.append("\n".join([_phase(phase, steps), _storage(load, step_seconds, max_iops)]))
     if png is not None:
         _plot_lengths(plan, png)
         parts.append(printable(f"Histogram of document lengths: {png}"))
+    legend = "[[text]] is covered by the loss, ---- separates documents"
     for phase in plan.phases:
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
-                row = share.phase_rows.row(number)
-                parts.append(
-                    f"Phase {phase.config.name}, source {name}, row {number} ([[text]] is covered by the "
-                    f"loss, ---- separates documents):\n{render_row(row, prepared.tokenizer)}"
-                )
+                text = render_row(share.phase_rows.row(number), prepared.tokenizer)
+                parts.append(f"Phase {phase.config.name}, source {name}, row {number} ({legend}):\n{text}")
     parts.append("\n".join(account_lines(account(config, prepared, plan))))
     return "\n\n".join(parts)
 
@@ -110,17 +108,9 @@ def _sources(prepared: Prepared) -> str:
     for name, source in prepared.sources.items():
         for split in SPLITS:
             entry = source.manifest.split(split)
-            rows.append(
-                (
-                    name,
-                    source.manifest.kind,
-                    split,
-                    f"{entry.documents:,}",
-                    f"{entry.tokens:,}",
-                    f"{entry.text_bytes:,}",
-                    f"{entry.text_bytes / max(entry.tokens, 1):.2f}",
-                )
-            )
+            counts = [f"{count:,}" for count in (entry.documents, entry.tokens, entry.text_bytes)]
+            ratio = f"{entry.text_bytes / max(entry.tokens, 1):.2f}"
+            rows.append((name, source.manifest.kind, split, *counts, ratio))
         examples += [f"{name}: refused: {example}" for example in source.manifest.examples]
     return "\n".join([*format_table(rows), *examples])
 
@@ -134,55 +124,35 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
         long = ", ".join(f"{count:,} {outcome}" for outcome, count in epoch.counts.items() if count) or "none"
         if settings.packing == "windows" and settings.over_length == "split":
             long = "split by windows"
-        rows.append(
-            (
-                name,
-                f"{share.rows:,}",
-                f"{share.rows * phase.context:,}",
-                f"{100 * share.rows / phase.rows:.2f} %",
-                f"{share.epochs:.3f}",
-                f"{100 * epoch.padding:.3f} %",
-                long,
-            )
-        )
+        counts = f"{share.rows:,}", f"{share.rows * phase.context:,}", f"{100 * share.rows / phase.rows:.2f} %"
+        rows.append((name, *counts, f"{share.epochs:.3f}", f"{100 * epoch.padding:.3f} %", long))
         if share.counts:
-            outcomes = ", ".join(
-                f"{share.counts.get(outcome, 0):,} {outcome.replace('_', ' ')}" for outcome in get_args(Outcome)
-            )
-            trimmed.append(f"{name}: conversations trimmed to {phase.context:,} tokens: {outcomes}")
+            outcomes = [f"{share.counts.get(each, 0):,} {each.replace('_', ' ')}" for each in get_args(Outcome)]
+            trimmed.append(f"{name}: conversations trimmed to {phase.context:,} tokens: {', '.join(outcomes)}")
     batch = " then ".join(f"{stage.sequences:,}" for stage in stages)
     trained = sum(stage.steps * stage.sequences for stage in stages)
     skipped = f", {counted(phase.rows - trained, 'row')} skipped" if trained < phase.rows else ""
     head = (
         f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
-        f"{phase.context:,} tokens per step, {settings.packing}, {trained * phase.context:,} tokens in all"
-        f"{skipped}"
+        f"{phase.context:,} tokens per step, {settings.packing}, {trained * phase.context:,} tokens in all{skipped}"
     )
     return "\n".join([head, *format_table(rows), *trimmed])
 
 
+def _lengths(share: SourceShare) -> np.ndarray:
+    return share.documents.lengths[share.documents.lengths > 0]
+
+
 def _documents_per_row(phase: PhasePlan) -> float:
     """Return the average number of documents, whole or in part, per row of the phase."""
-    means = [
-        (share.rows, float(share.documents.lengths[share.documents.lengths > 0].mean()))
-        for share in phase.shares.values()
-        if share.rows
-    ]
-    return sum(rows * max(1.0, phase.context / length) for rows, length in means) / sum(rows for rows, _ in means)
-
-
-def _storage(load: StorageLoad, step_seconds: float, max_iops: float) -> str:
-    return (
-        f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB/step in {load.operations_per_step:,.6g} page reads "
-        f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
-        f"{step_seconds:g} s/step. With {max_iops:,.6g} reads/s, reading takes "
-        f"{load.shortest_step_seconds:.3g} s/step."
-    )
+    read = [share for share in phase.shares.values() if share.rows]
+    documents = [share.rows * max(1.0, phase.context / float(_lengths(share).mean())) for share in read]
+    return sum(documents) / sum(share.rows for share in read)
 
 
 def _plot_lengths(plan: RunPlan, path: Path) -> None:
     lengths = {
-        f"phase {phase.config.name}, {name}": share.documents.lengths[share.documents.lengths > 0]
+        f"phase {phase.config.name}, {name}": _lengths(share)
         for phase in plan.phases
         for name, share in phase.shares.items()
     }

@@ -67,7 +67,7 @@ class PrepareWork:
         use = _check_conversation if self.settings.kind == "chat" else self._check_text
         for document in self._documents(unit):
             used = use(tokenizer, document)
-            yield used if isinstance(used, Skipped) else _bytes(document)
+            yield used if isinstance(used, Skipped) else document.bytes
 
     def _documents(self, unit: Unit) -> Iterator[Entry]:
         return watch(read_unit(unit, field=self.settings.field), _refuse)
@@ -91,11 +91,10 @@ class PrepareWork:
             return _skipped(document, document.reason, document.detail)
         if isinstance(document.value, np.ndarray):
             return _check_ids(tokenizer, document, document.value)
-        if not isinstance(document.value, str):
-            return _skipped(
-                document, "wrong type", f"the field {self.settings.field!r} is not text; --chat reads conversations"
-            )
-        return document.value
+        if isinstance(document.value, str):
+            return document.value
+        problem = f"the field {self.settings.field!r} is not text; --chat reads conversations"
+        return _skipped(document, "wrong type", problem)
 
     def _texts(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
         """Encode each document between its begin token, if any, and its end token."""
@@ -115,7 +114,7 @@ class PrepareWork:
                 # Decode to text, so that text and token ids of any dtype get the same split.
                 tokens, lost, text = value.tolist(), 0, tokenizer.decode(value.tolist()).encode()
             data = np.array([*tokenizer.prefix, *tokens, tokenizer.eot], dtype)
-            yield Record(self._split(text), data.tobytes(), len(data), len(text), _bytes(document), lost=lost)
+            yield Record(self._split(text), data.tobytes(), len(data), len(text), document.bytes, lost=lost)
 
     def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
         """Serialize each conversation as JSON; counts tokens of contents, reasoning and calls, not the template's."""
@@ -127,15 +126,9 @@ class PrepareWork:
                 yield each
                 continue
             (messages, data), encoded = each, list(itertools.islice(all_encoded, len(own)))
-            yield Record(
-                self._split(data),
-                data,
-                sum(len(tokens) for tokens, _ in encoded),
-                sum(len(text.encode()) for text in own),
-                _bytes(document),
-                lost=sum(lost for _, lost in encoded),
-                unread=[*getattr(document, "unread", ()), *unread_keys(messages)],
-            )
+            tokens, lost = sum(len(ids) for ids, _ in encoded), sum(bytes_lost for _, bytes_lost in encoded)
+            size, unread = sum(len(text.encode()) for text in own), [*document.unread, *unread_keys(messages)]
+            yield Record(self._split(data), data, tokens, size, document.bytes, lost=lost, unread=unread)
 
     def _split(self, content: bytes) -> Split:
         """Return the split of a document by its content, so copies share a split."""
@@ -149,12 +142,8 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
     if len(ids) and ids[-1] == tokenizer.eot:
         ids = ids[:-1]
     if len(ids) == 0 or not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        return _skipped(
-            document,
-            "invalid tokens",
-            "a document needs tokens, each at least 0 and below "
-            f"{tokenizer.vocab_size}, the size of the tokenizer's vocabulary",
-        )
+        allowed = f"each at least 0 and below {tokenizer.vocab_size}, the size of the tokenizer's vocabulary"
+        return _skipped(document, "invalid tokens", f"a document needs tokens, {allowed}")
     if (ids == tokenizer.eot).any():
         return _skipped(document, "end token inside", f"it contains the token {tokenizer.eot_text!r} before its end")
     return ids
@@ -192,10 +181,6 @@ def _to_json(record: Conversation | dict[str, Any]) -> bytes:
     messages, tools = split_tools(record)
     ordered = with_tools([dict(sorted(message.items())) for message in messages], tools)
     return json.dumps(ordered, ensure_ascii=False, allow_nan=False).encode()
-
-
-def _bytes(document: Entry) -> int:
-    return 0 if isinstance(document, BadDocument) else document.bytes
 
 
 def _skipped(document: Entry, reason: str, detail: str) -> Skipped:

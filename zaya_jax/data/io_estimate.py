@@ -21,7 +21,6 @@ class StorageLoad:
 
 
 def io_estimate(
-    *,
     sequences: int,
     context: int,
     token_bytes: int,
@@ -42,10 +41,5 @@ def io_estimate(
     fragmentation = 1 + extra_pages * PAGE_BYTES / (context * token_bytes)
     bytes_per_step = sequences * context * token_bytes
     operations = fragmentation * bytes_per_step / PAGE_BYTES
-    return StorageLoad(
-        bytes_per_step,
-        fragmentation,
-        operations,
-        operations_per_second=operations / step_seconds,
-        shortest_step_seconds=operations / max_operations_per_second,
-    )
+    rate, shortest = operations / step_seconds, operations / max_operations_per_second
+    return StorageLoad(bytes_per_step, fragmentation, operations, rate, shortest)

@@ -49,8 +49,8 @@ def run_in_workers(
     """Do jobs in `count` processes, and yield the number and the result of each as it is done.
 
     Args:
-      jobs: the jobs.
-      convert: what to do; it goes through the documents of a job with `watch`.
+      jobs: what to do.
+      convert: how to do it; goes through the documents of a job with `watch`.
       count: number of processes.
       limit: number of documents that may end processes; some more do no harm.
       progress: gets the bytes done.
@@ -98,19 +98,15 @@ def end_workers(workers: Sequence["Worker"]) -> None:
 
 
 class Worker:
-    """A worker process, which does one job after the other.
-
-    Attributes:
-      job: what it does, or did last.
-      state: number of the document that it works on, 0 while it reads; bytes of the job that are done; 1 to stop it.
-    """
+    """A worker process, which does one job after the other."""
 
     def __init__(self, context: Any, count: int) -> None:
         """Start one of `count` processes."""
-        self.job: Job
+        self.job: Job  # what it does, or did last
         self.pipe, theirs = context.Pipe()
         memory = Connection(os.memfd_create("state"))  # unlike an `Array`, it needs no writable /dev/shm
         os.ftruncate(memory.fileno(), ctypes.sizeof(_State))
+        # Number of the document that it works on, 0 while it reads; bytes of the job that are done; 1 to stop it.
         self.state = _map(memory)
         self.process = context.Process(target=_work, args=(theirs, memory, count, os.getpid()), daemon=True)
         with interrupts_kept_from_children():
@@ -138,16 +134,16 @@ def _after_end(worker: Worker, ends: Counter[tuple[int, int]], most: int) -> Job
     ends[job.number, number] += 1
     if ends.total() > most or (not number and ends[job.number, number] > 1):
         raise RunStopped(
-            f"A data worker process ended ({how}) reading {getattr(job.unit, 'files', [job.unit])[0]}: "
-            "it was killed, perhaps by running out of memory, or a script starts the work without "
-            "`if __name__ == '__main__':`. Rerun the command to resume."
+            f"A data worker process ended ({how}) reading {getattr(job.unit, 'files', [job.unit])[0]}: it was killed, "
+            "perhaps by running out of memory, or a script starts the work without `if __name__ == '__main__':`. Rerun "
+            "the command to resume."
         )
-    if ends[job.number, number] == 1:  # others may be the cause, as when they took all memory
-        return job._replace(fatal=job.fatal or {})
-    how = f"two processes that worked on it ended ({how})"
-    if status < 0:  # as after a MemoryError, see `_work`, or when a library cannot allocate
-        how += "; it may need more memory than each has: use fewer workers, or split it"
-    return job._replace(fatal={**(job.fatal or {}), number - 1: how})
+    fatal = dict(job.fatal or {})
+    if ends[job.number, number] > 1:  # at first, others may be the cause, as when they took all memory
+        # By a signal, as after a MemoryError, see `_work`, or when a library cannot allocate.
+        advice = "; it may need more memory than each has: use fewer workers, or split it" if status < 0 else ""
+        fatal[number - 1] = f"two processes that worked on it ended ({how}){advice}"
+    return job._replace(fatal=fatal)
 
 
 _STOP = 2  # index in a worker's state
@@ -189,9 +185,7 @@ def _work(pipe: Any, memory: Connection, count: int, parent: int) -> None:
 def watch(documents: Iterable[E], refuse: Callable[[E, str], E]) -> Iterator[E]:
     """Yield the documents of a job in order, and note which is in work, until the next is asked for.
 
-    Args:
-      documents: the documents.
-      refuse: what to yield in place of a document that ends worker processes, and how.
+    `refuse` returns what to yield in place of a document that ends worker processes; its second argument says how.
     """
     for index, document in enumerate(documents):
         _state[0] = index + 1

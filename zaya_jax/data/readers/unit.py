@@ -69,6 +69,8 @@ class BadDocument(NamedTuple):
     line: int  # see `Document.line`
     reason: Reason
     detail: str  # exact problem, as a clause
+    bytes = 0
+    unread = ()
 
 
 Entry = Document | BadDocument  # what a reader yields
