@@ -98,34 +98,27 @@ class Template:
     `messages` (reasoning as `reasoning`, `reasoning_content` and `thinking`), `tools` (or none), `documents` (none),
     `bos_token`, `eos_token` and other special tokens, `add_generation_prompt` (false) and `raise_exception`. It runs in
     Jinja's sandbox with limited time and memory, without access to files, the clock or random numbers.
-
-    Attributes:
-      name: for messages.
-      source: the template's text.
-      digest: of the source, hexadecimal.
     """
 
     def __init__(self, source: str, name: str) -> None:
-        """Compile the source.
+        """Compile the source; `name` is for messages.
 
         Raises:
           InputError: the source has an error or no generation block.
         """
-        self.source = source
-        self.name = name
+        self.source, self.name = source, name
         self.digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
         answer = run_template(source, [])
         if "syntax" in answer:
-            raise InputError(
-                f"The chat template {name} has an error in line {answer['line']}: {_shorten(answer['syntax'])}."
-            )
+            where, problem = f"has an error in line {answer['line']}", _shorten(answer["syntax"])
+            raise InputError(f"The chat template {name} {where}: {problem}.")
         if "texts" not in answer:
             message = _shorten(answer.get("compile") or answer["render"])
             raise InputError(f"The chat template {name} cannot be compiled: {message}.")
         if not answer["has_generation"]:
             raise InputError(
-                f"The chat template {name} does not mark assistant turns; put what the assistant writes "
-                "between {% generation %} and {% endgeneration %}."
+                f"The chat template {name} does not mark assistant turns; put what the assistant writes between "
+                "{% generation %} and {% endgeneration %}."
             )
 
     def render(
@@ -137,14 +130,14 @@ class Template:
         tools: list[dict[str, Any]] | None = None,
         others: dict[str, str] | None = None,
     ) -> list[Piece]:
-        """Render a conversation from `parse_conversation`.
+        """Render a conversation from `parse_conversation`, which is not modified.
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
         without markers verifies that they changed nothing, and a third with all contents, calls and tools marked that
         the template writes them.
 
         Args:
-          conversation: not modified.
+          conversation: the messages.
           bos: text of `bos_token`; None leaves it undefined, as in transformers.
           eos: text of `eos_token`, likewise.
           tools: from `parse_tools`.
@@ -182,8 +175,8 @@ class Template:
                 raise ValueError(f"the chat template does not write the {part.name}")
             if part.blocks == {None} and part.trained:
                 raise ValueError(
-                    f"the chat template writes the {part.name} outside of {{% generation %}}, where it is "
-                    "not trained; put it inside, or give the message a weight of 0"
+                    f"the chat template writes the {part.name} outside of {{% generation %}}, where it is not trained; "
+                    "put it inside, or give the message a weight of 0"
                 )
         return pieces
 
@@ -215,7 +208,7 @@ def load_template(path: str | None) -> Template:
 
 
 def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> list[Span]:
-    """Encode a rendering as a whole, as transformers does, and assign each token to its pieces.
+    """Encode a rendering as a whole, as transformers does, and return maximal runs of tokens of the same kind.
 
     A token that spans several pieces counts as generated if its first or last piece is, and as reasoning only if both
     are, so that trimming reasoning never removes other text.
@@ -223,20 +216,17 @@ def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> 
     Args:
       pieces: from `Template.render`.
       encode: text → token ids and their character ranges; special tokens enabled, none added.
-
-    Returns:
-      Maximal runs of tokens of the same kind.
     """
     tokens, places = encode("".join(piece.text for piece in pieces))
     ends = np.cumsum([len(piece.text) for piece in pieces])
     starts, stops = np.array(places, np.int64).reshape(-1, 2).T
     firsts = np.searchsorted(ends[:-1], starts, side="right")
     lasts = np.searchsorted(ends[:-1], np.maximum(stops - 1, starts), side="right")
-    pairs = [(pieces[first], pieces[last]) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-    kinds = [
-        (left.generated or right.generated, left.reasoning if left.reasoning == right.reasoning else None)
-        for left, right in pairs
-    ]
+    kinds = []
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        left, right = pieces[first], pieces[last]
+        reasoning = left.reasoning if left.reasoning == right.reasoning else None
+        kinds.append((left.generated or right.generated, reasoning))
     runs = itertools.groupby(zip(tokens, kinds, strict=True), key=operator.itemgetter(1))
     return [Span([token for token, _ in run], *kind) for kind, run in runs]
 
@@ -248,10 +238,7 @@ def _shorten(message: str) -> str:
 
 def render_request(messages: Conversation, names: dict[str, Any], marks: Sequence[str] = ("", "")) -> dict[str, Any]:
     """Build a rendering request for `run_template`; like transformers, with the reasoning under all of its names."""
-    messages = [
-        {**message, **dict.fromkeys(REASONING, message["reasoning"])} if _reasoning(message) else message
-        for message in messages
-    ]
+    messages = [m | dict.fromkeys(REASONING, m["reasoning"]) if _reasoning(m) else m for m in messages]
     return {"marks": marks, "names": {"messages": messages, **_ABSENT, **names}}
 
 
@@ -260,11 +247,11 @@ def _reasoning(message: dict[str, Any]) -> str:
 
 
 def _mark_reasoning(conversation: Conversation) -> Conversation:
-    marks = [rf"{_REASONING}{number}{_REASONING_BEGIN}\g<0>{_REASONING_END}" for number in range(len(conversation))]
-    return [
-        {**message, "reasoning": _TEXT.sub(mark, text, count=1)} if (text := _reasoning(message)) else message
-        for message, mark in zip(conversation, marks, strict=True)
-    ]
+    marked = []
+    for number, message in enumerate(conversation):
+        mark, text = rf"{_REASONING}{number}{_REASONING_BEGIN}\g<0>{_REASONING_END}", _reasoning(message)
+        marked.append({**message, "reasoning": _TEXT.sub(mark, text, count=1)} if text else message)
+    return marked
 
 
 def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, Any, list[_Part]]:
@@ -287,9 +274,8 @@ def _mark_parts(conversation: Conversation, tools: Any) -> tuple[Conversation, A
             message["reasoning"] = mark(f"reasoning of message {number}", message, optional=is_earlier) + reasoning
         if calls:
             keys = [(call, mark(f"tool_calls of message {number}", message)) for call in calls]
-            message["tool_calls"] = [
-                _with(call, arguments={**call["function"]["arguments"], key: key}) for call, key in keys
-            ]
+            marked_calls = (_with(call, arguments={**call["function"]["arguments"], key: key}) for call, key in keys)
+            message["tool_calls"] = list(marked_calls)
     marked = [_with(tool, name=f"{tool.get('function', tool)['name']}{mark('tools', {})}") for tool in tools or ()]
     return messages, marked or None, parts
 
@@ -306,8 +292,8 @@ def _trained_blocks(parts: list[_Part], count: int) -> list[bool]:
     trained = [{part.trained for part in parts if block in part.blocks} for block in range(count)]
     if any(each not in ({True}, {False}) for each in trained):
         raise ValueError(
-            "the chat template has parts between {% generation %} and {% endgeneration %} with none or "
-            "several answers, so that those of weight 0 cannot be told"
+            "the chat template has parts between {% generation %} and {% endgeneration %} with none or several "
+            "answers, so that those of weight 0 cannot be told"
         )
     return [each == {True} for each in trained]
 

@@ -57,9 +57,8 @@ class RenderWork:
         controls = tokenizer.controls(self.template.source) | tokenizer.specials
 
         def render(conversation: Conversation, tools: list[dict[str, Any]] | None) -> list[Span]:
-            pieces = self.template.render(
-                conversation, bos=self.special.bos, eos=self.special.eos, tools=tools, others=others
-            )
+            special = {"bos": self.special.bos, "eos": self.special.eos, "others": others}
+            pieces = self.template.render(conversation, tools=tools, **special)
             return encode_pieces(pieces, tokenizer.encode_rendering)
 
         for number in watch(range(len(records)), functools.partial(_refuse, self.folder / shard.file)):
@@ -135,13 +134,8 @@ def _render(
     write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
     shards = manifest.split(split).shards
     work = RenderWork(target / TOKENIZER, manifest.special, template, limit, folder, split)
-    conversion = Conversion(
-        target,
-        shards,
-        [shard.bytes for shard in shards],
-        f"The chat template {template.name} must render all of them.",
-        workers=default_workers(),
-    )
+    sizes, advice = [shard.bytes for shard in shards], f"The chat template {template.name} must render all of them."
+    conversion = Conversion(target, shards, sizes, advice, workers=default_workers())
     conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
     write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
     remove_notes(target)
