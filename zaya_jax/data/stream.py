@@ -132,9 +132,8 @@ class Packer(NamedTuple):
         later = self.pack(documents)
         if later.rows.per_epoch == 0:
             raise InputError(
-                f"{key} yields no row of {self.context} tokens: all its documents "
-                f"({len(documents):,}) are too short, or dropped as too long (over_length is "
-                f"{self.over_length}). Choose another over_length or context."
+                f"{key} yields no row of {self.context} tokens: all its documents ({len(documents):,}) are too short, "
+                f"or dropped as too long (over_length is {self.over_length}). Choose another over_length or context."
             )
         if position.rest is None:
             return PhaseRows(position.epoch, later, later, content, documents.lengths)
@@ -159,15 +158,9 @@ class Packer(NamedTuple):
             # Without a seed (evaluation), windows are read from the first to the last.
             rows = Windows(documents, fitted.used, self.context, seed=seed, lanes=1 if self.seed is None else LANES)
             filled = max(fitted.used.tokens - 1, 0)
+        most = self.context + 1 if self.over_length == "trim" else None
         padding = 1 - filled / max(rows.per_epoch * self.context, 1)
-        return PackedEpoch(
-            rows,
-            items,
-            self.context + 1 if self.over_length == "trim" else None,
-            fitted.dropped + items.take(absent),
-            fitted.counts,
-            padding,
-        )
+        return PackedEpoch(rows, items, most, fitted.dropped + items.take(absent), fitted.counts, padding)
 
 
 def _predictions(lengths: np.ndarray) -> int:
