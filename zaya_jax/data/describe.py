@@ -53,11 +53,10 @@ def describe(
         extra, last = _documents_per_row(phase), steps[-1].sequences
         load = io_estimate(last, phase.context, token_bytes, extra, step_seconds, max_iops)
         parts.append(
-            f"{_phase(phase, steps)}\n"
-            f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB/step in {load.operations_per_step:,.6g} page reads "
-            f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
-            f"{step_seconds:g} s/step. With {max_iops:,.6g} reads/s, reading takes "
-            f"{load.shortest_step_seconds:.3g} s/step."
+            f"{_phase(phase, steps)}\nStorage: {load.bytes_per_step / 2**20:,.3g} MiB/step in "
+            f"{load.operations_per_step:,.6g} page reads (fragmentation {load.fragmentation:.2f}): "
+            f"{load.operations_per_second:,.6g} reads/s at {step_seconds:g} s/step. With {max_iops:,.6g} reads/s, "
+            f"reading takes {load.shortest_step_seconds:.3g} s/step."
         )
     if png is not None:
         _plot_lengths(plan, png)

@@ -4,7 +4,9 @@ import bisect
 import dataclasses
 import errno
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -13,7 +15,7 @@ from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import first_step, rows_before, stage_at, stages, step_rows, total_steps
 from zaya_jax.data.plan import RunPlan, heldout_phase, make_packer, plan_run, trimmed_documents
-from zaya_jax.data.rows import DocumentPart, PackedRows, Row
+from zaya_jax.data.rows import DocumentPart, Row
 from zaya_jax.data.shards import Documents, Text
 from zaya_jax.data.sources import Prepared
 from zaya_jax.data.stream import PackedEpoch
@@ -62,14 +64,15 @@ class TrainBatches(Iterator[Batch]):
         """
         workers = self._config.data.workers
         try:
-            batch = next(self._batches) if self._started else self._first()
+            with nullcontext() if self._started else interrupts_kept_from_children():  # which Grain starts now
+                self._started = True
+                batch = next(self._batches)
         except OSError as error:
             if not workers or error.errno not in _OF_WORKERS:
                 raise
             raise RunStopped(
-                f"The {workers} worker processes of the data need more {_OF_WORKERS[error.errno]} than "
-                "this process may use. Raise the limit, or lower data.workers (0 reads data in the "
-                "training process)."
+                f"The {workers} worker processes of the data need more {_OF_WORKERS[error.errno]} than this process "
+                "may use. Raise the limit, or lower data.workers (0 reads data in the training process)."
             ) from error
         except RuntimeError as error:
             if "Worker process was terminated" not in str(error):  # Grain has no exception class for this
@@ -91,12 +94,6 @@ class TrainBatches(Iterator[Batch]):
     def close(self) -> None:
         """Stop the threads and processes. No batch can be read afterwards."""
         self._batches.close()
-
-    def _first(self) -> Batch:
-        """Return the first batch, for which Grain starts its worker processes."""
-        self._started = True
-        with interrupts_kept_from_children():
-            return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
         """Return the position as JSON, for `set_state`."""
@@ -124,8 +121,8 @@ class TrainBatches(Iterator[Batch]):
         step = bisect.bisect_left(range(2**31), sequences, key=lambda step: rows_before(self._config, step))
         if rows_before(self._config, step) != sequences:
             raise InputError(
-                f"The saved position, after {sequences} rows, is not a whole number of steps: the batch size "
-                "of a phase that has started was changed. Restore it, or start a new run_dir."
+                f"The saved position, after {sequences} rows, is not a whole number of steps: the batch size of a "
+                "phase that has started was changed. Restore it, or start a new run_dir."
             )
         self._batches.close()
         self._step = step
@@ -141,7 +138,10 @@ class TrainBatches(Iterator[Batch]):
         dataset = batches.to_iter_dataset(threads)
         if workers:
             # Each worker builds every n-th batch, so their number does not change the batches.
-            _parse_absl_flags()
+            from absl import flags
+
+            if not flags.FLAGS.is_parsed():  # Grain's workers read one, which fails otherwise
+                flags.FLAGS.mark_as_parsed()
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(workers, _PREFETCHED))
         return iter(dataset)
 
@@ -208,13 +208,12 @@ def heldout_batches(
       phase: index of the phase that is trained; None means the last.
 
     Yields:
-      Dicts of arrays [evaluation.batch_size, s]; the last batch is filled with padding rows.
+      Dicts of arrays [evaluation.batch_size, s]; the last batch is filled with padding rows. None if no phase reads
+      the source.
     """
     heldout = _open_heldout(config, prepared, name, limit, phase)
-    if heldout is None:
-        return
-    for indices in heldout.batches:
-        batch = [heldout.rows.row(0, row) for row in indices]
+    for indices in heldout.batches if heldout else ():
+        batch = [heldout.packed.rows.row(0, row) for row in indices]
         padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
         yield _stack(batch + [padding] * (config.evaluation.batch_size - len(batch)))
 
@@ -226,9 +225,8 @@ def heldout_text(
     heldout = _open_heldout(config, prepared, name, limit, phase)
     if heldout is None:
         return None
-    parts = heldout.parts()
-    size = sum(_part_bytes(prepared.tokenizer, heldout.documents[part.document], part) for part in parts)
-    return HeldoutText(heldout.use, size, heldout.text_bytes)
+    size = sum(_part_bytes(prepared.tokenizer, heldout.documents[part.document], part) for part in heldout.parts())
+    return HeldoutText(heldout.use, size, prepared.sources[name].manifest.heldout.text_bytes)
 
 
 def heldout_use(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Use:
@@ -242,69 +240,51 @@ class _Heldout:
     documents: Documents
     packed: PackedEpoch
     batches: list[range]  # of rows
-    text_bytes: int  # UTF-8 bytes of all documents
     trimmed: int  # number of conversations
-
-    @property
-    def rows(self) -> PackedRows:
-        return self.packed.rows
 
     def parts(self) -> list[DocumentPart]:
         """List the parts of documents in the rows of all batches."""
-        return [part for indices in self.batches for row in indices for part in self.rows.parts(0, row)]
+        return [part for indices in self.batches for row in indices for part in self.packed.rows.parts(0, row)]
 
     @functools.cached_property
     def use(self) -> Use:
-        covered = {part.document for part in self.parts() if part.stop - part.start > 1}
-        tally = Tally(len(self.documents))
-        tally.add(self.documents.lengths, self.packed.left_out, np.array(sorted(covered), np.int64), self.trimmed)
-        predicted = sum(part.stop - part.start - 1 for part in self.parts())
-        return tally.use(predicted / max(int(np.maximum(self.documents.lengths - 1, 0).sum()), 1))
+        lengths, parts = self.documents.lengths, self.parts()
+        covered = {part.document for part in parts if part.stop - part.start > 1}
+        tally = Tally(len(lengths))
+        tally.add(lengths, self.packed.left_out, np.array(sorted(covered), np.int64), self.trimmed)
+        predicted = sum(part.stop - part.start - 1 for part in parts)
+        return tally.use(predicted / max(int(np.maximum(lengths - 1, 0).sum()), 1))
 
 
 def _open_heldout(
     config: Config, prepared: Prepared, name: str, limit: int | None, phase: int | None
 ) -> _Heldout | None:
     """Open the rows of `heldout_batches`; None if no phase reads the source."""
-    settings = heldout_phase(config, prepared.sources[name], len(config.phases) - 1 if phase is None else phase)
+    source = prepared.sources[name]
+    settings = heldout_phase(config, source, len(config.phases) - 1 if phase is None else phase)
     if settings is None:
         return None
     documents, manifest = prepared.open(name, "heldout", settings, config.context_for(settings))
     packed = make_packer(config, prepared, settings, None).pack(documents)
-    size = config.evaluation.batch_size
-    starts = range(0, packed.rows.per_epoch, size)
-    count = len(starts) if limit is None else min(limit, len(starts))
-    chosen = [starts[index * len(starts) // count] for index in range(count)]
-    counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
-    return _Heldout(
-        documents,
-        packed,
-        [range(start, min(start + size, packed.rows.per_epoch)) for start in chosen],
-        manifest.heldout.text_bytes,
-        trimmed_documents(packed.counts, counts),
-    )
+    size, rows = config.evaluation.batch_size, range(packed.rows.per_epoch)
+    batches = [rows[start : start + size] for start in rows[::size]]
+    count = len(batches) if limit is None else min(limit, len(batches))
+    chosen = [batches[index * len(batches) // count] for index in range(count)]
+    counts = manifest.counts if source.manifest.kind == "chat" else {}
+    return _Heldout(documents, packed, chosen, trimmed_documents(packed.counts, counts))
 
 
 def _part_bytes(tokenizer: Tokenizer, text: Text, part: DocumentPart) -> int:
     """Count the UTF-8 bytes of a part's tokens that the loss covers."""
     tokens = text.tokens[part.start : part.stop].tolist()
     if text.loss_mask is not None:
-        counted = zip(tokens[1:], text.loss_mask[part.start + 1 : part.stop], strict=True)
-        return len(tokenizer.decode([token for token, counts in counted if counts]).encode())
+        covered = itertools.compress(tokens[1:], text.loss_mask[part.start + 1 : part.stop])
+        return len(tokenizer.decode(list(covered)).encode())
     # Decode after the preceding token, because some tokenizers drop a leading space.
     before = tokens[:1] if part.start or not tokenizer.prefix else []
-    end = -1 if tokens[-1] == tokenizer.eot else len(tokens)
-    inside = before + tokens[1:end]
+    inside = before + tokens[1 : -1 if tokens[-1] == tokenizer.eot else None]
     return len(tokenizer.decode(inside).encode()) - len(tokenizer.decode(before).encode())
 
 
 def _stack(rows: list[Row]) -> Batch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def _parse_absl_flags() -> None:
-    """Mark absl's flags as parsed; Grain's workers read one, which fails otherwise."""
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()

@@ -105,9 +105,8 @@ def open_sources(config: Config) -> Prepared:
         for index, phase in enumerate(config.phases):
             if not source.manifest.train.documents and phase.mixture.get(source.name):
                 raise InputError(
-                    f"data.sources.{source.name} contains no training document for "
-                    f"{config.phase_key(index)}. To only evaluate it, set its weight in the mixture to 0; "
-                    "otherwise prepare it with a smaller --heldout."
+                    f"data.sources.{source.name} contains no training document for {config.phase_key(index)}. To only "
+                    "evaluate it, set its weight in the mixture to 0; otherwise prepare it with a smaller --heldout."
                 )
     if not any(source.manifest.train.documents for source in sources.values()):
         raise InputError(
