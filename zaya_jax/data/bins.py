@@ -85,17 +85,16 @@ class _Rooms:
         self._sorted: list[int] = []  # keys of `_bins`, ascending
 
     def take(self, size: int, items: int) -> tuple[int, "array[int]"]:
-        """Remove and return the bins to fill next with `items` items of one size, in filling order.
+        """Remove the bins to fill next with `items` items of one size; they may not be enough for all.
 
         Returns:
-          The room, which all these bins have, and their numbers. They may not be enough for all items.
+          The room, which all these bins have, and their numbers in filling order.
         """
         at = bisect_left(self._sorted, size)
         if at == len(self._sorted):  # no bin has room
-            needed = -(-items // (self._capacity // size))
-            bins = array("q", range(self._opened, self._opened + needed))
-            self._opened += needed
-            return self._capacity, bins
+            first = self._opened
+            self._opened += -(-items // (self._capacity // size))
+            return self._capacity, array("q", range(first, self._opened))
         room = self._sorted[at]
         stack = self._bins[room]
         needed = -(-items // (room // size))

@@ -29,7 +29,9 @@ _WEIGHTS = ("weight", "train", "training", "loss", "trainable", "trained", "trai
 REASONING = ("reasoning", "reasoning_content", "thinking")
 # Keys that are refused, since they would change what is trained: parts of what is said, and which parts are trained.
 _REFUSED = re.compile(
-    "functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|train(ing)?_detail|mask(ed)?|ignore|prefix"
+    "functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
+    "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
+    "train(ing)?_detail|mask(ed)?|ignore|prefix"
 )
 _REFUSED_OF_OTHERS = re.compile(f"{_REFUSED.pattern}|tool_calls")
 _READ = ("role", "content", "weight", "tool_call_id", "reasoning", "tool_calls")  # the last two of the assistant

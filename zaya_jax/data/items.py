@@ -41,11 +41,7 @@ class Items(NamedTuple):
 
 
 def whole_documents(lengths: np.ndarray) -> Items:
-    """Return every document as one item, in order.
-
-    Args:
-      lengths: int64 [documents], tokens of each.
-    """
+    """Return every document as one item, in order; `lengths`, integer [documents], are the tokens of each."""
     documents = np.arange(len(lengths))
     return Items(documents, np.zeros_like(documents), lengths.astype(np.int64))
 
@@ -71,18 +67,18 @@ def fit(items: Items, context: int, over_length: OverLength, *, whole: bool) -> 
       whole: whether items must fit in one row; windows split long items anyway.
     """
     most = context + 1
-    long = items.length > most
+    is_long = items.length > most
     counts = {"split": 0, "trimmed": 0, "dropped": 0, "short": 0}
     used, dropped = items, items.take(np.zeros(0, np.int64))
     if over_length == "trim":
         used = items._replace(length=np.minimum(items.length, most))
-        counts["trimmed"] = int(long.sum())
+        counts["trimmed"] = int(is_long.sum())
     elif over_length == "drop":
-        used, dropped = items.take(~long), items.take(long)
-        counts["dropped"] = int(long.sum())
+        used, dropped = items.take(~is_long), items.take(is_long)
+        counts["dropped"] = int(is_long.sum())
     elif whole:
         used = _split(items, context)
-        counts["split"] = int(long.sum())
+        counts["split"] = int(is_long.sum())
     if whole:  # such an item predicts nothing on its own, while windows join it to its neighbours
         short = used.length < 2
         used, counts["short"] = used.take(~short), int(short.sum())
@@ -93,7 +89,5 @@ def _split(items: Items, context: int) -> Items:
     pieces = np.maximum(-(-(items.length - 1) // context), 1)
     origin = np.repeat(np.arange(len(pieces)), pieces)
     place = np.arange(len(origin)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offset = place * context
-    return Items(
-        items.document[origin], items.start[origin] + offset, np.minimum(context + 1, items.length[origin] - offset)
-    )
+    offset, part = place * context, items.take(origin)
+    return Items(part.document, part.start + offset, np.minimum(context + 1, part.length - offset))

@@ -3,6 +3,8 @@
 import bisect
 import functools
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, Self
@@ -52,53 +54,44 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if self._writer is not None:
-                self._writer.close()
-        except RuntimeError:  # the file is deleted anyway
-            pass
+            with suppress(RuntimeError):  # the file is deleted anyway
+                if self._writer is not None:
+                    self._writer.close()
         finally:
             if self._file is not None:  # unfinished, so `new_file` removes it
                 self._new.__exit__(RuntimeError, RuntimeError(), None)
 
     def write(self, record: bytes) -> None:
-        """Append a record.
-
-        Raises:
-          RunStopped: the record cannot be written.
-        """
-        try:
+        """Append a record; `RunStopped` if it cannot be written."""
+        with self._writing():
             self._file = self._file or self._new.__enter__()
             # By its descriptor, since another user may have replaced a file with this name.
             path = f"/proc/self/fd/{self._file.fileno()}"
             writer = self._writer = self._writer or ArrayRecordWriter(path, _WRITER_OPTIONS)
             writer.write(record)
-        except (OSError, RuntimeError) as error:  # the latter raised by the library's C++ code
-            raise self._failed(error) from error
         self.documents += 1
 
     def finish(self) -> ShardEntry | None:
-        """Finish the file and move it to its final name. Without records, write no file and return None.
-
-        Raises:
-          RunStopped: the shard cannot be written.
-        """
+        """Finish the file and move it to its final name; `RunStopped` if that fails. Without records, write no file."""
         if self._writer is None or self._file is None:
             return None
-        try:
+        with self._writing():
             self._writer.close()
             self._writer = None
             entry = describe_file(Path(f"/proc/self/fd/{self._file.fileno()}"))
             self._file = None
             self._new.__exit__(None, None, None)
-        except (OSError, RuntimeError) as error:
-            raise self._failed(error) from error
-        return ShardEntry(self._path.name, entry.bytes, entry.digest, documents=self.documents)
+            return ShardEntry(self._path.name, entry.bytes, entry.digest, documents=self.documents)
 
-    def _failed(self, error: Exception) -> RunStopped:
-        why = " ".join(str(error).split())[:300]
-        return RunStopped(
-            f"The shard {self._path} cannot be written: {why}. Is the disk full? Rerun the command to resume."
-        )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # the latter raised by the library's C++ code
+            why = " ".join(str(error).split())[:300]
+            raise RunStopped(
+                f"The shard {self._path} cannot be written: {why}. Is the disk full? Rerun the command to resume."
+            ) from error
 
 
 @dataclass
@@ -154,8 +147,8 @@ class Records:
         """Return the error for a damaged record."""
         shard = self._folder / self._shards[bisect.bisect_right(self._ends, index)].file
         return InputError(
-            f"Document {index} in the data file {shard} is damaged: it cannot be decoded. "
-            "Prepare the data again, or restore the file."
+            f"Document {index} in the data file {shard} is damaged: it cannot be decoded. Prepare the data again, or "
+            "restore the file."
         )
 
     def __reduce__(self) -> tuple[object, ...]:

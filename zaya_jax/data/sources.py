@@ -79,54 +79,58 @@ def open_sources(config: Config) -> Prepared:
         make_folder(cache)
     except OSError as error:
         raise InputError(f"The folder data.cache_dir ({cache}) cannot be written: {error.strerror}.") from error
-    if config.data.sources:
-        sources = {}
-        for name, source in config.data.sources.items():
-            folder = expanded(source.path)
-            try:
-                sources[name] = Source(name, folder, open_manifest(folder), source.max_epochs)
-            except InputError as error:
-                raise InputError(f"data.sources.{name} cannot be read. {error}") from error
-    else:
-        sources = {CORPUS: Source(CORPUS, *open_corpus(config))}
-    first = next(iter(sources.values()))
-    for source in sources.values():
-        pair = source.manifest, first.manifest
-        if len({(manifest.tokenizer.digest, manifest.eot) for manifest in pair}) > 1:
-            raise InputError(
-                f"data.sources.{source.name} and data.sources.{first.name} were prepared with different tokenizers; "
-                "prepare both with the same tokenizer.json."
-            )
-        if None is not source.manifest.bos != first.manifest.bos is not None:
-            raise InputError(
-                f"Documents of data.sources.{source.name} begin with {source.manifest.bos!r}, but those of "
-                f"data.sources.{first.name} begin with {first.manifest.bos!r}; prepare both with the same --bos."
-            )
-        for index, phase in enumerate(config.phases):
-            if not source.manifest.train.documents and phase.mixture.get(source.name):
-                raise InputError(
-                    f"data.sources.{source.name} contains no training document for {config.phase_key(index)}. To only "
-                    "evaluate it, set its weight in the mixture to 0; otherwise prepare it with a smaller --heldout."
-                )
-    if not any(source.manifest.train.documents for source in sources.values()):
-        raise InputError(
-            f"None of the sources ({', '.join(sources)}) contains a training document; prepare one with a "
-            "smaller --heldout."
-        )
-    read = {name for phase in config.phases for name in phase.mixture or sources}
-    if not any(sources[name].manifest.heldout.documents for name in read):
-        raise InputError(
-            f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, so there "
-            "is nothing to evaluate; prepare one with a larger --heldout."
-        )
+    sources: dict[str, Source] = {}
+    for name, source in config.data.sources.items():
+        folder = expanded(source.path)
+        try:
+            sources[name] = Source(name, folder, open_manifest(folder), source.max_epochs)
+        except InputError as error:
+            raise InputError(f"data.sources.{name} cannot be read. {error}") from error
+    if not sources:
+        sources[CORPUS] = Source(CORPUS, *open_corpus(config))
+    _check_sources(config, sources)
     for source in sources.values():
         advice = remedy(source.folder) if config.data.sources else cache_remedy(source.folder)
         try:
             verify_files(source.folder, source.manifest, cache, advice)
         except OSError as error:
             raise InputError(f"{error.filename} cannot be used: {error.strerror}.") from error
+    first = next(iter(sources.values()))
     path = first.folder / first.manifest.tokenizer.file
     tokenizer = load_tokenizer(path, first.manifest.eot, first.manifest.bos)
     check_vocabulary(tokenizer, config.model.vocab_size, path)
     measure = dict if config.data.sources else functools.partial(corpus_baselines, config, first.folder)
     return Prepared(tokenizer, sources, measure, cache)
+
+
+def _check_sources(config: Config, sources: dict[str, Source]) -> None:
+    """Raise `InputError` unless the sources fit each other and the phases."""
+    first, *_ = (source.manifest for source in sources.values())
+    one = f"data.sources.{next(iter(sources))}"
+    for name, manifest in ((name, source.manifest) for name, source in sources.items()):
+        if (manifest.tokenizer.digest, manifest.eot) != (first.tokenizer.digest, first.eot):
+            raise InputError(
+                f"data.sources.{name} and {one} were prepared with different tokenizers; prepare both with the same "
+                "tokenizer.json."
+            )
+        if None is not manifest.bos != first.bos is not None:
+            raise InputError(
+                f"Documents of data.sources.{name} begin with {manifest.bos!r}, but those of {one} begin with "
+                f"{first.bos!r}; prepare both with the same --bos."
+            )
+        for index, phase in enumerate(config.phases):
+            if not manifest.train.documents and phase.mixture.get(name):
+                raise InputError(
+                    f"data.sources.{name} contains no training document for {config.phase_key(index)}. To only "
+                    "evaluate it, set its weight in the mixture to 0; otherwise prepare it with a smaller --heldout."
+                )
+    if not any(source.manifest.train.documents for source in sources.values()):
+        named = ", ".join(sources)
+        problem = "contains a training document; prepare one with a smaller --heldout"
+        raise InputError(f"None of the sources ({named}) {problem}.")
+    read = {name for phase in config.phases for name in phase.mixture or sources}
+    if not any(sources[name].manifest.heldout.documents for name in read):
+        raise InputError(
+            f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, so there is nothing to "
+            "evaluate; prepare one with a larger --heldout."
+        )

@@ -11,7 +11,8 @@ CONVERSATIONS = ("messages", "conversations")  # common fields of conversations;
 TOOLS = "tools"  # field next to a conversation that becomes part of it
 # Fields next to a conversation that would change its meaning, and are refused; of the flags, if they are off.
 SIBLINGS = re.compile(
-    "functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs"
+    "functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|"
+    "documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs"
 )
 FLAGS = re.compile("weight|train|training|loss|label|loss_mask")
 EMPTY = (None, "", [], {}, "[]", "{}", "null")
