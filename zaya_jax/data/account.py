@@ -22,17 +22,11 @@ _REASONS = {
 def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict[str, Any]]:
     """Return the account as JSON: what was read equals what is used plus what is left out.
 
-    Args:
-      config: of the run.
-      prepared: its sources.
-      plan: of all its rows.
-
-    Returns:
-      By source: `refused`, number of documents that the preparation skipped, by reason; `unread_files`, number of items
-      of its folders that were not read, by kind; `phases`, those that train on the source; `evaluated`, whether any
-      phase reads it; `skipped_rows`, its rows in `data.skip_rows`; `train` and `heldout`, the fields of `Use` for the
-      documents of each split (those of skipped rows count as used), with `bytes` of their text, `lost_bytes`, for which
-      the tokenizer has no token, and `in_loss`, whether a token of the first `ROWS` rows is in the loss.
+    By source: `refused`, number of documents that the preparation skipped, by reason; `unread_files`, number of items
+    of its folders that were not read, by kind; `phases`, those that train on the source; `evaluated`, whether any phase
+    reads it; `skipped_rows`, its rows in `data.skip_rows`; `train` and `heldout`, the fields of `Use` for the documents
+    of each split (those of skipped rows count as used), with `bytes` of their text, `lost_bytes`, for which the
+    tokenizer has no token, and `in_loss`, whether a token of the first `ROWS` rows is in the loss.
     """
     found = {}
     for name, source in prepared.sources.items():

@@ -26,18 +26,11 @@ class Bins:
 
 
 def pack(sizes: np.ndarray, capacity: int) -> Bins:
-    """Pack items by best-fit decreasing, without splitting any.
+    """Pack items by best-fit decreasing, without splitting any. `sizes`, integer [items], are from 1 to `capacity`.
 
     Deterministic: items of equal size keep their order, bins are numbered in the order in which they are opened, and
     ties between equally full bins go to the one that reached that level last. Time is O(n log n) for n items,
     independent of the number of bins; memory is about 50 bytes per item.
-
-    Args:
-      sizes: integer [items], for example tokens of each document; each from 1 to `capacity`.
-      capacity: size of a bin, in the same unit.
-
-    Returns:
-      The packing; empty if there are no items.
     """
     order = np.argsort(-sizes.astype(np.int64), kind="stable")
     bin_of = _best_fit(sizes[order], capacity)
@@ -85,10 +78,9 @@ class _Rooms:
         self._sorted: list[int] = []  # keys of `_bins`, ascending
 
     def take(self, size: int, items: int) -> tuple[int, "array[int]"]:
-        """Remove the bins to fill next with `items` items of one size; they may not be enough for all.
+        """Remove the bins to fill next with `items` items of one size; return their room and their numbers in order.
 
-        Returns:
-          The room, which all these bins have, and their numbers in filling order.
+        They may not be enough for all items.
         """
         at = bisect_left(self._sorted, size)
         if at == len(self._sorted):  # no bin has room

@@ -101,11 +101,7 @@ class Template:
     """
 
     def __init__(self, source: str, name: str) -> None:
-        """Compile the source; `name` is for messages.
-
-        Raises:
-          InputError: the source has an error or no generation block.
-        """
+        """Compile the source; `InputError` if it has an error or no generation block. `name` is for messages."""
         self.source, self.name = source, name
         self.digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
         answer = run_template(source, [])
@@ -147,9 +143,8 @@ class Template:
           Non-empty pieces whose concatenated text is the rendering. An answer with a `weight` of 0 is not `generated`.
 
         Raises:
-          ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, omits a
-            content, a tool, a call or the last answer's reasoning, or writes a part of a trained answer outside of
-            generation blocks. The message is a clause; the caller adds the location.
+          ValueError: the template fails, nests generation blocks, alters reasoning, omits a content, a tool, a call or
+            the last answer's reasoning, or writes a part of a trained answer outside of generation blocks; as a clause.
         """
         tokens = {"bos_token": bos, "eos_token": eos, **(others or {})}
         names = {"tools": tools, **{name: text for name, text in tokens.items() if text is not None}}
@@ -192,11 +187,7 @@ class Template:
 
 
 def load_template(path: str | None) -> Template:
-    """Load a chat template from a file; None selects the built-in one.
-
-    Raises:
-      InputError: the file is missing or not UTF-8, or see `Template`.
-    """
+    """Load a chat template from a file; None selects the built-in one. `InputError` if it cannot be read or used."""
     if path is None:
         return Template(DEFAULT_TEMPLATE, "built in")
     try:
@@ -211,11 +202,8 @@ def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> 
     """Encode a rendering as a whole, as transformers does, and return maximal runs of tokens of the same kind.
 
     A token that spans several pieces counts as generated if its first or last piece is, and as reasoning only if both
-    are, so that trimming reasoning never removes other text.
-
-    Args:
-      pieces: from `Template.render`.
-      encode: text → token ids and their character ranges; special tokens enabled, none added.
+    are, so that trimming reasoning never removes other text. `encode` returns the token ids of a text, with special
+    tokens enabled and none added, and their character ranges.
     """
     tokens, places = encode("".join(piece.text for piece in pieces))
     ends = np.cumsum([len(piece.text) for piece in pieces])

@@ -50,8 +50,7 @@ def parse_conversation(value: Any) -> Conversation:
     messages with `from` and `value` work too. Other keys are kept.
 
     Raises:
-      ValueError: the value is not a conversation or has no assistant message. The message is a clause; the caller adds
-        the location. Messages count from 1.
+      ValueError: the value is no conversation, or no assistant message is trained; as a clause. Messages count from 1.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("a conversation must be a list of at least one message")
@@ -172,11 +171,7 @@ def split_tools(record: Any) -> tuple[Any, Any]:
 
 
 def parse_tools(value: Any) -> Conversation | None:
-    """Validate the `tools` of a row: a list of objects, or its JSON text.
-
-    Raises:
-      ValueError: it is neither. The message is a clause that names the key; the caller adds the location.
-    """
+    """Validate the `tools` of a row: a list of objects, or its JSON text; otherwise `ValueError`, as a clause."""
     tools = _from_text(value, "tools")
     if not tools:
         return None
@@ -188,18 +183,10 @@ def parse_tools(value: Any) -> Conversation | None:
 
 
 def parse_calls(value: Any, where: str) -> Conversation:
-    """Validate the `tool_calls` of the message that `where` names.
+    """Validate the `tool_calls` of the message that `where` names; `ValueError` as in `parse_tools`.
 
-    Args:
-      value: list of calls, each {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments are an object
-        or its JSON text.
-      where: names the message, for errors.
-
-    Returns:
-      The calls in the first form, with arguments as objects; other keys are kept.
-
-    Raises:
-      ValueError: as `parse_tools`.
+    A call is {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments are an object or its JSON text.
+    The result has the first form, with arguments as objects; other keys are kept.
     """
     if not isinstance(value, list):
         raise ValueError(f"{where} has tool_calls that are {json_kind(value)}, but must be a list")

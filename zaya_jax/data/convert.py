@@ -92,13 +92,7 @@ class Conversion:
     def check(self, check: Check, label: str) -> int:
         """Check the documents of all units without writing anything, and return how many can be used.
 
-        Args:
-          check: what to do with a unit.
-          label: title of the progress bar.
-
-        Raises:
-          InputError: more than `limit` documents are unusable.
-          RunStopped: worker processes end while they read.
+        `InputError` and `RunStopped` as in `convert`; `label` titles the progress bar.
         """
         notes = self._run(functools.partial(_check_unit, check), label)
         return sum(note.outcomes.get(_USABLE, 0) + sum(s.documents for s in note.shards.values()) for note in notes)

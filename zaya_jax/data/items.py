@@ -55,16 +55,11 @@ class Fitted(NamedTuple):
 
 
 def fit(items: Items, context: int, over_length: OverLength, *, whole: bool) -> Fitted:
-    """Apply the policy for items that are longer than a row.
+    """Apply the policy for items that are longer than a row of `context` tokens.
 
-    An item of `context` + 1 tokens fits exactly, because its last token is only a target.
-
-    Args:
-      items: to be packed.
-      context: tokens per row.
-      over_length: 'split' cuts long items into rows, each starting with the last token of the previous one, so that
-        every token is predicted once; 'trim' keeps the beginning; 'drop' removes the item.
-      whole: whether items must fit in one row; windows split long items anyway.
+    An item of `context` + 1 tokens fits exactly, because its last token is only a target. 'split' cuts long items into
+    rows, each starting with the last token of the previous one, so that every token is predicted once; 'trim' keeps the
+    beginning; 'drop' removes the item. `whole` says whether items must fit in one row; windows split long items anyway.
     """
     most = context + 1
     is_long = items.length > most

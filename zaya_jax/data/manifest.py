@@ -124,14 +124,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path, remedy: str) -> Manifest:
-    """Read the manifest and check the existence and sizes of its files.
+    """Read the manifest of a prepared folder, and check the existence and sizes of its files.
 
-    Args:
-      folder: a prepared folder.
-      remedy: the sentence that says what to do about a damaged folder.
-
-    Raises:
-      InputError: the manifest cannot be read, or a file is missing or has another size.
+    `InputError` if one is missing, or not as it was; the message ends with the sentence `remedy`.
     """
     path = folder / MANIFEST
     try:
@@ -175,20 +170,11 @@ def _parse(tree: dict[str, Any]) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, cache: Path, remedy: str) -> None:
-    """Verify the digest of every file of a prepared folder.
+    """Verify the digest of every file of a prepared folder; `InputError`, which ends with `remedy`, if one was altered.
 
-    Reading terabytes at each start would take hours, so `cache` records the size and modification time of verified
-    files, and a file is read again only if these differ. A change that keeps both is detected when the damaged record
-    is read (see `Documents`).
-
-    Args:
-      folder: the prepared folder.
-      manifest: its manifest.
-      cache: folder that records the verified files.
-      remedy: sentence of the error that says what to do.
-
-    Raises:
-      InputError: a file was altered.
+    Reading terabytes at each start would take hours, so the folder `cache` records the size and modification time of
+    verified files, and a file is read again only if these differ. A change that keeps both is detected when the damaged
+    record is read (see `Documents`).
     """
     notes = cache / f"verified-{json_digest(str(folder.resolve()))}.json"
     if not _unverified(folder, manifest, _verified(notes)):

@@ -25,20 +25,12 @@ class Mixture:
     Within a period, the j-th row of a source with integer weight W has time (2j + 1) / 2W. Rows are sorted by time;
     ties keep the order of the sources. Among the first n rows, each of m sources with share w has n·w rows, with an
     error of at most (1 + w·(m - 2)) / 2.
-
-    Attributes:
-      names: the sources, in the order given.
-      period: number of rows after which the sequence of sources repeats.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Mix sources by weight.
+        """Mix sources by weight: relative number of rows, and of tokens, since rows have equal sizes.
 
-        Args:
-          weights: source → relative number of rows (and tokens, since rows have equal sizes); finite and above 0.
-
-        Raises:
-          InputError: a weight is not finite and above 0.
+        `InputError` if a weight is not finite and above 0.
         """
         for name, weight in weights.items():
             require(0 < weight < math.inf, f"The weight of the source {name!r}", weight, "finite and above 0")

@@ -105,11 +105,7 @@ class TrainBatches(Iterator[Batch]):
         return [phase.order for phase in self.plan.phases if phase.first_row < sequences]
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Resume at the position of `get_state`, in this process or another.
-
-        Raises:
-          InputError: the position belongs to other data or other batch sizes.
-        """
+        """Resume at the position of `get_state`, from any process; `InputError` if it belongs to other data."""
         sequences = int(state["sequences"])
         if state["order"] != self._order(sequences):
             raise InputError(
@@ -164,18 +160,10 @@ class _Batches:
 
 
 def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[ProcessShare] = ()) -> TrainBatches:
-    """Return the batches of a run, one per step.
+    """Return the batches of a run, one per step: arrays [sequences per step / n, s], see `rows.PackedRows.row`.
 
-    Args:
-      config: uses `data`, `phases`, `train.batch`, `start_phase` and `seed`.
-      prepared: the sources.
-      shares: (i, n) for each phase: this process reads the i-th of n contiguous parts of each batch; empty means all.
-
-    Returns:
-      An iterator over dicts of arrays [sequences per step / n, s]; see `rows.PackedRows.row`.
-
-    Raises:
-      InputError: the sequences of a step are not a multiple of n, or see `plan_run`.
+    `shares` has (i, n) for each phase: this process reads the i-th of n contiguous parts of each batch; empty means
+    all. `InputError` if the sequences of a step are not a multiple of n, or see `plan_run`.
     """
     for stage in stages(config):
         count = shares[stage.phase][1] if shares else 1
@@ -198,7 +186,9 @@ class HeldoutText(NamedTuple):
 def heldout_batches(
     config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
 ) -> Iterator[Batch]:
-    """Yield batches of the held-out split of a source in its natural order, each document at most once.
+    """Yield batches [evaluation.batch_size, s] of a source's held-out split in its natural order, each document once.
+
+    The last batch is filled with padding rows. There is none if no phase reads the source.
 
     Args:
       config: uses `evaluation.batch_size`, and the settings of `heldout_phase`.
@@ -206,10 +196,6 @@ def heldout_batches(
       name: of the source.
       limit: maximum number of batches, evenly spaced over the split; None means all.
       phase: index of the phase that is trained; None means the last.
-
-    Yields:
-      Dicts of arrays [evaluation.batch_size, s]; the last batch is filled with padding rows. None if no phase reads
-      the source.
     """
     heldout = _open_heldout(config, prepared, name, limit, phase)
     for indices in heldout.batches if heldout else ():

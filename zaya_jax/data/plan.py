@@ -62,10 +62,7 @@ class PhasePlan:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """All rows of a run as a sequence, including those that it skips; see `rows.PackedRows.row`.
-
-    Picklable and thread-safe.
-    """
+    """All rows of a run, including those that it skips; see `rows.PackedRows.row`. Picklable and thread-safe."""
 
     phases: tuple[PhasePlan, ...]
     uses: dict[str, Use]  # of the training documents of each source
@@ -79,16 +76,9 @@ class RunPlan:
 
 
 def plan_run(config: Config, prepared: Prepared) -> RunPlan:
-    """Plan the rows that each step of a run reads.
+    """Plan the rows that each step of a run reads: a pure function of the configuration and the content of the sources.
 
-    The plan is a pure function of the configuration and the content of the sources.
-
-    Args:
-      config: uses `data`, `seed`, `phases` and `train.batch`.
-      prepared: the sources.
-
-    Raises:
-      InputError: a source would be read more often than its `max_epochs`, or yields no row in a phase.
+    `InputError` if a source would be read more often than its `max_epochs`, or yields no row in a phase.
     """
     positions = dict.fromkeys(prepared.sources, Position())
     tallies = {name: Tally(source.manifest.train.documents) for name, source in prepared.sources.items()}

@@ -112,8 +112,7 @@ def prepare(
 def merge(output: Path) -> Manifest:
     """Write the manifest of a prepared folder after all its tasks are done, and return it.
 
-    Raises:
-      InputError: `output` contains no preparation, or tasks are missing (the message names them).
+    `InputError` if `output` contains no preparation, or tasks are missing (the message names them).
     """
     if not output.is_dir():
         raise InputError(f"{output} is not a folder; pass the --output folder of prepare.")
@@ -152,14 +151,7 @@ def write_merged(
 ) -> Manifest:
     """Write the lengths and the manifest of a folder after all of its `units` units are converted.
 
-    Args:
-      folder: the folder, with its tokenizer.
-      units: number of units.
-      kind: see `Manifest`, also for the others.
-      inputs: digest of the inputs and settings.
-      special: the special tokens.
-      content: digest of the documents; None computes it from the shards.
-      unread: number of items of the input that were not read, by kind.
+    `content`, the digest of the documents, is computed from the shards if it is None; for the others see `Manifest`.
     """
     notes = [note for number in range(units) if (note := read_note(folder, number)) is not None]
     files = (folder / name for name in (TOKENIZER, *TOKENIZER_FILES))
@@ -191,12 +183,9 @@ def write_merged(
 
 
 def missing_tasks(output: Path) -> list[int]:
-    """Return the indices of the tasks that are unfinished.
+    """Return the indices of the tasks that are unfinished; `InputError` if `output` contains no preparation.
 
     A task that skipped too many documents has converted all its units but did not finish, so it is listed too.
-
-    Raises:
-      InputError: `output` contains no preparation.
     """
     plan = _read_plan(output)
     undone = {task for task in range(plan["tasks"]) if not _done_path(output, task).exists()}
@@ -206,8 +195,7 @@ def missing_tasks(output: Path) -> list[int]:
 def open_manifest(folder: Path) -> Manifest:
     """Read the manifest of a prepared folder, and check the sizes of its files.
 
-    Raises:
-      InputError: there is none (the message names missing tasks), or a file is missing or has another size.
+    `InputError` if there is none (the message names missing tasks), or a file is missing or has another size.
     """
     if not (folder / MANIFEST).is_file() and (folder / PLAN).is_file():
         raise InputError(_incomplete(folder, missing_tasks(folder), _read_plan(folder)["tasks"]))

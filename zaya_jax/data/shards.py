@@ -119,12 +119,7 @@ class Records:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> bytes:
-        """Return one record.
-
-        Raises:
-          IndexError: `index` is not in [0, len).
-          InputError: the file cannot be read, or it is damaged, which its digest tells.
-        """
+        """Return one record; `InputError` if its file cannot be read, or is damaged, which its digest tells."""
         if not 0 <= index < len(self):
             raise IndexError(f"Document {index} is not among the {len(self)} documents.")
         shard = bisect.bisect_right(self._ends, index)

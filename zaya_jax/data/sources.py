@@ -47,10 +47,7 @@ class Prepared:
         """Open the documents of a source as `phase` reads them, with their manifest.
 
         Conversations are rendered with the phase's template, and with `over_length: trim` trimmed to a row of `context`
-        tokens.
-
-        Raises:
-          InputError: the template cannot be used, or fails on a conversation.
+        tokens. `InputError` if the template cannot be used, or fails on a conversation.
         """
         source = self.sources[name]
         folder, manifest = source.folder, source.manifest

@@ -118,16 +118,10 @@ class Packer(NamedTuple):
     plans: Path  # folder of cached bins
 
     def phase_rows(self, documents: Documents, content: str, position: Position, key: str) -> PhaseRows:
-        """Pack the documents of a source from `position` on.
+        """Pack the documents of a source, as this phase reads them, from `position` on.
 
-        Args:
-          documents: the documents of the source, as this phase reads them.
-          content: digest of the documents.
-          position: position of the source after the previous phase.
-          key: configuration key of the source, for messages.
-
-        Raises:
-          InputError: no document is left, because all are too short or dropped as too long.
+        `content` is the digest of the documents; `key` names the source in messages. `InputError` if no document is
+        left, because all are too short or dropped as too long.
         """
         later = self.pack(documents)
         if later.rows.per_epoch == 0:

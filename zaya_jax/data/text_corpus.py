@@ -70,11 +70,7 @@ class Corpus:
         return self.train if split == "train" else self.heldout
 
     def read(self, file: str) -> str:
-        """Read one file unchanged, including a byte order mark and carriage returns.
-
-        Raises:
-          InputError: the file cannot be read or is not UTF-8.
-        """
+        """Read one file unchanged, with byte order mark and carriage returns; `InputError` if it is not UTF-8."""
         return _read(self.root / file)
 
     def texts(self, split: Split) -> Iterator[str]:
@@ -93,18 +89,11 @@ class Corpus:
 
 
 def find_corpus(config: DataConfig) -> Corpus:
-    """List the files of the corpus and split them.
+    """List the files of the corpus and split them; `InputError` if that is impossible.
 
     The split depends on a hash of each file's content, so copies share a split and adding a file moves no other. Each
-    split gets at least one text. Empty files and hidden items are skipped, and links to folders are not followed.
-
-    Args:
-      config: uses `corpus` ('stdlib' means the standard library without tests and installed packages), `suffixes` and
-        `heldout_fraction`.
-
-    Raises:
-      InputError: the folder is missing or cannot be listed, a file cannot be read or is not UTF-8, or there are fewer
-        than two distinct texts.
+    split gets at least one text. Empty files and hidden items are skipped, and links to folders are not followed. The
+    corpus 'stdlib' means the standard library without tests and installed packages.
     """
     is_stdlib = config.corpus == "stdlib"
     root = Path(sysconfig.get_path("stdlib")) if is_stdlib else expanded(config.corpus)
@@ -162,11 +151,8 @@ def open_corpus(config: Config) -> tuple[Path, Manifest]:
     """Prepare the corpus of `config`, or open the cached preparation; return the folder and its manifest.
 
     The folder is `data.cache_dir/DIGEST`, which is created atomically. If several processes share a file system, one
-    prepares and the others wait. What a killed process left behind is removed.
-
-    Raises:
-      InputError: the corpus, the vocabulary size or `data.cache_dir` cannot be used, the corpus changed during the
-        preparation, or a file of the folder is missing or has another size.
+    prepares and the others wait. What a killed process left behind is removed. `InputError` if the corpus, the
+    vocabulary size, the folder or `data.cache_dir` cannot be used, or the corpus changed during the preparation.
     """
     corpus = find_corpus(config.data)
     content = _content(config, corpus)
@@ -243,15 +229,10 @@ def _measure_baselines(config: Config, content: str, path: Path) -> None:
 
 
 def compressor_baselines(train: bytes, heldout: bytes) -> dict[str, float]:
-    """Compress the held-out text, alone and as the continuation of the training text.
+    """Compress the held-out text, alone and as the continuation of the training text; return bits per byte of it.
 
-    Args:
-      train: concatenated text of the train split; only the part within the largest window matters.
-      heldout: text of the held-out split, at least one byte.
-
-    Returns:
-      Bits per byte of held-out text. `gzip` and `xz` compress it alone. `gzip_given_train` and `xz_given_train` append
-      it to the training text, and count only the bits that this adds.
+    `gzip` and `xz` compress it alone. `gzip_given_train` and `xz_given_train` append it to the training text, of which
+    only the part within the largest window matters, and count only the bits that this adds.
     """
     texts = {"both": train[-WINDOW_BYTES:] + heldout, "train": train[-WINDOW_BYTES:], "heldout": heldout}
     jobs = list(itertools.product(texts, _COMPRESSORS))  # longest first

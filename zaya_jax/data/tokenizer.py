@@ -110,11 +110,7 @@ class Tokenizer:
         return frozenset(filter(is_control, written))
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text without adding special tokens.
-
-        Raises:
-          InputError: the text contains an unpaired surrogate, which UTF-8 cannot represent, or the library fails on it.
-        """
+        """Encode a text without adding special tokens; `InputError` if it is not UTF-8, or the library fails on it."""
         with _library("encode a text"):
             return self._backend.encode(_checked(text), add_special_tokens=False).ids
 
@@ -217,18 +213,10 @@ def _checked(text: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer.
+    """Train a byte-level BPE tokenizer of `vocab_size` ids, at least `MIN_VOCAB`, of which the end-of-text token is 0.
 
-    The result does not depend on the number of threads: the initial alphabet is fixed, and the library breaks ties
-    between pairs by their ids.
-
-    Args:
-      texts: texts of the train split.
-      vocab_size: number of token ids, including the end-of-text token (id 0); fewer are used if the texts have too
-        few pairs to merge.
-
-    Raises:
-      InputError: `vocab_size` is below `MIN_VOCAB`.
+    Fewer are used if the texts have too few pairs to merge. The result does not depend on the number of threads: the
+    initial alphabet is fixed, and the library breaks ties between pairs by their ids.
     """
     allowed = f"at least {MIN_VOCAB}: one token per byte, plus {EOT_TEXT}"
     require(vocab_size >= MIN_VOCAB, "model.vocab_size", vocab_size, allowed)
@@ -304,11 +292,7 @@ def _template(path: Path) -> str:
 
 
 def tokenizer_path(named: str) -> Path:
-    """Return the `tokenizer.json` that --tokenizer names: the file itself, or the folder that has it.
-
-    Raises:
-      InputError: there is no such file.
-    """
+    """Return the `tokenizer.json` that --tokenizer names, the file or its folder; `InputError` if there is none."""
     path = expanded(named)
     path = path / "tokenizer.json" if path.is_dir() else path
     require(path.is_file(), "--tokenizer", named, "a tokenizer.json or a folder that has one")

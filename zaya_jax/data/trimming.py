@@ -27,12 +27,8 @@ def trim(
     4. no reasoning at all, nor the marks around it ("earlier_removed" if earlier turns had some, otherwise
        "reasoning_cut").
 
-    A cut falls between two tokens, so with byte-level tokens it can split a character.
-
-    Args:
-      conversation: from `parse_conversation`; not modified.
-      limit: maximum number of tokens.
-      render: conversation → spans that identify reasoning, see `encode_pieces`; called at most three times.
+    A cut falls between two tokens, so with byte-level tokens it can split a character. `render` returns spans that
+    identify reasoning, see `encode_pieces`; it is called at most three times.
 
     Returns:
       The spans, or None if the conversation does not fit even without reasoning; and the outcome.

@@ -41,18 +41,10 @@ def load_format(name: str) -> Format:
 def read_unit(unit: Unit, *, field: str) -> Iterator[Entry]:
     """Read the documents of a unit in order, with only a few of them in memory.
 
-    The units of `list_units`, read in order, yield every document of the inputs exactly once and in order.
-
-    Args:
-      unit: one of `list_units`.
-      field: JSON key or column that contains the document; ignored for text and Megatron files.
-
-    Returns:
-      An iterator over a `Document` for each text that is not only white space, non-empty list, or array of token ids,
-      and a `BadDocument` for anything else. Blank lines of JSONL are skipped.
-
-    Raises:
-      InputError: during iteration: a file cannot be read, is damaged, or has no such column.
+    The units of `list_units`, read in order, yield every document of the inputs exactly once and in order: a `Document`
+    for each text that is not only white space, non-empty list, or array of token ids, and a `BadDocument` for anything
+    else. Blank lines of JSONL are skipped. `field` is a JSON key or column, ignored for text and Megatron files.
+    `InputError` during iteration if a file cannot be read, is damaged, or has no such column.
     """
     return load_format(unit.format).read(unit, field)
 
@@ -64,9 +56,7 @@ def list_units(
     unit_bytes: int | None = None,
     unread: Counter[str] | None = None,
 ) -> list[Unit]:
-    """Cut the inputs into units of work, in the order of the inputs.
-
-    The result depends only on the arguments and the files.
+    """Cut the inputs into units of work, in the order of the inputs. The result depends only on them and the files.
 
     Args:
       inputs: files with a known suffix (for Megatron datasets the `.bin`, the `.idx` or their common prefix); folders
@@ -150,11 +140,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> Iter
 
 
 def list_folder(folder: Path, unread: Counter[str]) -> Iterator[os.DirEntry[str]]:
-    """Yield the files and folders in a folder, sorted by name, and count in `unread` the items that are left out.
-
-    Raises:
-      InputError: the folder cannot be listed.
-    """
+    """Yield the files and folders in a folder, sorted by name; count in `unread` the items that are left out."""
     try:
         with os.scandir(folder) as scan:
             entries = sorted(scan, key=lambda entry: entry.name)

@@ -74,13 +74,10 @@ def _has_lines(file: InputFile) -> bool:
 
 
 def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
-    """Yield the field of each line that starts in the unit.
+    """Yield the field of each line that starts in the unit; `InputError` if the file cannot be read, or is damaged.
 
     Line numbers in messages count from the start of the file. For units beyond the first 64 MiB, counting would read
     too much, so they count from the start of the unit, and `[from byte N]` is appended to the file name.
-
-    Raises:
-      InputError: the file cannot be read, is damaged, or became shorter.
     """
     [file] = unit.files
     if file.endswith(COMPRESSED):

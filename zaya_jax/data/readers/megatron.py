@@ -46,14 +46,10 @@ def index_path(file: str) -> str:
 
 
 def open_index(file: str) -> Index:
-    """Read and check the header of an index.
+    """Read and check the header of the index of a `.bin` file.
 
-    Args:
-      file: path of the `.bin`.
-
-    Raises:
-      InputError: a file cannot be read, the `.idx` is not a Megatron index or its size does not match its header, or
-        the tokens are not integers.
+    `InputError` if a file cannot be read, the `.idx` is no Megatron index or its size does not match its header, or the
+    tokens are not integers.
     """
     path = index_path(file)
     try:
@@ -89,10 +85,7 @@ def read_megatron(unit: Unit, field: str = "") -> Iterator[Entry]:
     """Yield the token ids of each document, with its sequences concatenated, as a new array of the file's dtype.
 
     Ids are returned as stored: with the end-of-document token if it was written, and unchecked against a vocabulary.
-    `field` is not used.
-
-    Raises:
-      InputError: see `open_index`; or the index points outside the `.bin`, or lost documents.
+    `InputError` as in `open_index`, or if the index points outside the `.bin`, or lost documents.
     """
     del field
     [file] = unit.files

@@ -14,10 +14,8 @@ _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 def saved_files(folder: Path) -> list[Path] | None:
     """Return the Arrow files of a saved dataset or, split by split, of a saved dataset dict; None for other folders.
 
-    Other Arrow files in the folder are caches of `datasets` and not part of the dataset.
-
-    Raises:
-      InputError: the JSON files of the dataset cannot be read or parsed, or a split is missing.
+    Other Arrow files in the folder are caches of `datasets` and not part of the dataset. `InputError` if the JSON files
+    of the dataset cannot be read or parsed, or a split is missing.
     """
     if os.path.isfile(folder / _DICT):
         splits = _names(folder / _DICT, _json(folder / _DICT, "splits"))

@@ -54,8 +54,7 @@ def count_rows(file: str, stop: int | None = None) -> int:
 def read_table(unit: Unit, field: str) -> Iterator[Entry]:
     """Yield the rows of the unit's pieces; a null becomes a `BadDocument`.
 
-    Raises:
-      InputError: the file cannot be read, is damaged or incomplete, lost pieces, or has no such column.
+    `InputError` if the file cannot be read, is damaged or incomplete, lost pieces, or has no such column.
     """
     [file] = unit.files
     with _open(file) as table:
@@ -176,8 +175,7 @@ class _Arrow:
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
     """Return the columns to read: that of the field and, if it has lists, all others, which may change what they mean.
 
-    Raises:
-      InputError: not exactly one column has the name, or its type is neither text nor lists.
+    `InputError` unless exactly one column has the name, and its type is text or lists.
     """
     columns = f"its columns are {', '.join(map(repr, schema.names)) or 'none'}"
     index = schema.get_field_index(values.find_field(field, schema.names) or field)

@@ -22,11 +22,7 @@ def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
 
 
 def read_text(unit: Unit, field: str = "") -> Iterator[Entry]:
-    """Yield the text of each file of the unit; `field` is not used.
-
-    Raises:
-      InputError: a file cannot be read.
-    """
+    """Yield the text of each file of the unit; `InputError` if one cannot be read. `field` is not used."""
     del field
     for file in unit.files[unit.start : unit.stop]:
         with reading(f"The file {file}"):
