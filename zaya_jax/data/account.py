@@ -1,13 +1,18 @@
 """The account of a run's data: how many documents of each source are used, and what is left out, and why."""
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, list_counts
+from zaya_jax.data.manifest import SPLITS, SplitEntry
 from zaya_jax.data.pipeline import heldout_batches, heldout_use
 from zaya_jax.data.plan import RunPlan
 from zaya_jax.data.sources import Prepared
+from zaya_jax.data.tally import Use
 
 ROWS = 1000  # that are searched for a token in the loss; usually, the first one has some
 
@@ -28,29 +33,27 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
     of each split (those of skipped rows count as used), with `bytes` of their text, `lost_bytes`, for which the
     tokenizer has no token, and `in_loss`, whether a token of the first `ROWS` rows is in the loss.
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, source in prepared.sources.items():
-        heldout, manifest = heldout_use(config, prepared, name, config.evaluation.batches), source.manifest
+        limit, manifest = config.evaluation.batches, source.manifest
         shares = [phase.shares[name] for phase in plan.phases if name in phase.shares]
         rows = (share.phase_rows.row(index) for share in shares for index in range(share.rows))
-        batches = heldout_batches(config, prepared, name, config.evaluation.batches)
-        splits = {"train": (plan.uses[name], manifest.train, rows), "heldout": (heldout, manifest.heldout, batches)}
+        batches = heldout_batches(config, prepared, name, limit)
         found[name] = {
             "refused": manifest.counts,
             "unread_files": manifest.unread_files,
             "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
             "skipped_rows": _skipped_rows(config, plan, name),
             "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
-        } | {
-            split: use._asdict()
-            | {
-                "bytes": entry.text_bytes,
-                "lost_bytes": entry.lost_bytes,
-                "in_loss": any(row["loss_mask"].any() for row in islice(read, ROWS)),
-            }
-            for split, (use, entry, read) in splits.items()
+            "train": _of_split(plan.uses[name], manifest.train, rows),
+            "heldout": _of_split(heldout_use(config, prepared, name, limit), manifest.heldout, batches),
         }
     return found
+
+
+def _of_split(use: Use, entry: SplitEntry, rows: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
+    in_loss = any(row["loss_mask"].any() for row in islice(rows, ROWS))
+    return use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes, "in_loss": in_loss}
 
 
 def _skipped_rows(config: Config, plan: RunPlan, name: str) -> int:
@@ -65,15 +68,13 @@ def _skipped_rows(config: Config, plan: RunPlan, name: str) -> int:
 
 def account_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the account as one line, and a line more for whatever is left out or changed."""
-    trained, scored = (sum(source[split]["used"] for source in found.values()) for split in ("train", "heldout"))
-    read = sum(
-        sum(source["refused"].values()) + source["train"]["documents"] + source["heldout"]["documents"]
-        for source in found.values()
-    )
-    left = read - trained - scored
+    used = {split: sum(source[split]["used"] for source in found.values()) for split in SPLITS}
+    documents = sum(source[split]["documents"] for source in found.values() for split in SPLITS)
+    read = documents + sum(sum(source["refused"].values()) for source in found.values())
+    left = read - sum(used.values())
     lines = [
-        f"Data: {counted(read, 'document')} in {counted(len(found), 'source')}: {trained:,} trained on, "
-        f"{scored:,} evaluated, {left:,} left out{':' if left else '.'}"
+        f"Data: {counted(read, 'document')} in {counted(len(found), 'source')}: {used['train']:,} trained on, "
+        f"{used['heldout']:,} evaluated, {left:,} left out{':' if left else '.'}"
     ]
     for name, source in found.items():
         lines += [f"  {name}: {line}" for line in _source_lines(source)]
@@ -81,21 +82,18 @@ def account_lines(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _source_lines(source: dict[str, Any]) -> list[str]:
-    prepared = (
-        ("document", "refused by the preparation", source["refused"]),
-        ("item", "of its folders not read", source["unread_files"]),
-    )
-    lines = [
-        f"{counted(sum(counts.values()), noun)} {what}: {list_counts(counts)}"
-        for noun, what, counts in prepared
-        if counts
-    ]
+    lines, refused, unread = [], source["refused"], source["unread_files"]
+    if refused:
+        count = counted(sum(refused.values()), "document")
+        lines.append(f"{count} refused by the preparation: {list_counts(refused)}")
+    if unread:
+        lines.append(f"{counted(sum(unread.values()), 'item')} of its folders not read: {list_counts(unread)}")
     lines += [*_trained(source), *evaluated_lines(source["heldout"])]
     if source["evaluated"] and not source["heldout"]["documents"]:
         lines.append("no document is held out, so the source has no held-out loss (prepare it with a larger --heldout)")
     if source["skipped_rows"]:
         lines.append(f"{counted(source['skipped_rows'], 'row')} skipped (data.skip_rows), but counted as trained on")
-    lost, total = (sum(source[split][key] for split in ("train", "heldout")) for key in ("lost_bytes", "bytes"))
+    lost, total = (sum(source[split][key] for split in SPLITS) for key in ("lost_bytes", "bytes"))
     if lost:
         lines.append(f"{lost:,} of {total:,} bytes have no token in the tokenizer, and do not count in bits per byte")
     return lines
@@ -104,11 +102,9 @@ def _source_lines(source: dict[str, Any]) -> list[str]:
 def _trained(source: dict[str, Any]) -> list[str]:
     use = source["train"]
     if not source["phases"] and use["documents"]:
-        why = (
-            "it is only evaluated (mixture weight 0)"
-            if source["evaluated"]
-            else "no phase's mixture names the source: add it (weight 0 only evaluates it), or remove it"
-        )
+        why = "no phase's mixture names the source: add it (weight 0 only evaluates it), or remove it"
+        if source["evaluated"]:
+            why = "it is only evaluated (mixture weight 0)"
         return [f"{counted(use['documents'], 'training document')} left out: {why}"]
     return _left_out(use, "training", _REASONS)
 
@@ -119,17 +115,12 @@ def evaluated_lines(use: dict[str, Any]) -> list[str]:
 
 
 def _left_out(use: dict[str, Any], split: str, reasons: dict[str, str]) -> list[str]:
+    documents = counted(use["documents"], f"{split} document")
     lines = [f"{100 * use['read']:.1f} % of the {split} tokens are read"] if 0 < use["read"] < 0.9995 else []
-    lines += [
-        f"{use[key]:,} of {counted(use['documents'], f'{split} document')} left out: {reason}"
-        for key, reason in reasons.items()
-        if use[key]
-    ]
+    lines += [f"{use[key]:,} of {documents} left out: {reason}" for key, reason in reasons.items() if use[key]]
     if use["trimmed"]:
-        lines.append(
-            f"{use['trimmed']:,} of {counted(use['documents'], f'{split} document')} trimmed to a row, or "
-            "without the reasoning of earlier turns, which the template leaves out"
-        )
+        how = "trimmed to a row, or without the reasoning of earlier turns, which the template leaves out"
+        lines.append(f"{use['trimmed']:,} of {documents} {how}")
     if use["used"] and not use.get("in_loss", True):
         lines.append(f"no token of the first {ROWS:,} {split} rows is in the loss, which covers assistants' answers")
     return lines
