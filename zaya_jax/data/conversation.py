@@ -16,22 +16,15 @@ Conversation = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # `from` of a ShareGPT message → role.
-SHAREGPT = {
-    "system": "system",
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-}
+SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_call": "assistant"}
+SHAREGPT |= dict.fromkeys(("observation", "tool"), "tool")
 # Keys that say whether a message of the assistant is trained: OpenAI's, axolotl's, ms-swift's, and their kind.
 _WEIGHTS = ("weight", "train", "training", "loss", "trainable", "trained", "train_on_turn", "loss_mask")
 REASONING = ("reasoning", "reasoning_content", "thinking")
 # Keys that are refused, since they would change what is trained: parts of what is said, and which parts are trained.
 _REFUSED = re.compile(
-    "functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|"
-    "attachments|channel|reasoning_(details|text)|thinking_blocks|thoughts?|analysis|"
-    "train(ing)?_detail|mask(ed)?|ignore|prefix"
+    "functions|function_calls?|tool_call|tool_responses|tool_plan|refusal|audio|images?|videos|attachments|channel|"
+    "reasoning_(details|text)|thinking_blocks|thoughts?|analysis|train(ing)?_detail|mask(ed)?|ignore|prefix"
 )
 _REFUSED_OF_OTHERS = re.compile(f"{_REFUSED.pattern}|tool_calls")
 _READ = ("role", "content", "weight", "tool_call_id", "reasoning", "tool_calls")  # the last two of the assistant
@@ -92,12 +85,11 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
 
 def unread_keys(conversation: Conversation) -> list[str]:
     """List the keys that only templates of a person's own may read, once for each message that has one."""
-    return [
-        f"messages[].{key}"
-        for message in conversation
-        for key, value in message.items()
-        if value not in EMPTY and key not in (_READ if message["role"] == "assistant" else _READ[:4])
-    ]
+    keys = []
+    for message in conversation:
+        read = _READ if message["role"] == "assistant" else _READ[:4]
+        keys += [f"messages[].{key}" for key, value in message.items() if value not in EMPTY and key not in read]
+    return keys
 
 
 def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -57,20 +56,15 @@ class PrepareWork:
 
     def __call__(self, unit: Unit) -> Iterator[Record | Skipped]:
         """Yield the records of a unit, in order."""
-        tokenizer = self._tokenizer()
-        for documents in _batched(self._documents(unit)):
-            yield from self._encode(tokenizer, documents)
+        for documents in _batched(watch(read_unit(unit, field=self.settings.field), _refuse)):
+            yield from self._encode(self._tokenizer(), documents)
 
     def check(self, unit: Unit) -> Iterator[int | Skipped]:
         """Yield each document's bytes, or why it cannot be used, without encoding it."""
-        tokenizer = self._tokenizer()
         use = _check_conversation if self.settings.kind == "chat" else self._check_text
-        for document in self._documents(unit):
-            used = use(tokenizer, document)
+        for document in watch(read_unit(unit, field=self.settings.field), _refuse):
+            used = use(self._tokenizer(), document)
             yield used if isinstance(used, Skipped) else document.bytes
-
-    def _documents(self, unit: Unit) -> Iterator[Entry]:
-        return watch(read_unit(unit, field=self.settings.field), _refuse)
 
     def _encode(self, tokenizer: Tokenizer, documents: list[Entry]) -> list[Record | Skipped]:
         """Encode documents; one on which the tokenizer fails cannot be used."""
@@ -162,7 +156,9 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> tuple[Conversa
     if special := find_special([*conversation, *(tools or [])], tokenizer.specials):
         return _skipped(document, "special token", f"it contains the text {special!r}, which would end a turn")
     try:
-        return conversation, _to_json(with_tools(conversation, tools))
+        # The order of a message's keys does not matter, that of tools and arguments is kept.
+        record = with_tools([dict(sorted(message.items())) for message in conversation], tools)
+        return conversation, json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # a date of a table, half of a surrogate pair
         return _skipped(document, "not a conversation", f"it contains a value that JSON cannot represent: {error}")
 
@@ -174,13 +170,6 @@ def _texts(conversation: Conversation) -> list[str]:
         reasoning = message.get("reasoning") if message["role"] == "assistant" else None
         texts += filter(None, [reasoning, message.get("content"), *calls])
     return texts
-
-
-def _to_json(record: Conversation | dict[str, Any]) -> bytes:
-    """Serialize a record. The order of a message's keys does not matter, that of tools and arguments is kept."""
-    messages, tools = split_tools(record)
-    ordered = with_tools([dict(sorted(message.items())) for message in messages], tools)
-    return json.dumps(ordered, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _skipped(document: Entry, reason: str, detail: str) -> Skipped:

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,9 +102,7 @@ def content_hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def content_digest(
-    kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry, splits: Iterable[SplitEntry]
-) -> str:
+def content_digest(kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry, *splits: SplitEntry) -> str:
     """Return a digest of the documents and their order."""
     shards = [[*([shard.digest, shard.documents] for shard in s.shards), [s.lengths.digest]] for s in splits]
     return json_digest(kind, dtype, list(special), tokenizer.digest, shards)
@@ -177,11 +174,12 @@ def verify_files(folder: Path, manifest: Manifest, cache: Path, remedy: str) -> 
     record is read (see `Documents`).
     """
     notes = cache / f"verified-{json_digest(str(folder.resolve()))}.json"
-    if not _unverified(folder, manifest, _verified(notes)):
+    verified = _verified(notes)
+    if all(verified.get(entry.file) == _stamp(folder, entry) for entry in manifest.files()):
         return
     with locked(notes.with_suffix(".lock"), "The folder data.cache_dir"):  # only one process reads the files
         verified = _verified(notes)
-        unverified = _unverified(folder, manifest, verified)
+        unverified = [entry for entry in manifest.files() if verified.get(entry.file) != _stamp(folder, entry)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # hashing and reading release the GIL
             for start in range(0, len(unverified), _BATCH_FILES):
                 batch = unverified[start : start + _BATCH_FILES]
@@ -192,10 +190,6 @@ def verify_files(folder: Path, manifest: Manifest, cache: Path, remedy: str) -> 
                         raise InputError(f"The data file {path} was altered: its checksum does not match. {remedy}")
                     verified[entry.file] = _stamp(folder, entry)
                 write_atomically(notes, json.dumps(verified))
-
-
-def _unverified(folder: Path, manifest: Manifest, verified: dict[str, list[object]]) -> list[FileEntry]:
-    return [entry for entry in manifest.files() if verified.get(entry.file) != _stamp(folder, entry)]
 
 
 def _stamp(folder: Path, entry: FileEntry) -> list[object]:

@@ -55,10 +55,8 @@ class Mixture:
     def counts(self, rows: int) -> list[int]:
         """Count the rows of each source among the first `rows`, in the order of `names`."""
         periods, rest = divmod(rows, self.period)
-        return [
-            periods * count + int(np.searchsorted(places, rest))
-            for count, places in zip(self._per_period, self._rows, strict=True)
-        ]
+        pairs = zip(self._per_period, self._rows, strict=True)
+        return [periods * count + int(np.searchsorted(places, rest)) for count, places in pairs]
 
 
 def _integers(weights: list[Fraction]) -> list[int]:

@@ -96,27 +96,14 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             epochs = after.epochs_read
             _check_epochs(prepared, name, epochs, config.phase_key(index))
             counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
-            tallies[name].add(
-                documents.lengths,
-                phase_rows.later.left_out,
-                phase_rows.predicted(count, after),
-                trimmed_documents(phase_rows.later.counts, counts),
-            )
+            later, read = phase_rows.later, phase_rows.predicted(count, after)
+            trimmed = trimmed_documents(later.counts, counts)
+            tallies[name].add(documents.lengths, later.left_out, read, trimmed)
             shares[name] = SourceShare(count, epochs - before.epochs_read, phase_rows, documents, counts)
             positions[name] = after
-        phases.append(
-            PhasePlan(
-                phase,
-                context,
-                first_row,
-                rows,
-                mixture,
-                shares,
-                _bytes_per_token(prepared, shares),
-                _order_digest(config.seed, phase, context, first_row, mixture, shares),
-                tuple(prepared.sources),
-            )
-        )
+        density, names = _bytes_per_token(prepared, shares), tuple(prepared.sources)
+        order = _order_digest(config.seed, phase, context, first_row, mixture, shares)
+        phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, density, order, names))
     return RunPlan(tuple(phases), {name: tally.use(positions[name].epochs_read) for name, tally in tallies.items()})
 
 
@@ -127,9 +114,7 @@ def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: in
 
 def trimmed_documents(of_texts: dict[str, int], of_conversations: dict[str, int]) -> int:
     """Count trimmed documents, from `items.Fitted.counts` and from the outcomes of `trimming.trim`."""
-    return of_texts["trimmed"] + sum(
-        of_conversations.get(outcome, 0) for outcome in ("reasoning_cut", "earlier_removed")
-    )
+    return of_texts["trimmed"] + sum(of_conversations.get(each, 0) for each in ("reasoning_cut", "earlier_removed"))
 
 
 def heldout_phase(config: Config, source: Source, phase: int) -> PhaseConfig | None:
@@ -144,9 +129,8 @@ def heldout_phase(config: Config, source: Source, phase: int) -> PhaseConfig | N
         return None
     chosen = config.phases[max((index for index in reading if index <= phase), default=reading[0])]
     trimmed = source.manifest.kind == "chat" and chosen.over_length == "trim"
-    return dataclasses.replace(
-        chosen, context=config.context_for(config.phases[phase]), over_length="trim" if trimmed else "split"
-    )
+    context, over_length = config.context_for(config.phases[phase]), "trim" if trimmed else "split"
+    return dataclasses.replace(chosen, context=context, over_length=over_length)
 
 
 def _check_epochs(prepared: Prepared, name: str, epochs: float, phase: str) -> None:
@@ -173,10 +157,8 @@ def _order_digest(
     seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture, shares: dict[str, SourceShare]
 ) -> str:
     """Digest what determines the rows and their order; batch size and token budget do not."""
-    sources = [
-        [name, parts, share.phase_rows.content]
-        for (name, share), parts in zip(shares.items(), mixture.counts(mixture.period), strict=True)
-    ]
+    parts = zip(shares.items(), mixture.counts(mixture.period), strict=True)
+    sources = [[name, rows, share.phase_rows.content] for (name, share), rows in parts]
     return json_digest(seed, first_row, context, phase.packing, phase.over_length, sources)
 
 

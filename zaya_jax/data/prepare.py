@@ -116,7 +116,7 @@ def merge(output: Path) -> Manifest:
     """
     if not output.is_dir():
         raise InputError(f"{output} is not a folder; pass the --output folder of prepare.")
-    if not (output / PLAN).exists() and not (output / MANIFEST).exists():
+    if not (output / MANIFEST).exists():
         _read_plan(output)  # raises before a lock file is written to an unrelated folder
     with locked(output / ".merge.lock", "The prepared folder"):
         if not (output / MANIFEST).exists():
@@ -167,7 +167,7 @@ def write_merged(
         format=FORMAT,
         kind=kind,
         inputs=inputs,
-        content=content or content_digest(kind, dtype, special, tokenizer, splits.values()),
+        content=content or content_digest(kind, dtype, special, tokenizer, *splits.values()),
         dtype=dtype,
         tokenizer=tokenizer,
         **splits,

@@ -19,15 +19,12 @@ Value = str | list[Any] | dict[str, Any] | np.ndarray
 
 
 class Unit(NamedTuple):
-    """A piece of input that one worker turns into one shard. Can be pickled and written as JSON.
-
-    The unit of `start` and `stop` depends on the format: bytes for plain JSONL (a line belongs to the unit in which it
-    starts), row groups for Parquet, record batches for Arrow files, documents for Megatron, `files` for text. For
-    compressed JSONL and Arrow streams, which cannot be cut, they are 0 and 1.
-    """
+    """A piece of input that one worker turns into one shard. Can be pickled and written as JSON."""
 
     format: str  # a key of `FORMATS`
     files: tuple[str, ...]  # paths; several only for text, where each file is one document
+    # In bytes for plain JSONL (a line belongs to the unit in which it starts), row groups for Parquet, record batches
+    # for Arrow files, documents for Megatron, `files` for text; 0 and 1 for compressed JSONL and Arrow streams.
     start: int
     stop: int  # exclusive
     bytes: int  # size of the input, for progress; all units of a file add up to its size
