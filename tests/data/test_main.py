@@ -9,11 +9,11 @@ import time
 import pytest
 
 from tests.data.prepare_helpers import ROOT, contents, make_texts, write_lines
-from zaya_jax.data import convert
 from zaya_jax.data.__main__ import main
-from zaya_jax.data.manifest import MANIFEST
-from zaya_jax.data.prepare import PrepareSettings, open_manifest, prepare
-from zaya_jax.data.shards import Records
+from zaya_jax.data.prepare.manifest import MANIFEST
+from zaya_jax.data.prepare.preparation import PrepareSettings, open_manifest, prepare
+from zaya_jax.data.prepare.preparation import shard_conversion as convert
+from zaya_jax.data.prepare.shards import Records
 from zaya_jax.errors import RunStopped
 
 TEXTS = make_texts(40)

@@ -101,7 +101,7 @@ def _parser() -> Parser:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from zaya_jax.data.prepare import PrepareSettings, prepare, summary
+    from zaya_jax.data.prepare.preparation import PrepareSettings, prepare, summary
     from zaya_jax.data.tokenizer import tokenizer_path
 
     kind, field = ("chat", "messages") if options.chat else ("tokens", "text")
@@ -119,7 +119,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _merge(options: argparse.Namespace) -> None:
-    from zaya_jax.data.prepare import merge, summary
+    from zaya_jax.data.prepare.preparation import merge, summary
 
     print(summary(options.folder, merge(options.folder)))
 

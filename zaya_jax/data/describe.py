@@ -9,14 +9,14 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.config.stages import BatchStage, stages
-from zaya_jax.data.account import account, account_lines
+from zaya_jax.data.chat.trimming import Outcome
 from zaya_jax.data.io_estimate import io_estimate
-from zaya_jax.data.manifest import SPLITS
-from zaya_jax.data.plan import PhasePlan, RunPlan, SourceShare, plan_run
-from zaya_jax.data.rows import Row
-from zaya_jax.data.sources import Prepared, open_sources
+from zaya_jax.data.loading.account import account, account_lines
+from zaya_jax.data.loading.packed_rows import Row
+from zaya_jax.data.loading.run_plan import PhasePlan, RunPlan, SourceShare, plan_run
+from zaya_jax.data.loading.sources import Prepared, open_sources
+from zaya_jax.data.prepare.manifest import SPLITS
 from zaya_jax.data.tokenizer import Tokenizer
-from zaya_jax.data.trimming import Outcome
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.figures import legend_beside, panels
 from zaya_jax.run.table import format_table

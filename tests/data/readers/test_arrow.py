@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.prepare_helpers import write_arrow
+from zaya_jax.data.readers.documents import Unit
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.tables import count_pieces, read_table
-from zaya_jax.data.readers.unit import Unit
 from zaya_jax.errors import InputError
 
 texts = st.one_of(st.none(), st.text(st.characters(exclude_categories=["Cs"])))

@@ -4,8 +4,8 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+from zaya_jax.data.readers.documents import Document, FirstLine, Format, cut_evenly
 from zaya_jax.data.readers.inputs import FORMATS, list_units
-from zaya_jax.data.readers.unit import Document, FirstLine, Format, cut_evenly
 
 JSONL = b'{"text": "one"}\n{"text": "\\u2603 two"}\n{"text": "three\\r\\nlines"}\n'
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.data.readers import tables
+from zaya_jax.data.readers.documents import Unit
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.tables import count_pieces, read_table
-from zaya_jax.data.readers.unit import Unit
 from zaya_jax.errors import InputError
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zaya_jax.config.checks import counted, list_counts, require
+from zaya_jax.data.readers.documents import Entry, Format, InputFile, Unit, reading
 from zaya_jax.data.readers.jsonl import plain_lines
 from zaya_jax.data.readers.saved import saved_files
-from zaya_jax.data.readers.unit import Entry, Format, InputFile, Unit, reading
 from zaya_jax.errors import InputError, printable
 
 PACKED = ("gz", "zst", "bz2", "xz")

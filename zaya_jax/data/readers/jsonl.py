@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import zstandard
 
-from zaya_jax.data.readers import values
-from zaya_jax.data.readers.unit import (
+from zaya_jax.data.readers import fields
+from zaya_jax.data.readers.documents import (
     BadDocument,
     Document,
     Entry,
@@ -94,8 +94,8 @@ def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
 
 def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first: FirstLine) -> Iterator[Entry]:
     for index, (line, size) in enumerate(lines):
-        if len(line) > values.LONGEST:
-            value, bad, unread = "", ("too large", f"the line has more than {values.LONGEST:,} bytes"), ()
+        if len(line) > fields.LONGEST:
+            value, bad, unread = "", ("too large", f"the line has more than {fields.LONGEST:,} bytes"), ()
         elif not line or line.isspace():
             continue
         else:
@@ -111,7 +111,7 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, t
     try:
         tree = json.loads(line.decode("utf-8"))
         if rb"\u" in line and isinstance(tree, dict):  # only an escape can write an unpaired surrogate
-            json.dumps(tree.get(values.find_field(field, tree) or field), ensure_ascii=False).encode("utf-8")
+            json.dumps(tree.get(fields.find_field(field, tree) or field), ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         return "", ("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded"), ()
     except UnicodeEncodeError:
@@ -121,18 +121,18 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, t
     except ValueError as error:  # bad syntax, or an integer with thousands of digits
         return "", ("invalid JSON", str(error)), ()
     if not isinstance(tree, dict):
-        return "", ("wrong type", f"the line is {values.json_kind(tree)}, but must be an object"), ()
-    name = values.find_field(field, tree)
+        return "", ("wrong type", f"the line is {fields.json_kind(tree)}, but must be an object"), ()
+    name = fields.find_field(field, tree)
     if name is None:
-        keys, hint = ", ".join(map(repr, tree)), values.suggest_chat(field, tree)
+        keys, hint = ", ".join(map(repr, tree)), fields.suggest_chat(field, tree)
         return "", ("no field", f"the object has no key {field!r}; its keys are {keys:.200}{hint}"), ()
     value = tree[name]
-    if not values.is_document(value):
-        return "", values.rejection(value, name), ()
+    if not fields.is_document(value):
+        return "", fields.rejection(value, name), ()
     if isinstance(value, str):
         return value, None, ()
-    bad, unread = values.sibling_rejection(tree, name), values.unread_keys(tree, name)
-    return values.with_tools(value, tree.get(values.TOOLS)), bad, unread
+    bad, unread = fields.sibling_rejection(tree, name), fields.unread_keys(tree, name)
+    return fields.with_tools(value, tree.get(fields.TOOLS)), bad, unread
 
 
 def _first_start(unit: Unit) -> int:
@@ -218,8 +218,8 @@ def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
 def _read_line(stream: IO[bytes], file: str) -> bytes:
     """Read a line; of one that is longer than `LONGEST`, return the beginning, and pass over the rest."""
     with reading(f"The file {file}", *(_DAMAGE if file.endswith(COMPRESSED) else ())):
-        line = part = stream.readline(values.LONGEST + 1)
-        while len(line) > values.LONGEST and part and not part.endswith(b"\n"):
+        line = part = stream.readline(fields.LONGEST + 1)
+        while len(line) > fields.LONGEST and part and not part.endswith(b"\n"):
             part = stream.readline(_READ_BYTES)
     return line
 

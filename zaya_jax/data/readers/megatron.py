@@ -21,8 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly, require_pieces
-from zaya_jax.data.readers.values import LONGEST
+from zaya_jax.data.readers.documents import (
+    BadDocument,
+    Document,
+    Entry,
+    FirstLine,
+    Format,
+    Unit,
+    cut_evenly,
+    require_pieces,
+)
+from zaya_jax.data.readers.fields import LONGEST
 from zaya_jax.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"

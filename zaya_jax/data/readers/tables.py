@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zaya_jax.data.readers import values
-from zaya_jax.data.readers.unit import (
+from zaya_jax.data.readers import fields
+from zaya_jax.data.readers.documents import (
     BadDocument,
     Document,
     Entry,
@@ -178,10 +178,10 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
     `InputError` unless exactly one column has the name, and its type is text or lists.
     """
     columns = f"its columns are {', '.join(map(repr, schema.names)) or 'none'}"
-    index = schema.get_field_index(values.find_field(field, schema.names) or field)
+    index = schema.get_field_index(fields.find_field(field, schema.names) or field)
     if index < 0:
         problem = "several columns" if field in schema.names else "no column"
-        hint = values.suggest_chat(field, schema.names)
+        hint = fields.suggest_chat(field, schema.names)
         raise InputError(f"The file {file} has {problem} {field!r}; {columns}{hint}.")
     name, kind = schema.names[index], schema.field(index).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -209,15 +209,15 @@ def column_documents(
     """
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
-    is_small = array.nbytes <= values.LONGEST and not _SHARED.search(str(array.type))
+    is_small = array.nbytes <= fields.LONGEST and not _SHARED.search(str(array.type))
     for i, row in enumerate(array):  # one at a time: in a dictionary, a few bytes can stand for many megabytes
         value, others = _value(row, is_small), {name: _value(column[i]) for name, column in beside.items()}
-        bad = values.sibling_rejection(others, field)
-        if bad is None and values.is_document(value):
-            whole, unread = values.with_tools(value, others.get(values.TOOLS)), values.unread_keys(others, field)
+        bad = fields.sibling_rejection(others, field)
+        if bad is None and fields.is_document(value):
+            whole, unread = fields.with_tools(value, others.get(fields.TOOLS)), fields.unread_keys(others, field)
             yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first, unread)
         else:
-            yield BadDocument(file, first.number + before + i, *(bad or values.rejection(value, field)))
+            yield BadDocument(file, first.number + before + i, *(bad or fields.rejection(value, field)))
 
 
 def _value(row: Any, is_small: bool = False) -> object:
@@ -226,7 +226,7 @@ def _value(row: Any, is_small: bool = False) -> object:
     if isinstance(plain, pa.BinaryScalar) and not isinstance(plain, pa.StringScalar):  # an image: counted, not read
         return True if plain.is_valid else None
     try:
-        _ = is_small or _subtract(values.LONGEST, row)
+        _ = is_small or _subtract(fields.LONGEST, row)
         return row.as_py()
     except (ValueError, OverflowError, MemoryError) as error:
         return error

@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, InputFile, Unit, reading
-from zaya_jax.data.readers.values import LONGEST
+from zaya_jax.data.readers.documents import BadDocument, Document, Entry, FirstLine, Format, InputFile, Unit, reading
+from zaya_jax.data.readers.fields import LONGEST
 
 
 def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
