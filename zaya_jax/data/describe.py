@@ -31,15 +31,10 @@ def describe(
 ) -> str:
     """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are cached for the run.
 
-    Args:
-      config: of the run; nothing is written to its `run_dir`.
-      png: file for a histogram of document lengths; None draws none.
-      samples: number of rows to show per phase and source.
-      step_seconds: duration of a step, for the storage load.
-      max_iops: reads per second that the storage sustains.
-
-    Raises:
-      InputError: the data cannot be used as configured, an option is not positive, or the plot cannot be written.
+    `png` is a file for a histogram of document lengths, `samples` the number of rows to show per phase and source. A
+    step of `step_seconds` and the reads per second that the storage sustains give the storage load. Nothing is written
+    to the run's folder. `InputError` if the data cannot be used, an option is not positive, or the plot cannot be
+    written.
     """
     for option, value in (("--step-seconds", step_seconds), ("--max-iops", max_iops)):
         require(0 < value < math.inf, option, value, "a finite number greater than 0")

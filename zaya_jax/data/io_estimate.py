@@ -28,15 +28,9 @@ def io_estimate(
     step_seconds: float,
     max_operations_per_second: float,
 ) -> StorageLoad:
-    """Estimate the storage load of reading one global batch per step.
+    """Estimate the storage load of reading one global batch per step: `sequences` of `context` tokens.
 
-    Args:
-      sequences: per step.
-      context: tokens per sequence.
-      token_bytes: bytes per stored token.
-      extra_pages: average pages per sequence beyond those that its tokens fill.
-      step_seconds: duration of a step.
-      max_operations_per_second: page reads per second that the storage sustains.
+    `extra_pages` are the average pages per sequence beyond those that its tokens fill.
     """
     fragmentation = 1 + extra_pages * PAGE_BYTES / (context * token_bytes)
     bytes_per_step = sequences * context * token_bytes

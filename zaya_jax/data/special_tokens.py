@@ -25,16 +25,11 @@ class SpecialTokens(NamedTuple):
 def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: str | None) -> SpecialTokens:
     """Find the special tokens in the `tokenizer_config.json` next to the tokenizer and in its vocabulary.
 
-    Args:
-      tokenizer: path of a `tokenizer.json`.
-      chat: whether to prepare conversations, whose templates always receive `bos_token`, as in transformers; text
-        documents do not begin with it if `add_bos_token` is false.
-      eot: the token that ends a document; None detects it, see `load_tokenizer`.
-      bos: the token that begins a document, or 'none'. None selects `bos_token` of `tokenizer_config.json`, otherwise
-        the special token among `BOS_TEXTS`, otherwise `eot`.
-
-    Raises:
-      InputError: a file cannot be read, or a token is unknown, ambiguous or not in the vocabulary.
+    The templates of conversations (`chat`) always receive `bos_token`, as in transformers; text documents do not begin
+    with it if `add_bos_token` is false. `eot` ends a document; None detects it, see `load_tokenizer`. `bos` begins one,
+    unless it is 'none'; None selects `bos_token` of `tokenizer_config.json`, otherwise the special token among
+    `BOS_TEXTS`, otherwise `eot`. `InputError` if a file cannot be read, or a token is unknown, ambiguous or not in the
+    vocabulary.
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     config = read_beside(path)

@@ -241,7 +241,7 @@ def load_tokenizer(
     default_eot: str | None = None,
     eos_text: str | None = None,
 ) -> Tokenizer:
-    """Load a `tokenizer.json`.
+    """Load a `tokenizer.json`; `InputError` if it is none, or a token is unknown or ambiguous.
 
     Args:
       path: path of the file.
@@ -249,9 +249,6 @@ def load_tokenizer(
       bos_text: the token that begins a document; None means none.
       default_eot: in place of `eot_text`, if that is None and the vocabulary has none or several of `EOT_TEXTS`.
       eos_text: another token that ends a turn or a text; None means none.
-
-    Raises:
-      InputError: the file is missing or not a tokenizer, or a token is unknown or ambiguous.
     """
     with _library("be read", f"file {path} "):
         require_regular(path)

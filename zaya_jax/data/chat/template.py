@@ -126,18 +126,12 @@ class Template:
         tools: list[dict[str, Any]] | None = None,
         others: dict[str, str] | None = None,
     ) -> list[Piece]:
-        """Render a conversation from `parse_conversation`, which is not modified.
+        """Render a conversation from `parse_conversation`, which is not modified, with `tools` from `parse_tools`.
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
         without markers verifies that they changed nothing, and a third with all contents, calls and tools marked that
-        the template writes them.
-
-        Args:
-          conversation: the messages.
-          bos: text of `bos_token`; None leaves it undefined, as in transformers.
-          eos: text of `eos_token`, likewise.
-          tools: from `parse_tools`.
-          others: from `special_tokens.other_tokens`.
+        the template writes them. `bos` and `eos` are texts, or None to leave the token undefined, as in transformers;
+        `others` come from `special_tokens.other_tokens`.
 
         Returns:
           Non-empty pieces whose concatenated text is the rendering. An answer with a `weight` of 0 is not `generated`.

@@ -34,10 +34,8 @@ LONGEST_TEXT = 2**24  # maximum characters of a rendering
 def run_template(source: str, renderings: list[dict[str, Any]]) -> dict[str, Any]:
     """Compile a template and render it.
 
-    Args:
-      source: text of the template.
-      renderings: one dict per rendering, with the `marks` to put around generated text, the `names` that the template
-        can use, and optionally the time `now` in seconds, with which `strftime_now` is one of them.
+    Each rendering has the `marks` to put around generated text, the `names` that the template can use, and optionally
+    the time `now` in seconds, with which `strftime_now` is one of them.
 
     Returns:
       `texts`, one per rendering, and `has_generation`. After an error instead one of the messages `syntax` (with its

@@ -17,9 +17,9 @@ Outcome = Literal["kept", "reasoning_cut", "earlier_removed", "dropped"]
 def trim(
     conversation: Conversation, limit: int, render: Callable[[Conversation], list[Span]]
 ) -> tuple[list[Span] | None, Outcome]:
-    """Trim a conversation to at most `limit` tokens without shortening an answer.
+    """Trim a conversation to at most `limit` tokens without shortening an answer; also return the outcome.
 
-    Uses the first of these that fits:
+    Uses the first of these that fits, or returns None:
 
     1. the whole conversation ("kept");
     2. the reasoning of the last turn cut at its end, by exactly the excess tokens ("reasoning_cut");
@@ -29,9 +29,6 @@ def trim(
 
     A cut falls between two tokens, so with byte-level tokens it can split a character. `render` returns spans that
     identify reasoning, see `encode_pieces`; it is called at most three times.
-
-    Returns:
-      The spans, or None if the conversation does not fit even without reasoning; and the outcome.
     """
     spans = render(conversation)
     if _total(spans) <= limit:

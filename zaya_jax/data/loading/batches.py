@@ -188,14 +188,9 @@ def heldout_batches(
 ) -> Iterator[Batch]:
     """Yield batches [evaluation.batch_size, s] of a source's held-out split in its natural order, each document once.
 
-    The last batch is filled with padding rows. There is none if no phase reads the source.
-
-    Args:
-      config: uses `evaluation.batch_size`, and the settings of `heldout_phase`.
-      prepared: the sources.
-      name: of the source.
-      limit: maximum number of batches, evenly spaced over the split; None means all.
-      phase: index of the phase that is trained; None means the last.
+    The last batch is filled with padding rows. There is none if no phase reads the source. `limit`, if any, is the
+    maximum number of batches, evenly spaced over the split; `phase` the index of the phase that is trained, None the
+    last.
     """
     heldout = _open_heldout(config, prepared, name, limit, phase)
     for indices in heldout.batches if heldout else ():

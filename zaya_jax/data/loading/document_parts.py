@@ -116,13 +116,10 @@ class Tally:
         self._fates, self._trimmed = np.full(documents, _UNREAD, np.int8), 0
 
     def add(self, lengths: np.ndarray, left_out: Items, predicted: np.ndarray, trimmed: int) -> None:
-        """Count a phase.
+        """Count a phase, which trims a number of documents.
 
-        Args:
-          lengths: int64 [documents], tokens of each.
-          left_out: the documents that are too long.
-          predicted: bool [documents], or indices: those of which a token is predicted.
-          trimmed: number of documents that are trimmed.
+        `lengths` are int64 [documents], tokens of each; `left_out` the documents that are too long; `predicted`, bool
+        [documents] or indices, those of which a token is predicted.
         """
         fates = np.where(lengths == 1, _TOO_SHORT, _UNREAD).astype(np.int8)
         fates[left_out.document] = _TOO_LONG

@@ -35,13 +35,9 @@ class PackedRows:
     per_epoch: int  # rows
 
     def __init__(self, documents: Documents, items: Items, context: int, seed: int | None) -> None:
-        """Define the rows.
+        """Define the rows of s = `context` tokens.
 
-        Args:
-          documents: the documents that the items refer to.
-          items: the items to pack.
-          context: s, tokens per row.
-          seed: shuffles each epoch, as a pure function of (seed, epoch); None keeps the order.
+        `seed` shuffles each epoch, as a pure function of (seed, epoch); None keeps the order of the items.
         """
         self._documents, self._items, self._context, self._seed = documents, items, context, seed
         self._epoch = functools.lru_cache(maxsize=_CACHED_EPOCHS)(self._order)

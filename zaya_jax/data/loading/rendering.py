@@ -101,16 +101,9 @@ def open_rendered(
 ) -> tuple[Path, Manifest]:
     """Render a split of a prepared folder of conversations, or return the cached rendering.
 
-    The result is cached in `cache/DIGEST`. If several processes share a file system, one renders with all its cores
-    and the others wait. An interrupted rendering resumes where it stopped.
-
-    Args:
-      folder: a prepared folder of kind 'chat'.
-      manifest: the manifest of `folder`.
-      split: the split to render.
-      template: path of a Jinja file; None selects the built-in template.
-      limit: maximum tokens of a conversation, see `trim`; None disables trimming.
-      cache: folder of the cache.
+    The result is cached in `cache/DIGEST`. If several processes share a file system, one renders with all its cores and
+    the others wait. An interrupted rendering resumes where it stopped. `template` is the path of a Jinja file, or None
+    for the built-in template; `limit`, if any, the maximum tokens of a conversation, see `trim`.
 
     Returns:
       A folder of kind 'masked' and its manifest, in which the other split is empty. Its documents are those of

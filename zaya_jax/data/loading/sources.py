@@ -54,22 +54,17 @@ class Prepared:
         if manifest.kind == "chat":
             limit = context + 1 if phase.over_length == "trim" else None
             folder, manifest = open_rendered(folder, manifest, split, phase.template, limit, self.cache)
-        return self._documents(folder, manifest, split), manifest
-
-    def _documents(self, folder: Path, manifest: Manifest, split: Split) -> Documents:
-        """Open documents once, so that phases share the array of lengths."""
         key = str(folder), split
-        if key not in self._opened:
+        if key not in self._opened:  # once, so that phases share the array of lengths
             self._opened[key] = open_documents(folder, manifest, split)
-        return self._opened[key]
+        return self._opened[key], manifest
 
 
 def open_sources(config: Config) -> Prepared:
     """Open and verify the folders of `data.sources`, or prepare `data.corpus` if there are none.
 
-    Raises:
-      InputError: a folder is missing, incomplete or damaged, the sources have different tokenizers, the tokenizer has
-        more tokens than the model, a source has no training document, or none has a held-out document.
+    `InputError` if a folder is missing, incomplete or damaged, the sources have different tokenizers, the tokenizer has
+    more tokens than the model, a source has no training document, or none has a held-out document.
     """
     cache = expanded(config.data.cache_dir)
     try:

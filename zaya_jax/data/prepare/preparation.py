@@ -63,19 +63,10 @@ def prepare(
     unit_bytes: int | None = None,
     isolated: bool = False,
 ) -> Manifest | None:
-    """Prepare this task's share of the inputs. With a single task, also merge the folder.
+    """Prepare this task's share of the inputs; the arguments are those of `python -m zaya_jax.data prepare`.
 
-    Args:
-      inputs: files and folders, see `list_units`.
-      tokenizer: path of a `tokenizer.json`.
-      output: a new folder, or the folder of an interrupted preparation.
-      settings: the same for all tasks.
-      max_bad: maximum number of unusable documents that this task skips.
-      workers: number of processes; None means one per core.
-      task: index of this task, from 0.
-      tasks: number of tasks that share the work, each on any machine that has access to `output`.
-      unit_bytes: bytes of input per shard, see `list_units`.
-      isolated: whether to use a separate process even for a single worker, so that a crash does not end this one.
+    `inputs` and `unit_bytes` are as in `list_units`. `isolated` uses a separate process even for a single worker, so
+    that a crash does not end this one. With a single task, the folder is merged, too.
 
     Returns:
       The manifest, or None if the folder is not merged yet, which happens only with several tasks.

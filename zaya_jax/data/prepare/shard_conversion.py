@@ -100,9 +100,8 @@ class Conversion:
     def convert(self, work: Work, label: str) -> None:
         """Convert the units to shards in `folder`; `label` titles the progress bar.
 
-        Raises:
-          InputError: more than `limit` documents are unusable (raised after all units), or raised by `work`.
-          RunStopped: worker processes end while they read, or a shard cannot be written.
+        `InputError` if more than `limit` documents are unusable, after all units, or raised by `work`. `RunStopped` if
+        worker processes end while they read, or a shard cannot be written.
         """
         self._run(functools.partial(_convert_unit, work), label)
         end_workers(self.idle)

@@ -48,16 +48,9 @@ def run_in_workers(
 ) -> Iterator[tuple[int, T]]:
     """Do jobs in `count` processes, and yield the number and the result of each as it is done.
 
-    Args:
-      jobs: what to do.
-      convert: how to do it; goes through the documents of a job with `watch`.
-      count: number of processes.
-      limit: number of documents that may end processes; some more do no harm.
-      progress: gets the bytes done.
-      idle: workers to use first, and those that are left at the end; after an error, all are ended.
-
-    Raises:
-      RunStopped: a process ended that was not at work on a document, or too many did.
+    `convert` goes through the documents of a job with `watch`; `limit` documents may end processes, and some more do no
+    harm. Workers in `idle` are used first, and left there at the end; after an error, all are ended. `RunStopped` if a
+    process ended that was not at work on a document, or too many did.
     """
     # Not forked, because this process can have threads, as in training.
     context = multiprocessing.get_context("spawn")

@@ -199,13 +199,8 @@ def column_documents(
 ) -> Iterator[Entry]:
     """Yield the rows of a batch as documents. Lists of structs become lists of dicts.
 
-    Args:
-      batch: a record batch with at least the `columns`.
-      file: path, for messages.
-      columns: from `check_columns`.
-      size: bytes of input that the batch stands for, for progress.
-      before: number of rows of the unit before the batch.
-      first: row number of the unit's first row.
+    `columns` come from `check_columns`; `size` are the bytes of input that the batch stands for, for progress; `before`
+    is the number of rows of the unit before the batch, and `first` the row number of the unit's first row.
     """
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
