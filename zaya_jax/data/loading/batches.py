@@ -207,7 +207,7 @@ def heldout_text(
     if heldout is None:
         return None
     size = sum(_part_bytes(prepared.tokenizer, heldout.documents[part.document], part) for part in heldout.parts())
-    return HeldoutText(heldout.use, size, prepared.sources[name].manifest.heldout.text_bytes)
+    return HeldoutText(heldout.use, size, heldout.text_bytes)
 
 
 def heldout_use(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Use:
@@ -221,6 +221,7 @@ class _Heldout:
     documents: Documents
     packed: PackedEpoch
     batches: list[range]  # of rows
+    text_bytes: int  # UTF-8 bytes of all documents
     trimmed: int  # number of conversations
 
     def parts(self) -> list[DocumentPart]:
@@ -252,7 +253,8 @@ def _open_heldout(
     count = len(batches) if limit is None else min(limit, len(batches))
     chosen = [batches[index * len(batches) // count] for index in range(count)]
     counts = manifest.counts if source.manifest.kind == "chat" else {}
-    return _Heldout(documents, packed, chosen, trimmed_documents(packed.counts, counts))
+    trimmed = trimmed_documents(packed.counts, counts)
+    return _Heldout(documents, packed, chosen, manifest.heldout.text_bytes, trimmed)
 
 
 def _part_bytes(tokenizer: Tokenizer, text: Text, part: DocumentPart) -> int:
