@@ -97,7 +97,7 @@ def _targets_next_document(row: Row, last: int) -> bool:
 
 
 def _sources(prepared: Prepared) -> str:
-    rows = [("source", "kind", "split", "documents", "tokens", "bytes", "bytes/token")]
+    rows: list[tuple[str, ...]] = [("source", "kind", "split", "documents", "tokens", "bytes", "bytes/token")]
     examples = []
     for name, source in prepared.sources.items():
         for split in SPLITS:

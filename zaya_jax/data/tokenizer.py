@@ -142,7 +142,6 @@ class Tokenizer:
 
     @functools.cached_property
     def _unknown(self) -> int | None:
-        """The token for text that the vocabulary lacks."""
         model = json.loads(self._backend.to_str())["model"]
         return self.token_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
 

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from zaya_jax.data.chat.template import Template, load_template, template_process
+from zaya_jax.data.chat import template_process
+from zaya_jax.data.chat.template import Template, load_template
 from zaya_jax.errors import InputError, RunStopped
 
 GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"

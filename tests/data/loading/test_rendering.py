@@ -6,6 +6,7 @@ from zaya_jax.data.chat.template import encode_pieces, load_template
 from zaya_jax.data.chat.trimming import trim
 from zaya_jax.data.loading import rendering as module
 from zaya_jax.data.loading.rendering import open_rendered
+from zaya_jax.data.prepare import shard_conversion
 from zaya_jax.data.prepare.shards import open_documents
 from zaya_jax.errors import InputError
 
@@ -25,7 +26,7 @@ CONVERSATIONS = [conversation(i, reasoning=i % 5, turns=1 + i % 3) for i in rang
 
 @pytest.fixture
 def chat(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "default_workers", lambda: 1)  # processes take longer to start than this takes
+    monkeypatch.setattr(shard_conversion, "_cores", lambda: 1)  # processes take longer to start than this takes
     folder = tmp_path / "chat"
     return folder, write_source(folder, CONVERSATIONS[:15], CONVERSATIONS[15:], kind="chat", shards=3)
 

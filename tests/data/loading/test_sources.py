@@ -12,7 +12,8 @@ import pytest
 from zaya_jax.config import PhaseConfig, SourceConfig, Table
 from zaya_jax.data.loading import text_corpus
 from zaya_jax.data.loading.sources import open_sources
-from zaya_jax.data.prepare.preparation import PrepareSettings, manifest, prepare
+from zaya_jax.data.prepare import manifest
+from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
 

@@ -21,7 +21,7 @@ from zaya_jax.errors import InputError
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
-from zaya_jax.data.prepare.preparation import shard_conversion as convert
+from zaya_jax.data.prepare import shard_conversion as convert
 from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
 
 def write_and_stop(path, content):

@@ -106,7 +106,6 @@ class _Runner:
         return stdout.readline()
 
     def _close(self) -> int:
-        """End the process and return its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0

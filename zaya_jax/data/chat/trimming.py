@@ -66,6 +66,5 @@ def _cut(spans: list[Span], last: int, limit: int) -> list[Span] | None:
 
 
 def _without(conversation: Conversation, numbers: set[int]) -> Conversation:
-    """Return the conversation without the reasoning of the given messages."""
     shortened = [{key: value for key, value in message.items() if key != "reasoning"} for message in conversation]
     return [shortened[n] if n in numbers else message for n, message in enumerate(conversation)]

@@ -24,7 +24,7 @@ from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError, RunStopped, WorkerLost
 from zaya_jax.run.signals import interrupts_kept_from_children
 
-Batch = dict[str, np.ndarray]  # of `rows.PackedRows.row`, each array [b, s]
+Batch = dict[str, np.ndarray]  # of `packed_rows.Windows.row`, each array [b, s]
 ProcessShare = tuple[int, int]  # (i, n): part i of n equal parts of each batch
 
 _THREADS = 2
@@ -47,7 +47,6 @@ class TrainBatches(Iterator[Batch]):
     """
 
     def __init__(self, config: Config, plan: RunPlan, shares: Sequence[ProcessShare] = ()) -> None:
-        """Start at the first step of the run; see `train_batches`."""
         self.plan = plan
         self._config = config
         self._shares = shares or [(0, 1)] * len(plan.phases)
@@ -57,10 +56,8 @@ class TrainBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         """Return this process's rows of the next batch.
 
-        Raises:
-          InputError: a document is damaged.
-          WorkerLost: a data worker process was killed.
-          RunStopped: /dev/shm, file descriptors or memory do not suffice for the worker processes.
+        `InputError` if a document is damaged, `WorkerLost` if a data worker process was killed, `RunStopped` if
+        /dev/shm, file descriptors or memory do not suffice for the worker processes.
         """
         workers = self._config.data.workers
         try:
@@ -97,17 +94,18 @@ class TrainBatches(Iterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """Return the position as JSON, for `set_state`."""
-        sequences = rows_before(self._config, self._step)
-        return {"sequences": sequences, "order": self._order(sequences)}
+        return self._state(rows_before(self._config, self._step))
 
-    def _order(self, sequences: int) -> list[str]:
-        """Return the orders of the phases that have started after so many rows."""
-        return [phase.order for phase in self.plan.phases if phase.first_row < sequences]
+    def _state(self, sequences: int) -> dict[str, Any]:
+        orders = [
+            phase.order for phase in self.plan.phases if phase.first_row < sequences
+        ]  # of those that have started
+        return {"sequences": sequences, "order": orders}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume at the position of `get_state`, from any process; `InputError` if it belongs to other data."""
         sequences = int(state["sequences"])
-        if state["order"] != self._order(sequences):
+        if state["order"] != self._state(sequences)["order"]:
             raise InputError(
                 "The saved position belongs to other data. Since the checkpoint, one of these has changed: a source or "
                 "the corpus, a key of data or of a phase that has started, model.vocab_size, seed, or the version of "
@@ -160,7 +158,7 @@ class _Batches:
 
 
 def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[ProcessShare] = ()) -> TrainBatches:
-    """Return the batches of a run, one per step: arrays [sequences per step / n, s], see `rows.PackedRows.row`.
+    """Return the batches of a run, one per step: arrays [sequences per step / n, s], see `packed_rows.Windows.row`.
 
     `shares` has (i, n) for each phase: this process reads the i-th of n contiguous parts of each batch; empty means
     all. `InputError` if the sequences of a step are not a multiple of n, or see `plan_run`.
@@ -193,7 +191,9 @@ def heldout_batches(
     last.
     """
     heldout = _open_heldout(config, prepared, name, limit, phase)
-    for indices in heldout.batches if heldout else ():
+    if heldout is None:
+        return
+    for indices in heldout.batches:
         batch = [heldout.packed.rows.row(0, row) for row in indices]
         padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
         yield _stack(batch + [padding] * (config.evaluation.batch_size - len(batch)))

@@ -112,7 +112,6 @@ class Tally:
     """Adds up the use of the documents of a split over the phases that read it."""
 
     def __init__(self, documents: int) -> None:
-        """Start with documents of which none is read."""
         self._fates, self._trimmed = np.full(documents, _UNREAD, np.int8), 0
 
     def add(self, lengths: np.ndarray, left_out: Items, predicted: np.ndarray, trimmed: int) -> None:

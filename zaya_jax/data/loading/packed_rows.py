@@ -29,7 +29,7 @@ class DocumentPart(NamedTuple):
     stop: int
 
 
-class PackedRows:
+class _PackedRows:
     """Items packed into rows, whose order differs from epoch to epoch. No document is read before a row is."""
 
     per_epoch: int  # rows
@@ -53,24 +53,6 @@ class PackedRows:
     def _order(self, epoch: int) -> Any:
         raise NotImplementedError
 
-    def row(self, epoch: int, index: int) -> Row:
-        """Return row `index` of an epoch.
-
-        Returns:
-          Arrays of shape [s]. `tokens` int32: input token ids. `targets` int32: the next token of each.
-          `segment_ids` int32: 1, 2, 3, … for the items in the row, 0 for padding. `positions` int32: from 0 in each
-          item. `loss_mask` bool: whether the loss covers the target, which must belong to the same item as the token.
-        """
-        raise NotImplementedError
-
-    def parts(self, epoch: int, index: int) -> list[DocumentPart]:
-        """Return the parts of documents in row `index` of an epoch; the first token of each is not a target."""
-        raise NotImplementedError
-
-    def after(self, epoch: int, rows: int) -> Items:
-        """Return the items that remain unread after the first `rows` rows of an epoch, in reading order."""
-        raise NotImplementedError
-
     def _fill(self, parts: Iterable[tuple[int, int, int]], size: int) -> tuple[np.ndarray, ...]:
         """Return the tokens, segments, positions and loss mask of `size` tokens, filled with parts from the left."""
         tokens, segments, positions = np.zeros((3, size), np.int32)
@@ -86,7 +68,7 @@ class PackedRows:
         return tokens, segments, positions, loss_mask
 
 
-class Windows(PackedRows):
+class Windows(_PackedRows):
     """Windows of s + 1 tokens over the concatenation of all items. Neighbouring windows share one token.
 
     An epoch predicts each token of the concatenation once, except the first. The concatenation is cut into lanes of
@@ -104,7 +86,13 @@ class Windows(PackedRows):
         self._lanes = max(1, min(lanes, self.per_epoch))
 
     def row(self, epoch: int, index: int) -> Row:
-        """See `PackedRows.row`."""
+        """Return row `index` of an epoch.
+
+        Returns:
+          Arrays of shape [s]. `tokens` int32: input token ids. `targets` int32: the next token of each.
+          `segment_ids` int32: 1, 2, 3, … for the items in the row, 0 for padding. `positions` int32: from 0 in each
+          item. `loss_mask` bool: whether the loss covers the target, which must belong to the same item as the token.
+        """
         tokens, segments, positions, mask = self._fill(self.parts(epoch, index), self._context + 1)
         inside = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
         return {
@@ -116,13 +104,13 @@ class Windows(PackedRows):
         }
 
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:
-        """See `PackedRows.parts`."""
+        """Return the parts of documents in row `index` of an epoch; the first token of each is not a target."""
         start = self._window(index) * self._context
         items = self._between(epoch, start, min(start + self._context + 1, self._tokens))
         return _parts(items)
 
     def after(self, epoch: int, rows: int) -> Items:
-        """See `PackedRows.after`. Of an item that was read in part, the unread part remains."""
+        """Return the items, and parts of items, that the first `rows` rows of an epoch leave unread, in order."""
         rounds, more = divmod(rows, self._lanes)
         runs: list[list[int]] = []  # [first, stop) of each run of consecutive unread windows
         for lane, (begin, end) in enumerate(itertools.pairwise(map(self._lane, range(self._lanes + 1)))):
@@ -164,7 +152,7 @@ class Windows(PackedRows):
         return order, np.cumsum(self._items.length[order])
 
 
-class BinRows(PackedRows):
+class BinRows(_PackedRows):
     """One row per bin of whole items. An epoch predicts each token of an item once, except its first."""
 
     def __init__(self, documents: Documents, items: Items, bins: Bins, context: int, *, seed: int | None) -> None:
@@ -173,7 +161,7 @@ class BinRows(PackedRows):
         self._bins, self.per_epoch = bins, len(bins)
 
     def row(self, epoch: int, index: int) -> Row:
-        """See `PackedRows.row`."""
+        """See `Windows.row`."""
         parts = self.parts(epoch, index)
         tokens, segments, positions, _ = self._fill(((d, start, stop - 1) for d, start, stop in parts), self._context)
         targets, _, _, mask = self._fill(((d, start + 1, stop) for d, start, stop in parts), self._context)
@@ -186,11 +174,11 @@ class BinRows(PackedRows):
         }
 
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:
-        """See `PackedRows.parts`."""
+        """See `Windows.parts`."""
         return _parts(self._items.take(self._bins[int(self._epoch(epoch)[index])]))
 
     def after(self, epoch: int, rows: int) -> Items:
-        """See `PackedRows.after`."""
+        """See `Windows.after`."""
         bins, starts = self._epoch(epoch)[rows:], self._bins.starts
         sizes = starts[bins + 1] - starts[bins]
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -198,6 +186,9 @@ class BinRows(PackedRows):
 
     def _order(self, epoch: int) -> np.ndarray:
         return permutation(len(self._bins), self._seed, epoch)
+
+
+PackedRows = Windows | BinRows
 
 
 def _parts(items: Items) -> list[DocumentPart]:

@@ -24,14 +24,7 @@ from zaya_jax.data.prepare.manifest import (
     verify_files,
 )
 from zaya_jax.data.prepare.preparation import TOKENIZER, write_merged
-from zaya_jax.data.prepare.shard_conversion import (
-    Conversion,
-    Record,
-    Skipped,
-    default_workers,
-    refuse_in_worker,
-    remove_notes,
-)
+from zaya_jax.data.prepare.shard_conversion import Conversion, Record, Skipped, refuse_in_worker, remove_notes
 from zaya_jax.data.prepare.shards import Records, pack_text, token_dtype
 from zaya_jax.data.prepare.workers import watch
 from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
@@ -111,7 +104,6 @@ def open_rendered(
 
     Raises:
       InputError: the template cannot be used, or fails on a conversation.
-      RunStopped: worker processes end while they read.
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)
@@ -135,7 +127,7 @@ def _render(
     shards = manifest.split(split).shards
     work = RenderWork(target / TOKENIZER, manifest.special, template, limit, folder, split)
     sizes, advice = [shard.bytes for shard in shards], f"The chat template {template.name} must render all of them."
-    conversion = Conversion(target, shards, sizes, advice, workers=default_workers())
+    conversion = Conversion(target, shards, sizes, advice, workers=None)
     conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
     write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
     remove_notes(target)

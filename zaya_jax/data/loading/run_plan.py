@@ -48,7 +48,7 @@ class PhasePlan:
     sources: tuple[str, ...]  # names of all sources of the run
 
     def row(self, index: int) -> Row:
-        """Return row `index` of the phase, see `rows.PackedRows.row`.
+        """Return row `index` of the phase, see `packed_rows.Windows.row`.
 
         With several sources in the run, it also has `sources` int16 [s], filled with the index of the row's source.
         """
@@ -62,7 +62,7 @@ class PhasePlan:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """All rows of a run, including those that it skips; see `rows.PackedRows.row`. Picklable and thread-safe."""
+    """All rows of a run, including those that it skips; see `packed_rows.Windows.row`. Picklable and thread-safe."""
 
     phases: tuple[PhasePlan, ...]
     uses: dict[str, Use]  # of the training documents of each source
@@ -113,7 +113,7 @@ def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: in
 
 
 def trimmed_documents(of_texts: dict[str, int], of_conversations: dict[str, int]) -> int:
-    """Count trimmed documents, from `items.Fitted.counts` and from the outcomes of `trimming.trim`."""
+    """Count trimmed documents, from `document_parts.Fitted.counts` and from the outcomes of `trimming.trim`."""
     return of_texts["trimmed"] + sum(of_conversations.get(each, 0) for each in ("reasoning_cut", "earlier_removed"))
 
 

@@ -68,7 +68,7 @@ class PhaseRows:
     lengths: np.ndarray  # int64 [documents], tokens of each
 
     def row(self, index: int) -> Row:
-        """Return row `index` of the source in this phase, see `PackedRows.row`."""
+        """Return row `index` of the source in this phase, see `packed_rows.Windows.row`."""
         epoch, place, packed = self._locate(index)
         return packed.rows.row(epoch, place)
 

@@ -101,10 +101,8 @@ def _check_sources(config: Config, sources: dict[str, Source]) -> None:
     one = f"data.sources.{next(iter(sources))}"
     for name, manifest in ((name, source.manifest) for name, source in sources.items()):
         if (manifest.tokenizer.digest, manifest.eot) != (first.tokenizer.digest, first.eot):
-            raise InputError(
-                f"data.sources.{name} and {one} were prepared with different tokenizers; prepare both with the same "
-                "tokenizer.json."
-            )
+            advice = "prepare both with the same tokenizer.json"
+            raise InputError(f"data.sources.{name} and {one} were prepared with different tokenizers; {advice}.")
         if None is not manifest.bos != first.bos is not None:
             raise InputError(
                 f"Documents of data.sources.{name} begin with {manifest.bos!r}, but those of {one} begin with "

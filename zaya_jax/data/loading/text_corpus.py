@@ -107,9 +107,8 @@ def find_corpus(config: DataConfig) -> Corpus:
     unread.update("empty" for file in listed if file not in hashes)
     files, suffixes = list(hashes), ", ".join(config.suffixes)
     if not files:
-        raise InputError(
-            f"{named} contains no non-empty file that ends in {suffixes}; change data.corpus or data.suffixes."
-        )
+        advice = "change data.corpus or data.suffixes"
+        raise InputError(f"{named} contains no non-empty file that ends in {suffixes}; {advice}.")
     ordered = sorted(set(hashes.values()))
     if len(ordered) == 1:
         raise InputError(
@@ -210,22 +209,21 @@ def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
     evaluation. {} if the corpus has changed since it was prepared, or cannot be measured.
     """
     path = folder / BASELINES
+
+    def measure() -> None:
+        corpus = find_corpus(config.data)
+        if _content(config, corpus) == folder.name:
+            print("data: measuring gzip and xz on the held-out split", file=sys.stderr, flush=True)
+            train = last_window(map(corpus.read, reversed(corpus.train)))
+            baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
+            write_atomically(path, json.dumps(baselines, indent=1) + "\n")
+
     try:
-        _create_once(path, folder, lambda: _measure_baselines(config, folder.name, path))
+        _create_once(path, folder, measure)
         return json.loads(read_file(path)) if path.exists() else {}
     except (InputError, OSError, ValueError) as error:
         print(f"data: gzip and xz were not measured: {error}", file=sys.stderr)
         return {}
-
-
-def _measure_baselines(config: Config, content: str, path: Path) -> None:
-    corpus = find_corpus(config.data)
-    if _content(config, corpus) != content:
-        return
-    print("data: measuring gzip and xz on the held-out split", file=sys.stderr, flush=True)
-    train = last_window(map(corpus.read, reversed(corpus.train)))
-    baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
-    write_atomically(path, json.dumps(baselines, indent=1) + "\n")
 
 
 def compressor_baselines(train: bytes, heldout: bytes) -> dict[str, float]:

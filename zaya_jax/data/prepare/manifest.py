@@ -13,7 +13,6 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.files import locked, read_file, write_atomically
 
 MANIFEST = "manifest.json"
-PLAN = "plan.json"  # settings of a preparation in progress
 FORMAT = 2  # of the folder; incremented on incompatible changes
 
 Split = Literal["train", "heldout"]

@@ -15,26 +15,16 @@ from zaya_jax.data.prepare.document_encoder import PrepareSettings, PrepareWork
 from zaya_jax.data.prepare.manifest import (
     FORMAT,
     MANIFEST,
-    PLAN,
     SPLITS,
     Kind,
     Manifest,
-    ShardEntry,
     Split,
     SplitEntry,
     describe_file,
     json_digest,
     read_manifest,
 )
-from zaya_jax.data.prepare.shard_conversion import (
-    EXAMPLES,
-    Conversion,
-    UnitNote,
-    default_workers,
-    read_note,
-    remove_notes,
-    save_lengths,
-)
+from zaya_jax.data.prepare.shard_conversion import EXAMPLES, Conversion, UnitNote, read_note, remove_notes, save_lengths
 from zaya_jax.data.prepare.shards import token_dtype
 from zaya_jax.data.readers.documents import Unit
 from zaya_jax.data.readers.inputs import list_units, load_format
@@ -45,6 +35,7 @@ from zaya_jax.run.files import locked, read_file, write_atomically
 from zaya_jax.run.writing import remove
 
 TOKENIZER = "tokenizer.json"
+PLAN = "plan.json"  # settings of a preparation in progress
 # Key of the plan → what the user sets or knows it by.
 _OPTIONS = {"units": "number of input units", "kind": "--chat", "inputs": "--input", "tasks": "--of"}
 _OPTIONS |= {"eos": "eos_token in tokenizer_config.json"}
@@ -88,8 +79,7 @@ def prepare(
     plan = _plan(inputs, units, tokenizer, settings, special, tasks)
     _refuse_foreign(output)
     sizes, advice = [unit.bytes for unit in units], "Fix them, or skip up to {count} with --max-bad {count}."
-    numbers, workers = range(task, len(units), tasks), workers or default_workers()
-    conversion = Conversion(output, units, sizes, advice, numbers, workers, max_bad, isolated)
+    conversion = Conversion(output, units, sizes, advice, range(task, len(units), tasks), workers, max_bad, isolated)
     of_task = "" if tasks == 1 else f" task {task} of {tasks}"
     # Check everything before the first file is written, so that a rejected input leaves nothing behind.
     if not _finished(output, plan):
@@ -113,14 +103,13 @@ def merge(output: Path) -> Manifest:
     """
     if not output.is_dir():
         raise InputError(f"{output} is not a folder; pass the --output folder of prepare.")
-    if not (output / MANIFEST).exists():
+    if not (output / PLAN).exists() and not (output / MANIFEST).exists():
         _read_plan(output)  # raises before a lock file is written to an unrelated folder
     with locked(output / ".merge.lock", "The prepared folder"):
         if not (output / MANIFEST).exists():
-            missing = missing_tasks(output)
+            if missing_tasks(output):
+                raise InputError(_incomplete(output))
             plan = _read_plan(output)
-            if missing:
-                raise InputError(_incomplete(output, missing, plan["tasks"]))
             if not any(note and note.shards for note in (read_note(output, n) for n in range(plan["units"]))):
                 raise InputError(f"The inputs of {output} contain no document that can be used.")
             special, unread = SpecialTokens(plan["eot"], plan["bos"], plan["eos"]), plan.get("unread_files")
@@ -197,7 +186,7 @@ def open_manifest(folder: Path) -> Manifest:
     `InputError` if there is none (the message names missing tasks), or a file is missing or has another size.
     """
     if not (folder / MANIFEST).is_file() and (folder / PLAN).is_file():
-        raise InputError(_incomplete(folder, missing_tasks(folder), _read_plan(folder)["tasks"]))
+        raise InputError(_incomplete(folder))
     if not folder.is_dir():
         advice = "create it with python -m zaya_jax.data prepare"
         raise InputError(f"The prepared folder {folder} does not exist; {advice}.")
@@ -242,9 +231,8 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
         return False
     if read_manifest(output, remedy(output)).inputs == plan["digest"]:
         return True
-    raise InputError(
-        f"The folder {output} contains data prepared from different inputs or settings; choose another --output."
-    )
+    other = "data prepared from different inputs or settings"
+    raise InputError(f"The folder {output} contains {other}; choose another --output.")
 
 
 def _claim(output: Path, tokenizer: Path, plan: dict[str, Any], unread: dict[str, int]) -> bool:
@@ -273,10 +261,8 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
         else:
             option = _OPTIONS.get(key, f"--{key}")
             difference = f"a different {option}: {shown(saved.get(key))}, now {shown(plan[key])}"
-        raise InputError(
-            f"The folder {output} contains an unfinished preparation with {difference}. Rerun the original command, or "
-            "choose another --output."
-        )
+        advice = "Rerun the original command, or choose another --output."
+        raise InputError(f"The folder {output} contains an unfinished preparation with {difference}. {advice}")
     return True
 
 
@@ -291,7 +277,8 @@ def _read_plan(output: Path) -> dict[str, Any]:
         raise InputError(f"The folder {output} contains no preparation: {path} cannot be read ({error}).") from error
 
 
-def _incomplete(folder: Path, missing: list[int], tasks: int) -> str:
+def _incomplete(folder: Path) -> str:
+    missing, tasks = missing_tasks(folder), _read_plan(folder)["tasks"]
     if not missing:
         return f"The prepared folder {folder} is not merged; run python -m zaya_jax.data merge {folder}."
     if tasks == 1:
@@ -321,7 +308,7 @@ def _merge_split(folder: Path, split: Split, notes: list[UnitNote]) -> SplitEntr
     parts = [np.load(folder / note.lengths[split].file, allow_pickle=False) for note in notes if split in note.lengths]
     lengths = np.concatenate([np.zeros(0, np.int64), *parts])
     entry = save_lengths(folder / f"{split}-lengths.npy", lengths)
-    shards: tuple[ShardEntry, ...] = tuple(note.shards[split] for note in notes if split in note.shards)
+    shards = tuple(note.shards[split] for note in notes if split in note.shards)
     text_bytes = sum(note.text_bytes.get(split, 0) for note in notes)
     lost_bytes = sum(note.lost_bytes.get(split, 0) for note in notes)
     return SplitEntry(shards, entry, len(lengths), int(lengths.sum()), text_bytes, lost_bytes)

@@ -84,7 +84,7 @@ class Conversion:
     sizes: Sequence[int]  # bytes of each unit, for progress
     advice: str  # what to do if too many documents are unusable; `{count}` is replaced by their number
     numbers: Sequence[int] | None = None  # units to process now, except those with a note; None: all
-    workers: int = 1  # processes; with 1, this process does the work unless `isolated`
+    workers: int | None = 1  # processes; with 1, this process does the work unless `isolated`; None: one per core
     limit: int = 0  # maximum number of skipped documents over `numbers`
     isolated: bool = False  # whether to use a separate process even for a single worker
     idle: list[Worker] = field(default_factory=list)  # from `check` to `convert`
@@ -112,7 +112,7 @@ class Conversion:
         notes = {number: note for number in numbers if (note := read_note(self.folder, number)) is not None}
         jobs = [Job(self.folder, n, self.units[n], self.sizes[n]) for n in numbers if n not in notes]
         with WorkProgress(label, sum(job.size for job in jobs), log="data") as progress:
-            if (count := min(self.workers, len(jobs))) > 1 or self.isolated:
+            if (count := min(self.workers or _cores(), len(jobs))) > 1 or self.isolated:
                 notes.update(run_in_workers(jobs, convert, count, self.limit, progress, self.idle))
             else:
                 notes.update((job.number, convert(job, progress.add)) for job in jobs)
@@ -216,7 +216,7 @@ def save_lengths(path: Path, lengths: array | np.ndarray) -> FileEntry:
     return describe_file(path)
 
 
-def default_workers() -> int:
+def _cores() -> int:
     """Return the number of cores that CPU affinity and the container's quota allow."""
     cores = len(os.sched_getaffinity(0))
     try:

@@ -20,7 +20,7 @@ from zaya_jax.run.writing import new_file
 
 _WRITER_OPTIONS = "group_size:1,zstd:3"  # one record per chunk, so that a random read decodes only that record
 _MAX_OPEN = 16384  # shards
-_CACHED_DOCUMENTS = 128  # successive windows of a lane (`rows.LANES`) often read the same document
+_CACHED_DOCUMENTS = 128  # successive windows of a lane (`packed_rows.LANES`) often read the same document
 
 
 class Text(NamedTuple):
@@ -89,9 +89,8 @@ class ShardWriter:
             yield
         except (OSError, RuntimeError) as error:  # the latter raised by the library's C++ code
             why = " ".join(str(error).split())[:300]
-            raise RunStopped(
-                f"The shard {self._path} cannot be written: {why}. Is the disk full? Rerun the command to resume."
-            ) from error
+            advice = "Is the disk full? Rerun the command to resume."
+            raise RunStopped(f"The shard {self._path} cannot be written: {why}. {advice}") from error
 
 
 @dataclass
@@ -141,10 +140,8 @@ class Records:
     def damaged(self, index: int) -> InputError:
         """Return the error for a damaged record."""
         shard = self._folder / self._shards[bisect.bisect_right(self._ends, index)].file
-        return InputError(
-            f"Document {index} in the data file {shard} is damaged: it cannot be decoded. Prepare the data again, or "
-            "restore the file."
-        )
+        problem, advice = "is damaged: it cannot be decoded", "Prepare the data again, or restore the file."
+        return InputError(f"Document {index} in the data file {shard} {problem}. {advice}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle without open files."""
@@ -155,7 +152,6 @@ class Documents:
     """Random access to the documents of one split. Picklable and thread-safe."""
 
     def __init__(self, records: Records, lengths: np.ndarray, dtype: np.dtype, masked: bool) -> None:
-        """Wrap the records; see `open_documents`."""
         self.lengths = lengths  # int64 [documents], tokens per document
         self._records, self._dtype, self._masked = records, dtype, masked
         self._read = functools.lru_cache(maxsize=_CACHED_DOCUMENTS)(self._decode)

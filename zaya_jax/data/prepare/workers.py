@@ -94,7 +94,6 @@ class Worker:
     """A worker process, which does one job after the other."""
 
     def __init__(self, context: Any, count: int) -> None:
-        """Start one of `count` processes."""
         self.job: Job  # what it does, or did last
         self.pipe, theirs = context.Pipe()
         memory = Connection(os.memfd_create("state"))  # unlike an `Array`, it needs no writable /dev/shm

@@ -34,7 +34,6 @@ class FirstLine:
     """The line number of a unit's first line in its file, counted on first use, as only messages need it."""
 
     def __init__(self, number: int | Callable[[], int] = 1):
-        """Wrap the number, or a function that returns it."""
         self._number = number
 
     @cached_property

@@ -94,12 +94,9 @@ def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
 
 def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first: FirstLine) -> Iterator[Entry]:
     for index, (line, size) in enumerate(lines):
-        if len(line) > fields.LONGEST:
-            value, bad, unread = "", ("too large", f"the line has more than {fields.LONGEST:,} bytes"), ()
-        elif not line or line.isspace():
+        if len(line) <= fields.LONGEST and (not line or line.isspace()):
             continue
-        else:
-            value, bad, unread = _parse(line, field)
+        value, bad, unread = _parse(line, field)
         if bad is None:
             yield Document(value, file, size, index, first, unread)
         else:
@@ -108,6 +105,8 @@ def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first:
 
 def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, tuple[str, ...]]:
     """Return the value of the field; the reason if it cannot be used; and the keys that are not read."""
+    if len(line) > fields.LONGEST:
+        return "", ("too large", f"the line has more than {fields.LONGEST:,} bytes"), ()
     try:
         tree = json.loads(line.decode("utf-8"))
         if rb"\u" in line and isinstance(tree, dict):  # only an escape can write an unpaired surrogate

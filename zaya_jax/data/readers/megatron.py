@@ -102,9 +102,8 @@ def read_megatron(unit: Unit, field: str = "") -> Iterator[Entry]:
     require_pieces(unit, index.file, index.documents, "document")
     bounds = _numbers(index, "documents", unit.start, unit.stop + 1)
     if np.any(bounds < 0) or np.any(bounds > index.sequences) or np.any(np.diff(bounds) < 0):
-        raise InputError(
-            f"The Megatron index {index.file} is damaged: its document indices must rise from 0 to {index.sequences}."
-        )
+        problem = f"its document indices must rise from 0 to {index.sequences}"
+        raise InputError(f"The Megatron index {index.file} is damaged: {problem}.")
     begin, end = int(bounds[0]), int(bounds[-1])
     lengths, pointers = _numbers(index, "lengths", begin, end), _numbers(index, "pointers", begin, end)
     _check_sequences(index, lengths, pointers, begin)

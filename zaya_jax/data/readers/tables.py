@@ -156,10 +156,8 @@ class _Arrow:
             end = self._source.tell()
             yield batch
         if self._source.tell() == end:  # pyarrow accepts the end of the file instead of the marker
-            raise InputError(
-                f"The Arrow file {self._file} ends without its end-of-stream marker, so it is truncated. Copy or "
-                "write it again."
-            )
+            problem = "ends without its end-of-stream marker, so it is truncated"
+            raise InputError(f"The Arrow file {self._file} {problem}. Copy or write it again.")
 
     def _reader(self, columns: list[str]) -> Any:
         """Open a reader of the given columns, whose names must be unique; without any, of all."""
@@ -187,9 +185,8 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not isinstance(kind, _LISTS):
         if kind not in _TEXTS:
-            raise InputError(
-                f"The column {field!r} of the file {file} has type {kind}, but must have text or lists; {columns}."
-            )
+            problem = f"has type {kind}, but must have text or lists"
+            raise InputError(f"The column {field!r} of the file {file} {problem}; {columns}.")
         return [name]
     return [name, *(other for other in schema.names if other != name and schema.names.count(other) == 1)]
 
