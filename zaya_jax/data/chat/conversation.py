@@ -39,7 +39,7 @@ def parse_conversation(value: Any) -> Conversation:
     tools; an assistant message also has its `reasoning`, if any, and a `weight` of 0 if it is not trained (given by a
     key of `_WEIGHTS`). The input can give reasoning as `reasoning`, `reasoning_content`, `thinking` or
     `<think>…</think>` at the start of the content, unless it is empty; the newlines around it are stripped, as
-    templates do. The content can be a list of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT
+    templates do. The content can be a list of text parts; `tool_calls` get the form of OpenAI's API. ShareGPT
     messages with `from` and `value` work too. Other keys are kept.
 
     Raises:
@@ -71,7 +71,9 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has a {key}, which is not read; {advice}")
     message = _with_weight(value, where)
     if role == "assistant" and value.get("tool_calls"):
-        message["tool_calls"] = parse_calls(value["tool_calls"], where)
+        if not isinstance(calls := value["tool_calls"], list):
+            raise ValueError(f"{where} has tool_calls that are {json_kind(calls)}, but must be a list")
+        message["tool_calls"] = [_call(call, f"{where}, tool_calls[{number}]") for number, call in enumerate(calls)]
     check_pairs(message, where)
     if "content" in value or role != "assistant" or not value.get("tool_calls"):
         message["content"] = _content(value, where)
@@ -182,18 +184,11 @@ def parse_tools(value: Any) -> Conversation | None:
     return tools
 
 
-def parse_calls(value: Any, where: str) -> Conversation:
-    """Validate the `tool_calls` of the message that `where` names; `ValueError` as in `parse_tools`.
-
-    A call is {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments are an object or its JSON text.
-    The result has the first form, with arguments as objects; other keys are kept.
-    """
-    if not isinstance(value, list):
-        raise ValueError(f"{where} has tool_calls that are {json_kind(value)}, but must be a list")
-    return [_call(call, f"{where}, tool_calls[{number}]") for number, call in enumerate(value)]
-
-
 def _call(call: Any, where: str) -> dict[str, Any]:
+    """Return {"function": {"name", "arguments"}} of a call, or of {"name", "arguments"}, and its other keys.
+
+    Its arguments are an object, or its JSON text; those that are returned are an object.
+    """
     function = _function(call, where)
     kept = {key: call[key] for key in call.keys() - ({"function"} if "function" in call else {"name", "arguments"})}
     others = [key for key in kept if key not in ("id", "type", "index") and kept[key]]

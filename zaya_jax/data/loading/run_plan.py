@@ -93,8 +93,13 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             packer = make_packer(config, prepared, phase, _source_seed(config, name))
             phase_rows = packer.phase_rows(documents, manifest.content, positions[name], f"data.sources.{name}")
             before, after = positions[name], phase_rows.after(count, positions[name])
-            epochs = after.epochs_read
-            _check_epochs(prepared, name, epochs, config.phase_key(index))
+            epochs, most = after.epochs_read, prepared.sources[name].max_epochs
+            if most is not None and epochs > most + 1e-9:
+                raise InputError(
+                    f"By the end of {config.phase_key(index)} the source {name} would be read {epochs:.3f} times, but "
+                    f"data.sources.{name}.max_epochs is {most:g}; lower its weight, shorten the phase, or raise the "
+                    "limit."
+                )
             counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
             later, read = phase_rows.later, phase_rows.predicted(count, after)
             trimmed = trimmed_documents(later.counts, counts)
@@ -131,15 +136,6 @@ def heldout_phase(config: Config, source: Source, phase: int) -> PhaseConfig | N
     trimmed = source.manifest.kind == "chat" and chosen.over_length == "trim"
     context, over_length = config.context_for(config.phases[phase]), "trim" if trimmed else "split"
     return dataclasses.replace(chosen, context=context, over_length=over_length)
-
-
-def _check_epochs(prepared: Prepared, name: str, epochs: float, phase: str) -> None:
-    most = prepared.sources[name].max_epochs
-    if most is not None and epochs > most + 1e-9:
-        raise InputError(
-            f"By the end of {phase} the source {name} would be read {epochs:.3f} times, but "
-            f"data.sources.{name}.max_epochs is {most:g}; lower its weight, shorten the phase, or raise the limit."
-        )
 
 
 def _bytes_per_token(prepared: Prepared, shares: dict[str, SourceShare]) -> float | None:

@@ -81,7 +81,8 @@ def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
     """
     [file] = unit.files
     if file.endswith(COMPRESSED):
-        yield from _documents(file, field, _compressed_lines(file), FirstLine())
+        with _open(file, buffering=0) as raw, closing(_decompress(file, raw)) as stream:
+            yield from _documents(file, field, _lines(file, stream, raw, math.inf), FirstLine())
         return
     start, first = _first_start(unit), FirstLine()
     lines = plain_lines(file, start, unit.stop)
@@ -156,13 +157,8 @@ def plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]
         yield from _lines(file, stream, stream, stop)
 
 
-def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a compressed file, each with the compressed bytes that were read for it."""
-    with _open(file, buffering=0) as raw, closing(_decompress(file, raw)) as stream:
-        yield from _lines(file, stream, raw, math.inf)
-
-
 def _lines(file: str, stream: IO[bytes], raw: IO[bytes], stop: float) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines that start before a position, each with the bytes of `raw` that were read for it."""
     position = raw.tell()
     while position < stop and (line := _read_line(stream, file)):
         before, position = position, raw.tell()
