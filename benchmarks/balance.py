@@ -109,7 +109,7 @@ def _total_steps(until_even: StepsUntilEven, steps: int) -> int:
 
 def _prepare(folder: Path) -> dict[str, Path]:
     """Prepare two dissimilar sources from the standard library, with one tokenizer."""
-    from zaya_jax.data.prepare import PrepareSettings, prepare
+    from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
     from zaya_jax.data.tokenizer import train_tokenizer
 
     root = Path(sysconfig.get_path("stdlib"))

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.convert import Conversion, Record, remove_notes
-from zaya_jax.data.manifest import Manifest, json_digest
-from zaya_jax.data.prepare import TOKENIZER, write_merged
-from zaya_jax.data.shards import token_dtype
+from zaya_jax.data.prepare.manifest import Manifest, json_digest
+from zaya_jax.data.prepare.preparation import TOKENIZER, write_merged
+from zaya_jax.data.prepare.shard_conversion import Conversion, Record, remove_notes
+from zaya_jax.data.prepare.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import load_tokenizer
 

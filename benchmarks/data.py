@@ -12,10 +12,10 @@ from benchmarks.benchmark_command import run_benchmark
 from benchmarks.corpora import write_drawn, write_lines
 from benchmarks.data_peers import GrainSettings, datasets_preparing, grain_packing, time_batches
 from zaya_jax.config import DataConfig, from_dict
-from zaya_jax.data.corpus import find_corpus
-from zaya_jax.data.pipeline import train_batches
-from zaya_jax.data.prepare import PrepareSettings, prepare
-from zaya_jax.data.sources import open_sources
+from zaya_jax.data.loading.batches import train_batches
+from zaya_jax.data.loading.sources import open_sources
+from zaya_jax.data.loading.text_corpus import find_corpus
+from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.lab.result import describe_run, require_packages, rounded
 from zaya_jax.lab.subprocesses import interleave_subprocesses

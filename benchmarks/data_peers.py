@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.prepare import open_manifest
+from zaya_jax.data.prepare.preparation import open_manifest
 from zaya_jax.lab.timing import elapsed, timed
 
 _READ_AHEAD = 500  # documents that reading threads buffer, Grain's default

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from zaya_jax.config import Config, from_dict
 from zaya_jax.config.stages import stages
-from zaya_jax.data.workers import end_with_parent
+from zaya_jax.data.prepare.workers import end_with_parent
 from zaya_jax.lab.line_plot import draw_lines
 
 CONTEXT = 128
@@ -109,8 +109,8 @@ def run_trial(trial: Trial) -> Curve:
     """Train through all phases, as a run does, and evaluate the held-out loss at intervals."""
     import jax
 
-    from zaya_jax.data.pipeline import train_batches
-    from zaya_jax.data.sources import open_sources
+    from zaya_jax.data.loading.batches import train_batches
+    from zaya_jax.data.loading.sources import open_sources
     from zaya_jax.evaluate.evaluator import ModelSnapshot
     from zaya_jax.evaluate.heldout import HeldoutEvaluator
     from zaya_jax.parallel.kernels import validated_kernels

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import Config, from_dict
-from zaya_jax.data.convert import Conversion, Record, remove_notes
-from zaya_jax.data.manifest import Manifest
-from zaya_jax.data.prepare import TOKENIZER, write_merged
-from zaya_jax.data.shards import Text, token_dtype
+from zaya_jax.data.prepare.manifest import Manifest
+from zaya_jax.data.prepare.preparation import TOKENIZER, write_merged
+from zaya_jax.data.prepare.shard_conversion import Conversion, Record, remove_notes
+from zaya_jax.data.prepare.shards import Text, token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
 

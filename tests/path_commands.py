@@ -13,7 +13,7 @@ from tests.train_helpers import write_run
 from zaya_jax.aegis.__main__ import main as aegis
 from zaya_jax.checkpoint.__main__ import main as checkpoint
 from zaya_jax.data.__main__ import main as data
-from zaya_jax.data.chat import DEFAULT_TEMPLATE
+from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 from zaya_jax.evaluate.__main__ import main as evaluate
 from zaya_jax.generate.__main__ import main as generate
 from zaya_jax.machine.__main__ import main as machine

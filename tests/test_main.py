@@ -11,7 +11,7 @@ import pytest
 from tests.train_helpers import ROOT, compile_once, snapshot, write_run
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
-from zaya_jax.data.text_corpus import open_corpus
+from zaya_jax.data.loading.text_corpus import open_corpus
 from zaya_jax.errors import InputError, RunStopped, Superseded
 from zaya_jax.job import process as process_module
 from zaya_jax.main import main

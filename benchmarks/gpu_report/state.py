@@ -30,7 +30,7 @@ from benchmarks.gpu_report.tiny import CONTEXT, ONE_DEVICE, TINY, text_folder
 from benchmarks.saving import make_methods, peak_memory, restart_peak, timed_save
 from benchmarks.train_step import EIGHT_B, compile_fitting
 from zaya_jax.config import Config, DataConfig, from_dict, load_config, to_dict, to_yaml
-from zaya_jax.data.corpus import find_corpus
+from zaya_jax.data.loading.text_corpus import find_corpus
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware

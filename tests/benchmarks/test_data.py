@@ -18,9 +18,9 @@ from benchmarks.corpora import write_drawn, write_lines
 from benchmarks.data import Sizes, bench_data, make_inputs, our_packing, our_preparing
 from benchmarks.data_peers import Decode, GrainSettings, datasets_preparing, grain_packing, time_batches
 from zaya_jax.config import DataConfig
-from zaya_jax.data.pipeline import train_batches
-from zaya_jax.data.prepare import open_manifest, prepare
-from zaya_jax.data.shards import open_documents
+from zaya_jax.data.loading.batches import train_batches
+from zaya_jax.data.prepare.preparation import open_manifest, prepare
+from zaya_jax.data.prepare.shards import open_documents
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.lab import subprocesses, timing
 from zaya_jax.lab.subprocesses import run_in_subprocess

@@ -20,7 +20,7 @@ from benchmarks.optimizer import _interior, compare, optimizer_config, steps_to
 from benchmarks.training_sweep import CONTEXT, Curve, Trial, median_or_never, run_trial, run_trials, small_config
 from tests.train_helpers import compile_once
 from zaya_jax.config import BatchConfig, ModelConfig, PhaseConfig, ScheduleConfig, TrainConfig
-from zaya_jax.data.prepare import open_manifest
+from zaya_jax.data.prepare.preparation import open_manifest
 from zaya_jax.errors import InputError
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.model.layers import MATRIX_ROLES

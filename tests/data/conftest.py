@@ -6,7 +6,7 @@ import pytest
 
 from tests.data.prepare_helpers import make_texts, write_jsonl
 from zaya_jax.config import BatchConfig, Config, DataConfig, EvaluationConfig, ModelConfig, PhaseConfig, TrainConfig
-from zaya_jax.data.sources import open_sources
+from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.data.tokenizer import train_tokenizer
 
 CONTEXT = 16

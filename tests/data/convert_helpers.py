@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zaya_jax.data.convert import Record, Skipped
-from zaya_jax.data.encoding import PrepareWork
-from zaya_jax.data.readers.unit import Entry
+from zaya_jax.data.prepare.document_encoder import PrepareWork
+from zaya_jax.data.prepare.shard_conversion import Record, Skipped
+from zaya_jax.data.prepare.workers import watch
+from zaya_jax.data.readers.documents import Entry
 from zaya_jax.data.tokenizer import Tokenizer
-from zaya_jax.data.workers import watch
 from zaya_jax.errors import InputError
 
 SIZE = 200_000  # bytes of a unit

@@ -11,10 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zaya_jax.data.corpus import SPLITS
-from zaya_jax.data.manifest import MANIFEST, FileEntry, describe_file
-from zaya_jax.data.prepare import TOKENIZER, PrepareSettings, open_manifest
-from zaya_jax.data.shards import open_documents
+from zaya_jax.data.prepare.manifest import MANIFEST, SPLITS, FileEntry, describe_file
+from zaya_jax.data.prepare.preparation import TOKENIZER, PrepareSettings, open_manifest
+from zaya_jax.data.prepare.shards import open_documents
 from zaya_jax.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent

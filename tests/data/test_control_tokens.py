@@ -12,9 +12,9 @@ from tokenizers import AddedToken, normalizers
 
 from tests.data.prepare_helpers import CHAT, QUARTER, write_jsonl, write_lines
 from tests.tokenizer_kinds import KINDS
-from zaya_jax.data.prepare import PrepareSettings, prepare
-from zaya_jax.data.render import open_rendered
-from zaya_jax.data.shards import open_documents
+from zaya_jax.data.loading.rendering import open_rendered
+from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
+from zaya_jax.data.prepare.shards import open_documents
 from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
 

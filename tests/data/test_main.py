@@ -9,11 +9,11 @@ import time
 import pytest
 
 from tests.data.prepare_helpers import ROOT, contents, make_texts, write_lines
-from zaya_jax.data import convert
 from zaya_jax.data.__main__ import main
-from zaya_jax.data.manifest import MANIFEST
-from zaya_jax.data.prepare import PrepareSettings, open_manifest, prepare
-from zaya_jax.data.shards import Records
+from zaya_jax.data.prepare import shard_conversion
+from zaya_jax.data.prepare.manifest import MANIFEST
+from zaya_jax.data.prepare.preparation import PrepareSettings, open_manifest, prepare
+from zaya_jax.data.prepare.shards import Records
 from zaya_jax.errors import RunStopped
 
 TEXTS = make_texts(40)
@@ -53,7 +53,7 @@ def test_work_that_cannot_go_on_ends_the_command_with_a_sentence(call, monkeypat
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(convert, "write_atomically", fail)
+    monkeypatch.setattr(shard_conversion, "write_atomically", fail)
     assert main(call) == 1
     assert said in capsys.readouterr().err
 

@@ -7,9 +7,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from tests.data.prepare_helpers import CHAT, write_jsonl
-from zaya_jax.data.manifest import MANIFEST, describe_file
-from zaya_jax.data.prepare import PrepareSettings, open_manifest, prepare
-from zaya_jax.data.shards import open_documents
+from zaya_jax.data.prepare.manifest import MANIFEST, describe_file
+from zaya_jax.data.prepare.preparation import PrepareSettings, open_manifest, prepare
+from zaya_jax.data.prepare.shards import open_documents
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.errors import InputError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from tests.data_helpers import small_tokenizer
-from zaya_jax.data.chat import load_template
+from zaya_jax.data.chat.template import load_template
 from zaya_jax.data.tokenizer import EOT_TEXT, EOT_TEXTS, load_tokenizer, train_tokenizer, vocabulary_warning
 from zaya_jax.errors import InputError
 

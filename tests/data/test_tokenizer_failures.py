@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.prepare_helpers import CHAT, write_jsonl, write_lines
-from zaya_jax.data.prepare import PrepareSettings, prepare
+from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
 

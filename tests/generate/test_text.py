@@ -130,7 +130,7 @@ def test_bad_stop_strings_are_refused():
 
 
 def opened(template=None):
-    from zaya_jax.data.chat import DEFAULT_TEMPLATE
+    from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 
     special = SpecialTokens(EOT_TEXT, EOT_TEXT, EOT_TEXT)
     return TextModel(model(), tokenizer(), special, [tokenizer().eot], Sampling(), template or DEFAULT_TEMPLATE,

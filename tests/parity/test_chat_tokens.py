@@ -8,12 +8,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tests.data.readers.test_tool_calls import OPENAI, TOOLS
-from zaya_jax.data.chat import DEFAULT_TEMPLATE, Template, encode_pieces, load_template
-from zaya_jax.data.conversation import parse_conversation
-from zaya_jax.data.prepare import PrepareSettings, prepare
-from zaya_jax.data.render import open_rendered
-from zaya_jax.data.shards import open_documents
+from tests.data.chat.test_tool_calls import OPENAI, TOOLS
+from zaya_jax.data.chat.conversation import parse_conversation
+from zaya_jax.data.chat.template import DEFAULT_TEMPLATE, Template, encode_pieces, load_template
+from zaya_jax.data.loading.rendering import open_rendered
+from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
+from zaya_jax.data.prepare.shards import open_documents
 from zaya_jax.data.special_tokens import other_tokens
 
 pytestmark = pytest.mark.parity

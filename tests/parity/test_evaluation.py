@@ -30,7 +30,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from tests.evaluate_helpers import write_tasks  # noqa: E402
 from tests.parity.evaluation_helpers import TEMPLATE, write_model  # noqa: E402
 from tests.train_helpers import WORDS  # noqa: E402
-from zaya_jax.data.chat import DEFAULT_TEMPLATE  # noqa: E402
+from zaya_jax.data.chat.template import DEFAULT_TEMPLATE  # noqa: E402
 from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer  # noqa: E402
 from zaya_jax.errors import InputError  # noqa: E402
 from zaya_jax.evaluate import harness, scoring  # noqa: E402

@@ -1,4 +1,4 @@
-"""As tests/data/test_prepare_kill.py, at any moment and at every one."""
+"""As tests/data/prepare/test_kill.py, at any moment and at every one."""
 
 import random
 import signal
@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from tests.data.prepare.test_kill import Command, check_every_moment
 from tests.data.prepare_helpers import QUARTER, check_nothing_else, contents, count_notes, make_texts, write_jsonl
-from tests.data.test_prepare_kill import Command, check_every_moment
-from zaya_jax.data.manifest import MANIFEST
-from zaya_jax.data.prepare import prepare
+from zaya_jax.data.prepare.manifest import MANIFEST
+from zaya_jax.data.prepare.preparation import prepare
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.tokenizer import train_tokenizer
 

@@ -27,8 +27,8 @@ from tests.train_helpers import (
 )
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
-from zaya_jax.data.pipeline import heldout_batches, train_batches
-from zaya_jax.data.sources import open_sources
+from zaya_jax.data.loading.batches import heldout_batches, train_batches
+from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import heldout_loss

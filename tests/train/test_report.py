@@ -9,7 +9,7 @@ import pytest
 
 from tests.train_helpers import change, differing, make_program
 from zaya_jax.config.checks import counted
-from zaya_jax.data.pipeline import heldout_text
+from zaya_jax.data.loading.batches import heldout_text
 from zaya_jax.generate.decode import Continuation
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.tree import parameters

@@ -9,7 +9,7 @@ from tests.helpers import random_values
 from tests.train_helpers import change, small_run
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.config import SourceConfig
-from zaya_jax.data.sources import open_sources
+from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.train.run_tokenizer import write_tokenizer

@@ -2,13 +2,39 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zaya_jax.errors import printable
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.typed_name import typed_name
+
+_PROGRAM = "python -m zaya_jax.data"
+_HELP = {
+    "--input": "files and folders: text, .jsonl (.gz, .zst), .parquet, saved Hugging Face datasets, Megatron .bin with "
+    ".idx",
+    "--tokenizer": "a tokenizer.json of the tokenizers library, or a folder that has one",
+    "--output": "new folder, or the folder of an interrupted preparation",
+    "--chat": "read conversations (lists of messages) instead of text",
+    "--field": "JSON key or column to read (default: text, or messages with --chat)",
+    "--suffixes": "suffixes of text files; each file is one document (default: .txt)",
+    "--eot": "token that ends a document (default: the tokenizer's, if it has a common one)",
+    "--bos": "token that begins a document, or 'none' (default: bos_token in tokenizer_config.json next to the "
+    "tokenizer)",
+    "--heldout": "fraction of documents to hold out, chosen by a hash of their content (default: 0.01)",
+    "--max-bad": "maximum number of unusable documents to skip (default: 0)",
+    "--workers": "number of processes (default: one per core)",
+    "--task": "index of this task, from 0 (default: 0)",
+    "--of": "number of tasks that share the work (default: 1)",
+    "folder": "the --output folder of prepare",
+    "config": "YAML file of the configuration",
+    "overrides": "values that override the configuration's",
+    "--png": "write a histogram of document lengths to FILE",
+    "--samples": "number of rows to print per phase and source (default: 1)",
+    "--step-seconds": "seconds per step, to estimate the storage I/O (default: 2.5)",
+    "--max-iops": "reads per second that the storage sustains (default: 70000)",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,91 +51,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    program, plain = "python -m zaya_jax.data", argparse.RawDescriptionHelpFormatter  # keeps examples on one line
+    plain = argparse.RawDescriptionHelpFormatter  # keeps examples on one line
+    example = f"example: {_PROGRAM} "
+    summary = "Prepare and inspect training data."
     parser = Parser(
-        prog=program,
-        description="Prepare and inspect training data.",
-        epilog=f"example: {program} describe configs/tiny.yaml",
-        formatter_class=plain,
+        prog=_PROGRAM, description=summary, epilog=f"{example}describe configs/tiny.yaml", formatter_class=plain
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    prepare = verbs.add_parser(
-        "prepare", help="tokenize documents into shards", formatter_class=plain,
-        description="Tokenize documents into shards. Rerun an interrupted command to resume it.",
-        epilog=f"example: {program} prepare --input corpus/*.jsonl.gz --tokenizer tokenizer.json --output data/web",
-    )  # fmt: skip
-    prepare.add_argument("--input", nargs="+", required=True, metavar="PATH",
-                         help="files and folders: text, .jsonl (.gz, .zst), .parquet, saved Hugging Face datasets, "
-                              "Megatron .bin with .idx")  # fmt: skip
-    prepare.add_argument("--tokenizer", required=True, metavar="PATH",
-                         help="a tokenizer.json of the tokenizers library, or a folder that has one")  # fmt: skip
-    prepare.add_argument("--output", required=True, type=Path, metavar="FOLDER",
-                         help="new folder, or the folder of an interrupted preparation")  # fmt: skip
-    prepare.add_argument("--chat", action="store_true", help="read conversations (lists of messages) instead of text")
-    prepare.add_argument("--field", metavar="NAME",
-                         help="JSON key or column to read (default: text, or messages with --chat)")  # fmt: skip
-    prepare.add_argument("--suffixes", nargs="+", default=[".txt"], metavar="SUFFIX",
-                         help="suffixes of text files; each file is one document (default: .txt)")  # fmt: skip
-    prepare.add_argument(
-        "--eot", metavar="TOKEN", help="token that ends a document (default: the tokenizer's, if it has a common one)"
-    )
-    prepare.add_argument("--bos", metavar="TOKEN",
-                         help="token that begins a document, or 'none' (default: bos_token in tokenizer_config.json "
-                              "next to the tokenizer)")  # fmt: skip
-    prepare.add_argument("--heldout", type=float, default=0.01, metavar="FRACTION",
-                         help="fraction of documents to hold out, chosen by a hash of their content (default: 0.01)"
-                         )  # fmt: skip
-    prepare.add_argument("--max-bad", type=int, default=0, metavar="N",
-                         help="maximum number of unusable documents to skip (default: 0)")  # fmt: skip
-    prepare.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
-    prepare.add_argument("--task", type=int, default=0, metavar="K", help="index of this task, from 0 (default: 0)")
-    prepare.add_argument("--of", type=int, default=1, metavar="N",
-                         help="number of tasks that share the work (default: 1)")  # fmt: skip
-    prepare.set_defaults(run=_prepare)
+    def verb(
+        run: Callable[[argparse.Namespace], None], name: str, summary: str, description: str, last: str
+    ) -> Callable:
+        """Add a verb, and return a function that adds its arguments."""
+        epilog = f"{example}{name} {last}"
+        added = verbs.add_parser(name, help=summary, description=description, epilog=epilog, formatter_class=plain)
+        added.set_defaults(run=run)
+        return lambda argument, **settings: added.add_argument(argument, help=_HELP[argument], **settings)
 
-    merge = verbs.add_parser("merge", help="finish a preparation after all its tasks are done", formatter_class=plain,
-                             description="Finish a preparation with several tasks (--of) after all of them are done.",
-                             epilog=f"example: {program} merge data/web")  # fmt: skip
-    merge.add_argument("folder", type=Path, metavar="FOLDER", help="the --output folder of prepare")
-    merge.set_defaults(run=_merge)
+    about = "Tokenize documents into shards. Rerun an interrupted command to resume it."
+    last = "--input corpus/*.jsonl.gz --tokenizer tokenizer.json --output data/web"
+    add = verb(_prepare, "prepare", "tokenize documents into shards", about, last)
+    add("--input", nargs="+", required=True, metavar="PATH")
+    add("--tokenizer", required=True, metavar="PATH")
+    add("--output", required=True, type=Path, metavar="FOLDER")
+    add("--chat", action="store_true")
+    add("--field", metavar="NAME")
+    add("--suffixes", nargs="+", default=[".txt"], metavar="SUFFIX")
+    add("--eot", metavar="TOKEN")
+    add("--bos", metavar="TOKEN")
+    add("--heldout", type=float, default=0.01, metavar="FRACTION")
+    add("--max-bad", type=int, default=0, metavar="N")
+    add("--workers", type=int, metavar="N")
+    add("--task", type=int, default=0, metavar="K")
+    add("--of", type=int, default=1, metavar="N")
 
-    describe = verbs.add_parser("describe", help="report on a run's data", formatter_class=plain,
-                                description="Report on a run's data: sources, phases, padding, storage I/O, samples.",
-                                epilog=f"example: {program} describe configs/tiny.yaml --samples 2")  # fmt: skip
-    describe.add_argument("config", metavar="CONFIG", help="YAML file of the configuration")
-    describe.add_argument("overrides", nargs="*", metavar="section.key=value",
-                          help="values that override the configuration's")  # fmt: skip
-    describe.add_argument("--png", type=Path, metavar="FILE", help="write a histogram of document lengths to FILE")
-    describe.add_argument("--samples", type=int, default=1, metavar="N",
-                          help="number of rows to print per phase and source (default: 1)")  # fmt: skip
-    describe.add_argument("--step-seconds", type=float, default=2.5, metavar="S",
-                          help="seconds per step, to estimate the storage I/O (default: 2.5)")  # fmt: skip
-    describe.add_argument("--max-iops", type=float, default=70_000, metavar="N",
-                          help="reads per second that the storage sustains (default: 70000)")  # fmt: skip
-    describe.set_defaults(run=_describe)
+    about = "Finish a preparation with several tasks (--of) after all of them are done."
+    add = verb(_merge, "merge", "finish a preparation after all its tasks are done", about, "data/web")
+    add("folder", type=Path, metavar="FOLDER")
+
+    about = "Report on a run's data: sources, phases, padding, storage I/O, samples."
+    add = verb(_describe, "describe", "report on a run's data", about, "configs/tiny.yaml --samples 2")
+    add("config", metavar="CONFIG")
+    add("overrides", nargs="*", metavar="section.key=value")
+    add("--png", type=Path, metavar="FILE")
+    add("--samples", type=int, default=1, metavar="N")
+    add("--step-seconds", type=float, default=2.5, metavar="S")
+    add("--max-iops", type=float, default=70_000, metavar="N")
     return parser
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from zaya_jax.data.prepare import PrepareSettings, prepare, summary
+    from zaya_jax.data.prepare.preparation import PrepareSettings, prepare, summary
     from zaya_jax.data.tokenizer import tokenizer_path
 
-    field = options.field or ("messages" if options.chat else "text")
-    kind = "chat" if options.chat else "tokens"
-    settings = PrepareSettings(kind, field, tuple(options.suffixes), options.eot, options.heldout, options.bos)
-    tokenizer = tokenizer_path(options.tokenizer)
-    manifest = prepare(options.input, tokenizer, options.output, settings, max_bad=options.max_bad,
-                       workers=options.workers, task=options.task, tasks=options.of, isolated=True)  # fmt: skip
+    kind, field = ("chat", "messages") if options.chat else ("tokens", "text")
+    suffixes = tuple(options.suffixes)
+    settings = PrepareSettings(kind, options.field or field, suffixes, options.eot, options.heldout, options.bos)
+    limits = {"max_bad": options.max_bad, "workers": options.workers, "task": options.task, "tasks": options.of}
+    manifest = prepare(
+        options.input, tokenizer_path(options.tokenizer), options.output, settings, **limits, isolated=True
+    )
     if manifest is None:
-        print(printable(typed_name(f"Task {options.task} of {options.of} is done. After the last one, run "
-                                   f"python -m zaya_jax.data merge {options.output}")))  # fmt: skip
+        last = f"After the last one, run {_PROGRAM} merge {options.output}"
+        print(printable(typed_name(f"Task {options.task} of {options.of} is done. {last}")))
     else:
         print(summary(options.output, manifest))
 
 
 def _merge(options: argparse.Namespace) -> None:
-    from zaya_jax.data.prepare import merge, summary
+    from zaya_jax.data.prepare.preparation import merge, summary
 
     print(summary(options.folder, merge(options.folder)))
 
@@ -118,8 +128,8 @@ def _describe(options: argparse.Namespace) -> None:
     from zaya_jax.config import load_config
     from zaya_jax.data.describe import describe
 
-    print(describe(load_config(options.config, options.overrides), png=options.png, samples=options.samples,
-                   step_seconds=options.step_seconds, max_iops=options.max_iops))  # fmt: skip
+    config, load = load_config(options.config, options.overrides), (options.step_seconds, options.max_iops)
+    print(describe(config, png=options.png, samples=options.samples, step_seconds=load[0], max_iops=load[1]))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.config.stages import BatchStage, stages
-from zaya_jax.data.account import account, account_lines
-from zaya_jax.data.corpus import SPLITS
-from zaya_jax.data.io_estimate import StorageLoad, io_estimate
-from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
-from zaya_jax.data.rows import Row
-from zaya_jax.data.sources import Prepared, open_sources
+from zaya_jax.data.chat.trimming import Outcome
+from zaya_jax.data.io_estimate import io_estimate
+from zaya_jax.data.loading.account import account, account_lines
+from zaya_jax.data.loading.packed_rows import Row
+from zaya_jax.data.loading.run_plan import PhasePlan, RunPlan, SourceShare, plan_run
+from zaya_jax.data.loading.sources import Prepared, open_sources
+from zaya_jax.data.prepare.manifest import SPLITS
 from zaya_jax.data.tokenizer import Tokenizer
-from zaya_jax.data.trimming import Outcome
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.figures import legend_beside, panels
 from zaya_jax.run.table import format_table
@@ -26,19 +26,15 @@ _BINS = 60  # of the histogram
 _SHOWN = 600  # maximum characters of a document in a sample
 
 
-def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5,
-             max_iops: float = 70_000) -> str:  # fmt: skip
+def describe(
+    config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5, max_iops: float = 70_000
+) -> str:
     """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are cached for the run.
 
-    Args:
-      config: of the run; nothing is written to its `run_dir`.
-      png: file for a histogram of document lengths; None draws none.
-      samples: number of rows to show per phase and source.
-      step_seconds: duration of a step, for the storage load.
-      max_iops: reads per second that the storage sustains.
-
-    Raises:
-      InputError: the data cannot be used as configured, an option is not positive, or the plot cannot be written.
+    `png` is a file for a histogram of document lengths, `samples` the number of rows to show per phase and source. A
+    step of `step_seconds` and the reads per second that the storage sustains give the storage load. Nothing is written
+    to the run's folder. `InputError` if the data cannot be used, an option is not positive, or the plot cannot be
+    written.
     """
     for option, value in (("--step-seconds", step_seconds), ("--max-iops", max_iops)):
         require(0 < value < math.inf, option, value, "a finite number greater than 0")
@@ -49,19 +45,23 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
     for index, phase in enumerate(plan.phases):
         steps = [stage for stage in stages(config) if stage.phase == index]
         # The documents of a row are scattered, so reading each one starts a new page.
-        load = io_estimate(sequences=steps[-1].sequences, context=phase.context, token_bytes=token_bytes,
-                           extra_pages=_documents_per_row(phase), step_seconds=step_seconds,
-                           max_operations_per_second=max_iops)  # fmt: skip
-        parts.append("\n".join([_phase(phase, steps), _storage(load, step_seconds, max_iops)]))
+        extra, last = _documents_per_row(phase), steps[-1].sequences
+        load = io_estimate(last, phase.context, token_bytes, extra, step_seconds, max_iops)
+        parts.append(
+            f"{_phase(phase, steps)}\nStorage: {load.bytes_per_step / 2**20:,.3g} MiB/step in "
+            f"{load.operations_per_step:,.6g} page reads (fragmentation {load.fragmentation:.2f}): "
+            f"{load.operations_per_second:,.6g} reads/s at {step_seconds:g} s/step. With {max_iops:,.6g} reads/s, "
+            f"reading takes {load.shortest_step_seconds:.3g} s/step."
+        )
     if png is not None:
         _plot_lengths(plan, png)
         parts.append(printable(f"Histogram of document lengths: {png}"))
+    legend = "[[text]] is covered by the loss, ---- separates documents"
     for phase in plan.phases:
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
-                row = share.phase_rows.row(number)
-                parts.append(f"Phase {phase.config.name}, source {name}, row {number} ([[text]] is covered by the "
-                             f"loss, ---- separates documents):\n{render_row(row, prepared.tokenizer)}")  # fmt: skip
+                text = render_row(share.phase_rows.row(number), prepared.tokenizer)
+                parts.append(f"Phase {phase.config.name}, source {name}, row {number} ({legend}):\n{text}")
     parts.append("\n".join(account_lines(account(config, prepared, plan))))
     return "\n\n".join(parts)
 
@@ -97,13 +97,14 @@ def _targets_next_document(row: Row, last: int) -> bool:
 
 
 def _sources(prepared: Prepared) -> str:
-    rows = [("source", "kind", "split", "documents", "tokens", "bytes", "bytes/token")]
+    rows: list[tuple[str, ...]] = [("source", "kind", "split", "documents", "tokens", "bytes", "bytes/token")]
     examples = []
     for name, source in prepared.sources.items():
         for split in SPLITS:
             entry = source.manifest.split(split)
-            rows.append((name, source.manifest.kind, split, f"{entry.documents:,}", f"{entry.tokens:,}",
-                         f"{entry.text_bytes:,}", f"{entry.text_bytes / max(entry.tokens, 1):.2f}"))  # fmt: skip
+            counts = [f"{count:,}" for count in (entry.documents, entry.tokens, entry.text_bytes)]
+            ratio = f"{entry.text_bytes / max(entry.tokens, 1):.2f}"
+            rows.append((name, source.manifest.kind, split, *counts, ratio))
         examples += [f"{name}: refused: {example}" for example in source.manifest.examples]
     return "\n".join([*format_table(rows), *examples])
 
@@ -117,39 +118,38 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
         long = ", ".join(f"{count:,} {outcome}" for outcome, count in epoch.counts.items() if count) or "none"
         if settings.packing == "windows" and settings.over_length == "split":
             long = "split by windows"
-        rows.append((name, f"{share.rows:,}", f"{share.rows * phase.context:,}",
-                     f"{100 * share.rows / phase.rows:.2f} %", f"{share.epochs:.3f}", f"{100 * epoch.padding:.3f} %",
-                     long))  # fmt: skip
+        counts = f"{share.rows:,}", f"{share.rows * phase.context:,}", f"{100 * share.rows / phase.rows:.2f} %"
+        rows.append((name, *counts, f"{share.epochs:.3f}", f"{100 * epoch.padding:.3f} %", long))
         if share.counts:
-            outcomes = ", ".join(f"{share.counts.get(outcome, 0):,} {outcome.replace('_', ' ')}"
-                                 for outcome in get_args(Outcome))  # fmt: skip
-            trimmed.append(f"{name}: conversations trimmed to {phase.context:,} tokens: {outcomes}")
+            outcomes = [f"{share.counts.get(each, 0):,} {each.replace('_', ' ')}" for each in get_args(Outcome)]
+            trimmed.append(f"{name}: conversations trimmed to {phase.context:,} tokens: {', '.join(outcomes)}")
     batch = " then ".join(f"{stage.sequences:,}" for stage in stages)
     trained = sum(stage.steps * stage.sequences for stage in stages)
     skipped = f", {counted(phase.rows - trained, 'row')} skipped" if trained < phase.rows else ""
-    head = (f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
-            f"{phase.context:,} tokens per step, {settings.packing}, {trained * phase.context:,} tokens in all"
-            f"{skipped}")  # fmt: skip
+    head = (
+        f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
+        f"{phase.context:,} tokens per step, {settings.packing}, {trained * phase.context:,} tokens in all{skipped}"
+    )
     return "\n".join([head, *format_table(rows), *trimmed])
+
+
+def _lengths(share: SourceShare) -> np.ndarray:
+    return share.documents.lengths[share.documents.lengths > 0]
 
 
 def _documents_per_row(phase: PhasePlan) -> float:
     """Return the average number of documents, whole or in part, per row of the phase."""
-    means = [(share.rows, float(share.documents.lengths[share.documents.lengths > 0].mean()))
-            for share in phase.shares.values() if share.rows]  # fmt: skip
-    return sum(rows * max(1.0, phase.context / length) for rows, length in means) / sum(rows for rows, _ in means)
-
-
-def _storage(load: StorageLoad, step_seconds: float, max_iops: float) -> str:
-    return (f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB/step in {load.operations_per_step:,.6g} page reads "
-            f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
-            f"{step_seconds:g} s/step. With {max_iops:,.6g} reads/s, reading takes "
-            f"{load.shortest_step_seconds:.3g} s/step.")  # fmt: skip
+    read = [share for share in phase.shares.values() if share.rows]
+    documents = [share.rows * max(1.0, phase.context / float(_lengths(share).mean())) for share in read]
+    return sum(documents) / sum(share.rows for share in read)
 
 
 def _plot_lengths(plan: RunPlan, path: Path) -> None:
-    lengths = {f"phase {phase.config.name}, {name}": share.documents.lengths[share.documents.lengths > 0]
-               for phase in plan.phases for name, share in phase.shares.items()}  # fmt: skip
+    lengths = {
+        f"phase {phase.config.name}, {name}": _lengths(share)
+        for phase in plan.phases
+        for name, share in phase.shares.items()
+    }
     longest = max((int(tokens.max(initial=1)) for tokens in lengths.values()), default=1)
     edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
     try:

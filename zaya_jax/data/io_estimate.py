@@ -20,20 +20,20 @@ class StorageLoad:
     shortest_step_seconds: float  # shorter steps wait for the storage
 
 
-def io_estimate(*, sequences: int, context: int, token_bytes: int, extra_pages: float, step_seconds: float,
-                max_operations_per_second: float) -> StorageLoad:  # fmt: skip
-    """Estimate the storage load of reading one global batch per step.
+def io_estimate(
+    sequences: int,
+    context: int,
+    token_bytes: int,
+    extra_pages: float,
+    step_seconds: float,
+    max_operations_per_second: float,
+) -> StorageLoad:
+    """Estimate the storage load of reading one global batch per step: `sequences` of `context` tokens.
 
-    Args:
-      sequences: per step.
-      context: tokens per sequence.
-      token_bytes: bytes per stored token.
-      extra_pages: average pages per sequence beyond those that its tokens fill.
-      step_seconds: duration of a step.
-      max_operations_per_second: page reads per second that the storage sustains.
+    `extra_pages` are the average pages per sequence beyond those that its tokens fill.
     """
     fragmentation = 1 + extra_pages * PAGE_BYTES / (context * token_bytes)
     bytes_per_step = sequences * context * token_bytes
     operations = fragmentation * bytes_per_step / PAGE_BYTES
-    return StorageLoad(bytes_per_step, fragmentation, operations, operations_per_second=operations / step_seconds,
-                       shortest_step_seconds=operations / max_operations_per_second)  # fmt: skip
+    rate, shortest = operations / step_seconds, operations / max_operations_per_second
+    return StorageLoad(bytes_per_step, fragmentation, operations, rate, shortest)

@@ -25,16 +25,11 @@ class SpecialTokens(NamedTuple):
 def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: str | None) -> SpecialTokens:
     """Find the special tokens in the `tokenizer_config.json` next to the tokenizer and in its vocabulary.
 
-    Args:
-      tokenizer: path of a `tokenizer.json`.
-      chat: whether to prepare conversations. Their templates always receive `bos_token`, as in transformers, while
-        text documents do not begin with it if `add_bos_token` is false.
-      eot: the token that ends a document; None detects it, see `load_tokenizer`.
-      bos: the token that begins a document, or 'none'. None selects `bos_token` of `tokenizer_config.json`, otherwise
-        the special token among `BOS_TEXTS`, otherwise `eot`.
-
-    Raises:
-      InputError: a file cannot be read, or a token is unknown, ambiguous or not in the vocabulary.
+    The templates of conversations (`chat`) always receive `bos_token`, as in transformers; text documents do not begin
+    with it if `add_bos_token` is false. `eot` ends a document; None detects it, see `load_tokenizer`. `bos` begins one,
+    unless it is 'none'; None selects `bos_token` of `tokenizer_config.json`, otherwise the special token among
+    `BOS_TEXTS`, otherwise `eot`. `InputError` if a file cannot be read, or a token is unknown, ambiguous or not in the
+    vocabulary.
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     config = read_beside(path)
@@ -48,13 +43,13 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
     else:
         known = [text for text in BOS_TEXTS if text in loaded.specials]
         if len(known) > 1:
-            raise InputError(f"The tokenizer file {tokenizer} has {' and '.join(known)}; choose the token that begins "
-                             "a document with --bos.")  # fmt: skip
+            advice = "choose the token that begins a document with --bos"
+            raise InputError(f"The tokenizer file {tokenizer} has {' and '.join(known)}; {advice}.")
         begin = known[0] if known else loaded.eot_text
     if begin is not None and loaded.token_id(begin) is None:
         where = "--bos" if bos is not None else f"bos_token of {path}"
-        raise InputError(f"{where} is {begin!r}, which the tokenizer file {tokenizer} does not have; pass --bos with "
-                         "one of its tokens, or none.")  # fmt: skip
+        advice = "pass --bos with one of its tokens, or none"
+        raise InputError(f"{where} is {begin!r}, which the tokenizer file {tokenizer} does not have; {advice}.")
     return SpecialTokens(loaded.eot_text, begin, eos if "eos_token" in config else loaded.eot_text)
 
 
@@ -72,6 +67,6 @@ def token_text(config: dict[str, Any], key: str, path: Path) -> str | None:
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
     if token is not None and not (isinstance(text, str) and text):
-        raise InputError(f"{key} of {path} is {shown(token)}, but must be null, text, or an object with the key "
-                         "content.")  # fmt: skip
+        allowed = "null, text, or an object with the key content"
+        raise InputError(f"{key} of {path} is {shown(token)}, but must be {allowed}.")
     return text

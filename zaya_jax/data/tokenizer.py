@@ -31,9 +31,9 @@ MIN_VOCAB = 257  # every byte and the end-of-text token
 _PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
 _JOINED = 16  # tokens; those of a character or a word that is decoded as one are fewer
 # Characters with every byte of UTF-8, which NFC does not change, and white space of which there is more than a space.
-_PROBE = "".join(map(chr, [*b" a  b\n\n c ", *range(0x80), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40),
-                           *range(0xA00, 0xD001, 0x600), 0xD7A0, 0xE000, 0xFB50, *range(0x10300, 0xE0000, 0x40000),
-                           0x100300]))  # fmt: skip
+_PROBE = "".join(map(chr, [*b" a  b\n\n c ", *range(0x80), *range(0xA1, 0x800, 63), *range(0x4E00, 0x4E40)]))
+_PROBE += "".join(map(chr, [*range(0xA00, 0xD001, 0x600), 0xD7A0, 0xE000, 0xFB50, 0x10300, 0x50300, 0x90300, 0xD0300]))
+_PROBE += chr(0x100300)
 # A normalizer that does more than to compose characters and to write spaces in another way.
 _REPLACES = re.compile(rb'"type":"(?!NFC"|Prepend"|Sequence"|Replace","pattern":{"String":" "})')
 _BATCH_TEXTS = 256  # enough for all cores, few enough for memory
@@ -44,35 +44,38 @@ class Tokenizer:
 
     `encode` treats the name of a special token inside a text as ordinary text. With a tokenizer from `train_tokenizer`,
     `decode(encode(text)) == text` for every text.
-
-    Attributes:
-      eot: id of the token that ends a document.
-      eot_text: text of that token.
-      prefix: ids of the tokens that begin a document: one or none.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None,
-                 eos_text: str | None = None, stops: Iterable[str] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eot_text: str = EOT_TEXT,
+        bos_text: str | None = None,
+        eos_text: str | None = None,
+        stops: Iterable[str] = (),
+    ) -> None:
         """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`).
 
         These tokens and those of turns become special, whatever their flags say, so that no text can contain them. They
         match before a text is normalized. So do `stops`, other tokens that end or begin a turn.
         """
         self._backend = backend
-        names = (eot_text, bos_text, eos_text, *stops)
-        ends = [text for text in names if text and backend.token_to_id(text) is not None]
+        named = filter(None, (eot_text, bos_text, eos_text, *stops))
+        ends = [text for text in named if backend.token_to_id(text) is not None]
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        backend.add_special_tokens([
-            AddedToken(text, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
-            for text, token in ({text: AddedToken(text) for text in ends} | added).items()
-            if (token.special or text in ends or _CONTROL.fullmatch(text)) and (token.normalized or not token.special)
-        ])  # fmt: skip
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = True
-        self.eot = self._known(eot_text)
+        special = []
+        for text, token in ({text: AddedToken(text) for text in ends} | added).items():
+            is_special = token.special or text in ends or _CONTROL.fullmatch(text)
+            if is_special and (token.normalized or not token.special):
+                flags = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+                special.append(AddedToken(text, **flags, normalized=False))
+        backend.add_special_tokens(special)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self.eot = self._known(eot_text)  # id of the token that ends a document
         self.eot_text = eot_text
-        self.prefix = [] if bos_text is None else [self._known(bos_text)]
+        self.prefix = [] if bos_text is None else [self._known(bos_text)]  # ids of the tokens that begin a document
 
     def _known(self, text: str) -> int:
         token = self.token_id(text)
@@ -99,15 +102,15 @@ class Tokenizer:
         added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         longest_first = sorted(filter(None, added), key=len, reverse=True)  # one may be part of another
         written = re.findall("|".join(map(re.escape, longest_first)), template) if added else []
-        return frozenset(text for text in written if not (text.isalnum() or text.isspace() or
-                         {text.replace("</", "<"), text.replace("<", "</")} & added - {text}))  # fmt: skip
+
+        def is_control(text: str) -> bool:
+            pair = {text.replace("</", "<"), text.replace("<", "</")} & added - {text}
+            return not (text.isalnum() or text.isspace() or pair)
+
+        return frozenset(filter(is_control, written))
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text without adding special tokens.
-
-        Raises:
-          InputError: the text contains an unpaired surrogate, which UTF-8 cannot represent, or the library fails on it.
-        """
+        """Encode a text without adding special tokens; `InputError` if it is not UTF-8, or the library fails on it."""
         with _library("encode a text"):
             return self._backend.encode(_checked(text), add_special_tokens=False).ids
 
@@ -139,7 +142,6 @@ class Tokenizer:
 
     @functools.cached_property
     def _unknown(self) -> int | None:
-        """The token for text that the vocabulary lacks."""
         model = json.loads(self._backend.to_str())["model"]
         return self.token_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
 
@@ -154,25 +156,14 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
-        """Decode token ids. Bytes that are not UTF-8 become U+FFFD.
-
-        Args:
-          tokens: the ids.
-          special: whether special tokens become their names; they are left out otherwise.
-        """
+        """Decode token ids; bytes that are not UTF-8 become U+FFFD, special tokens their names, or nothing."""
         with _library("decode tokens"):
             return self._backend.decode(list(tokens), skip_special_tokens=not special)
 
     def decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
-        """Decode what `tokens` add to the text of `before`, such as the space that some decoders strip from a text.
-
-        Args:
-          before: the tokens in front; the last few are decoded with `tokens`.
-          tokens: the ids.
-        """
+        """Decode what `tokens` add to the text of those `before`, such as the space that some decoders strip."""
         joined = list(before[len(self.without_open_bytes(before[:-_JOINED])) :])
-        text = self.decode([*joined, *tokens])
-        known = self.decode(joined)
+        text, known = self.decode([*joined, *tokens]), self.decode(joined)
         same = next((place for place, (a, b) in enumerate(zip(known, text, strict=False)) if a != b), len(known))
         return text[same:]
 
@@ -215,24 +206,16 @@ def _checked(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"The text cannot be encoded: its character at position {error.start} is an unpaired "
-                         "surrogate.") from error  # fmt: skip
+        problem = f"its character at position {error.start} is an unpaired surrogate"
+        raise InputError(f"The text cannot be encoded: {problem}.") from error
     return text
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer.
+    """Train a byte-level BPE tokenizer of `vocab_size` ids, at least `MIN_VOCAB`, of which the end-of-text token is 0.
 
-    The result does not depend on the number of threads: the initial alphabet is fixed, and the library breaks ties
-    between pairs by their ids.
-
-    Args:
-      texts: texts of the train split.
-      vocab_size: number of token ids, including the end-of-text token (id 0); fewer are used if the texts have too
-        few pairs to merge.
-
-    Raises:
-      InputError: `vocab_size` is below `MIN_VOCAB`.
+    Fewer are used if the texts have too few pairs to merge. The result does not depend on the number of threads: the
+    initial alphabet is fixed, and the library breaks ties between pairs by their ids.
     """
     allowed = f"at least {MIN_VOCAB}: one token per byte, plus {EOT_TEXT}"
     require(vocab_size >= MIN_VOCAB, "model.vocab_size", vocab_size, allowed)
@@ -240,27 +223,31 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     # Special tokens come first, so the id of the end-of-text token is 0.
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOT_TEXT], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[EOT_TEXT], show_progress=False, initial_alphabet=alphabet
+    )
     with _library("be trained"):
         backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend, bos_text=EOT_TEXT)
 
 
-def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None = None, *,
-                   default_eot: str | None = None, eos_text: str | None = None) -> Tokenizer:  # fmt: skip
-    """Load a `tokenizer.json`.
+def load_tokenizer(
+    path: Path,
+    eot_text: str | None = None,
+    bos_text: str | None = None,
+    *,
+    default_eot: str | None = None,
+    eos_text: str | None = None,
+) -> Tokenizer:
+    """Load a `tokenizer.json`; `InputError` if it is none, or a token is unknown or ambiguous.
 
     Args:
       path: path of the file.
       eot_text: the token that ends a document; None selects the one of `EOT_TEXTS` in the vocabulary.
       bos_text: the token that begins a document; None means none.
-      default_eot: the token that ends a document if `eot_text` is None and the vocabulary has none or several of
-        `EOT_TEXTS`.
+      default_eot: in place of `eot_text`, if that is None and the vocabulary has none or several of `EOT_TEXTS`.
       eos_text: another token that ends a turn or a text; None means none.
-
-    Raises:
-      InputError: the file is missing or not a tokenizer, or a token is unknown or ambiguous.
     """
     with _library("be read", f"file {path} "):
         require_regular(path)
@@ -274,8 +261,10 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
             raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
     if eot_text is None:
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
-        raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
-                         "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
+        raise InputError(
+            f"The tokenizer file {path} {has}; name the token that ends a document as eos_token of a "
+            "tokenizer_config.json beside it, or with --eot of data prepare."
+        )
     tokenizer = Tokenizer(backend, eot_text, bos_text, eos_text, stops)
     return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(template)])
 
@@ -299,11 +288,7 @@ def _template(path: Path) -> str:
 
 
 def tokenizer_path(named: str) -> Path:
-    """Return the `tokenizer.json` that --tokenizer names: the file itself, or the folder that has it.
-
-    Raises:
-      InputError: there is no such file.
-    """
+    """Return the `tokenizer.json` that --tokenizer names, the file or its folder; `InputError` if there is none."""
     path = expanded(named)
     path = path / "tokenizer.json" if path.is_dir() else path
     require(path.is_file(), "--tokenizer", named, "a tokenizer.json or a folder that has one")
@@ -313,14 +298,18 @@ def tokenizer_path(named: str) -> Path:
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     """Raise `InputError` if the tokenizer at `path` has more tokens than the model's `vocab_size`."""
     if tokenizer.vocab_size > vocab_size:
-        raise InputError(f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size "
-                         f"({vocab_size}); raise model.vocab_size to at least {tokenizer.vocab_size}.")  # fmt: skip
+        raise InputError(
+            f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size ({vocab_size}); "
+            f"raise model.vocab_size to at least {tokenizer.vocab_size}."
+        )
 
 
 def vocabulary_warning(tokenizer: Tokenizer, vocab_size: int) -> str | None:
     """Return a warning about unused embedding rows; None if they only pad to a multiple of `_PADDED_TO`."""
     if -(-tokenizer.vocab_size // _PADDED_TO) * _PADDED_TO >= vocab_size:
         return None
-    return (f"Warning: the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}; "
-            f"{vocab_size - tokenizer.vocab_size:,} rows of the embedding are never used. Lower model.vocab_size, or "
-            "use a larger tokenizer.")  # fmt: skip
+    return (
+        f"Warning: the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}; "
+        f"{vocab_size - tokenizer.vocab_size:,} rows of the embedding are never used. Lower model.vocab_size, or use a "
+        "larger tokenizer."
+    )

@@ -13,7 +13,7 @@ import jax
 from zaya_jax.checkpoint.environment import environment, versions
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.loader import to_dict
-from zaya_jax.data.account import evaluated_lines
+from zaya_jax.data.loading.account import evaluated_lines
 from zaya_jax.errors import InputError, RunStopped, as_sentence
 from zaya_jax.evaluate import harness
 from zaya_jax.evaluate.follow import check_followed, follow

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.data.pipeline import Batch, heldout_batches, heldout_text
-from zaya_jax.data.plan import heldout_phase
-from zaya_jax.data.sources import Prepared, Source
+from zaya_jax.data.loading.batches import Batch, heldout_batches, heldout_text
+from zaya_jax.data.loading.run_plan import heldout_phase
+from zaya_jax.data.loading.sources import Prepared, Source
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 
 # Batches in flight. CPU devices of several processes can deadlock with many (up to 32): each process then waits for a

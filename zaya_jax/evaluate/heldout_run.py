@@ -11,8 +11,8 @@ import jax
 
 from zaya_jax.config import Config, ModelConfig, ParallelConfig, from_dict
 from zaya_jax.config.stages import first_step, stage_at
-from zaya_jax.data.pipeline import HeldoutText, heldout_text
-from zaya_jax.data.sources import open_sources
+from zaya_jax.data.loading.batches import HeldoutText, heldout_text
+from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import HeldoutEvaluator

@@ -22,7 +22,7 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.checks import counted, require
-from zaya_jax.data.conversation import check_pairs
+from zaya_jax.data.chat.conversation import check_pairs
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Score, Scorer
 from zaya_jax.evaluate.texts import prefix_token, windows

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from zaya_jax.config.checks import counted
-from zaya_jax.data.bins import pack
+from zaya_jax.data.loading.bin_packing import pack
 from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import all_gather
 from zaya_jax.model.loss import chunked_logprobs

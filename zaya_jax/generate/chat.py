@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterator
 
 from zaya_jax.config.checks import counted
-from zaya_jax.data.chat import render_request
-from zaya_jax.data.conversation import THINK, THINK_END, Conversation, find_special, parse_conversation
-from zaya_jax.data.template_runner import run_template
+from zaya_jax.data.chat.conversation import THINK, THINK_END, Conversation, find_special, parse_conversation
+from zaya_jax.data.chat.template import render_request
+from zaya_jax.data.chat.template_process import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.checks import shown
 from zaya_jax.config.weight_source import HF, parse_source
-from zaya_jax.data.chat import DEFAULT_TEMPLATE
+from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, end_tokens, load_tokenizer, read_beside, tokenizer_path
 from zaya_jax.errors import InputError

@@ -10,7 +10,7 @@ import jax
 
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
-from zaya_jax.data.workers import end_with_parent
+from zaya_jax.data.prepare.workers import end_with_parent
 from zaya_jax.lab.kernel_cases import EIGHT_B, passes
 from zaya_jax.lab.measure.gemm.compiled import program_name
 from zaya_jax.lab.measure.gemm.gemm_sweep import Request as GemmRequest

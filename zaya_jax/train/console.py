@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stage_at, tokens_before, total_steps
-from zaya_jax.data.plan import RunPlan
+from zaya_jax.data.loading.run_plan import RunPlan
 from zaya_jax.errors import printable
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.hardware.environment import describe_preset

@@ -6,7 +6,7 @@ from typing import Any
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
-from zaya_jax.data.pipeline import HeldoutText, heldout_text
+from zaya_jax.data.loading.batches import HeldoutText, heldout_text
 from zaya_jax.errors import printable
 from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.generate.decode import generate_tokens

@@ -12,7 +12,7 @@ from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, from_dict, to_dict, to_yaml
 from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import first_step, stage_at, tokens_before, total_steps
-from zaya_jax.data.pipeline import TrainBatches
+from zaya_jax.data.loading.batches import TrainBatches
 from zaya_jax.errors import InputError, printable
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.checkpoints import checkpoint_folder

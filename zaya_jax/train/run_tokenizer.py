@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_jax.config import Config
-from zaya_jax.data.chat import DEFAULT_TEMPLATE
-from zaya_jax.data.sources import Prepared
+from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
+from zaya_jax.data.loading.sources import Prepared
 from zaya_jax.errors import InputError
 from zaya_jax.run import tokenizer as files
 from zaya_jax.run.files import expanded

@@ -10,7 +10,7 @@ import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config.stages import phase_steps, stage_at, total_steps
-from zaya_jax.data.pipeline import Batch, TrainBatches
+from zaya_jax.data.loading.batches import Batch, TrainBatches
 from zaya_jax.errors import Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
 from zaya_jax.job.multihost import is_primary

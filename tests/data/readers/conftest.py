@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from zaya_jax.data.readers.formats import read_unit
+from zaya_jax.data.readers.inputs import read_unit
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.prepare_helpers import write_arrow
-from zaya_jax.data.readers.arrow import count_pieces, read_arrow
+from zaya_jax.data.readers.documents import Unit
 from zaya_jax.data.readers.inputs import list_units
-from zaya_jax.data.readers.unit import Unit
+from zaya_jax.data.readers.tables import count_pieces, read_table
 from zaya_jax.errors import InputError
 
 texts = st.one_of(st.none(), st.text(st.characters(exclude_categories=["Cs"])))
@@ -52,7 +52,7 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, stream):
     chats = [[{"role": "user", "content": f"hi {i}"}] for i in range(100)]
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     path = write_arrow(tmp_path / "a.arrow", [chats[:30], chats[30:]], stream=stream, kind=kind)
-    entries = list(read_arrow(whole(path), "text"))
+    entries = list(read_table(whole(path), "text"))
     assert [document.value for document in entries] == chats
     assert sum(document.bytes for document in entries) == pytest.approx(path.stat().st_size, abs=1000)
 
@@ -61,7 +61,7 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, stream):
 def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, stream):
     path = write_arrow(tmp_path / "a.arrow", [["one", "caf_", "three"]], stream=stream)
     path.write_bytes(path.read_bytes().replace(b"caf_", b"caf\xe9"))
-    first, bad, last = read_arrow(whole(path), "text")
+    first, bad, last = read_table(whole(path), "text")
     assert (first.value, last.value) == ("one", "three")
     assert (bad.line, bad.reason) == (2, "not UTF-8")
 
@@ -73,7 +73,7 @@ def test_damage_is_told_with_the_name_of_the_file(tmp_path, stream):
     for content in (data[: len(data) // 2], data[:100], b"nonsense and more", b""):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"The Arrow file .*a\.arrow cannot be read: .+"):
-            list(read_arrow(unit, "text"))
+            list(read_table(unit, "text"))
 
 
 def test_a_stream_cut_anywhere_is_never_read_as_complete(tmp_path):
@@ -81,7 +81,7 @@ def test_a_stream_cut_anywhere_is_never_read_as_complete(tmp_path):
     for cut in range(1, len(data)):
         (tmp_path / "a.arrow").write_bytes(data[:cut])
         with pytest.raises(InputError, match=r"a\.arrow (cannot be read|ends without its end-of-stream marker)"):
-            list(read_arrow(Unit("arrow", (str(tmp_path / "a.arrow"),), 0, 1, cut), "text"))
+            list(read_table(Unit("arrow", (str(tmp_path / "a.arrow"),), 0, 1, cut), "text"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -92,7 +92,7 @@ def test_offsets_that_point_outside_are_damage(tmp_path, stream):
     assert data.count(offset) == 1
     path.write_bytes(data.replace(offset, (2**30).to_bytes(4, "little") + (2002).to_bytes(4, "little")))
     with pytest.raises(InputError, match=r"The Arrow file .*a\.arrow cannot be read: .+"):
-        list(read_arrow(whole(path), "text"))
+        list(read_table(whole(path), "text"))
 
 
 def test_a_file_with_fewer_batches_than_it_had_is_told(tmp_path):
@@ -100,4 +100,4 @@ def test_a_file_with_fewer_batches_than_it_had_is_told(tmp_path):
     unit = whole(path)
     write_arrow(path, [["one"]], stream=False)
     with pytest.raises(InputError, match="has 1 record batch, fewer than the 3 it had"):
-        list(read_arrow(unit, "text"))
+        list(read_table(unit, "text"))

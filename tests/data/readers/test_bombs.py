@@ -23,7 +23,7 @@ MOST = 400 * MEBI  # bytes that a process holds at any time, with Python and lib
 READ = r"""
 import json, re, sys
 from pathlib import Path
-from zaya_jax.data.readers.formats import read_unit
+from zaya_jax.data.readers.inputs import read_unit
 from zaya_jax.data.readers.inputs import list_units
 read = []
 for unit in list_units([sys.argv[1]]):

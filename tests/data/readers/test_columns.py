@@ -3,9 +3,9 @@ import datetime
 import pyarrow as pa
 import pytest
 
-from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Document, FirstLine
-from zaya_jax.data.readers.values import sibling_rejection
+from zaya_jax.data.readers.documents import Document, FirstLine
+from zaya_jax.data.readers.fields import sibling_rejection
+from zaya_jax.data.readers.tables import check_columns, column_documents
 from zaya_jax.errors import InputError
 
 

@@ -4,9 +4,8 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
-from zaya_jax.data.readers.formats import FORMATS
-from zaya_jax.data.readers.inputs import list_units
-from zaya_jax.data.readers.unit import Document, FirstLine, Format, cut_evenly
+from zaya_jax.data.readers.documents import Document, FirstLine, Format, cut_evenly
+from zaya_jax.data.readers.inputs import FORMATS, list_units
 
 JSONL = b'{"text": "one"}\n{"text": "\\u2603 two"}\n{"text": "three\\r\\nlines"}\n'
 
@@ -17,7 +16,7 @@ def test_plain_files_are_read_without_pyarrow_and_nothing_needs_jax(tmp_path):
     (tmp_path / "c.txt").write_text("text")
     program = (
         "import sys; from zaya_jax.data.readers.inputs import list_units;"
-        "from zaya_jax.data.readers.formats import read_unit;"
+        "from zaya_jax.data.readers.inputs import read_unit;"
         "print(sum(1 for u in list_units(sys.argv[1:]) for _ in read_unit(u, field='text')));"
         "print(sorted({'jax', 'pyarrow'} & set(sys.modules)))"
     )

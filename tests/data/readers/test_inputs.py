@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.prepare_helpers import write_arrow, write_megatron, write_saved
+from zaya_jax.data.readers.documents import Unit
 from zaya_jax.data.readers.inputs import list_units
-from zaya_jax.data.readers.unit import Unit
 from zaya_jax.errors import InputError
 
 MIB = 2**20

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.data.readers import jsonl
+from zaya_jax.data.readers.documents import BadDocument, Document, Unit
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.jsonl import read_jsonl
-from zaya_jax.data.readers.unit import BadDocument, Document, Unit
 from zaya_jax.errors import InputError
 
 BAD_LINES = {
@@ -220,7 +220,7 @@ def test_a_gzip_file_changed_inside_is_named(tmp_path, where):
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_lines_that_are_too_long_are_bad_documents_and_those_after_them_are_read(tmp_path, monkeypatch, pack):
-    monkeypatch.setattr(jsonl, "LONGEST", 100)
+    monkeypatch.setattr(jsonl.fields, "LONGEST", 100)
     monkeypatch.setattr(jsonl, "_READ_BYTES", 64)  # the rest of a line takes several reads
     path = tmp_path / ("a.jsonl" if pack is bytes else "a.jsonl.gz")
     good = b'{"text": "short"}\n'

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.prepare_helpers import write_megatron
+from zaya_jax.data.readers.documents import Unit
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.megatron import open_index, read_megatron
-from zaya_jax.data.readers.unit import Unit
 from zaya_jax.errors import InputError
 
 HEADER = 34

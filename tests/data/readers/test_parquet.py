@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.data.readers import parquet
+from zaya_jax.data.readers import tables
+from zaya_jax.data.readers.documents import Unit
 from zaya_jax.data.readers.inputs import list_units
-from zaya_jax.data.readers.parquet import count_row_groups, read_parquet
-from zaya_jax.data.readers.unit import Unit
+from zaya_jax.data.readers.tables import count_pieces, read_table
 from zaya_jax.errors import InputError
 
 
@@ -18,7 +18,7 @@ def write(path, texts, rows=4, kind=None, **options):
 
 
 def whole(path):
-    return Unit("parquet", (str(path),), 0, count_row_groups(str(path)), path.stat().st_size)
+    return Unit("parquet", (str(path),), 0, count_pieces(str(path)), path.stat().st_size)
 
 
 @given(
@@ -43,7 +43,7 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path):
     path = write(
         tmp_path / "a.parquet", chats, 700, pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     )
-    entries = list(read_parquet(whole(path), "text"))
+    entries = list(read_table(whole(path), "text"))
     assert [document.value for document in entries] == chats
     assert sum(document.bytes for document in entries) == path.stat().st_size
 
@@ -56,14 +56,14 @@ CHAT = pa.struct([("content", pa.string()), ("n", pa.int64()), ("images", pa.lis
 @pytest.mark.parametrize("rows", [20, 300])
 @pytest.mark.parametrize("store_schema", [False, True])
 def test_values_that_stand_for_much_are_read_as_others(tmp_path, monkeypatch, kind, rows, store_schema):
-    monkeypatch.setattr(parquet, "_BATCH_BYTES", 1)
-    monkeypatch.setattr(parquet, "_COMPACT_BYTES", 100_000)  # of some groups, and of some of their rows
+    monkeypatch.setattr(tables, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(tables, "_COMPACT_BYTES", 100_000)  # of some groups, and of some of their rows
     message = {"content": "x" * 2000, "n": 1, "images": [b"y" * 50, None]}
     maps = [[("content", "x" * 2000)], [("a", "b"), ("c", None)]]
     chats = [maps if pa.types.is_map(kind.value_type) else [message | {"n": n}, {**message, "content": str(n % 7)}]
              for n in range(300)]  # fmt: skip
     path = write(tmp_path / "a.parquet", chats, rows, kind, store_schema=store_schema)
-    assert [document.value for document in read_parquet(whole(path), "text")] == chats
+    assert [document.value for document in read_table(whole(path), "text")] == chats
 
 
 def test_damage_is_told_with_the_name_of_the_file(tmp_path):
@@ -73,7 +73,7 @@ def test_damage_is_told_with_the_name_of_the_file(tmp_path):
     for content in (data[: len(data) // 2], b"nonsense", b"", b"PAR1" + bytes(20_000) + data[20_004:]):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"The Parquet file .*a\.parquet cannot be read: .+"):
-            list(read_parquet(unit, "text"))
+            list(read_table(unit, "text"))
 
 
 def test_a_page_with_a_wrong_checksum_is_damage(tmp_path):
@@ -82,7 +82,7 @@ def test_a_page_with_a_wrong_checksum_is_damage(tmp_path):
     unit, data = whole(path), path.read_bytes()
     path.write_bytes(data[:9000] + b"two " + data[9004:])
     with pytest.raises(InputError, match="checksum"):
-        list(read_parquet(unit, "text"))
+        list(read_table(unit, "text"))
 
 
 def test_a_file_with_fewer_row_groups_than_it_had_is_told(tmp_path):
@@ -90,4 +90,4 @@ def test_a_file_with_fewer_row_groups_than_it_had_is_told(tmp_path):
     unit = whole(path)
     write(path, ["one"] * 4)
     with pytest.raises(InputError, match="has 1 row group, fewer than the 3 it had"):
-        list(read_parquet(unit, "text"))
+        list(read_table(unit, "text"))

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from tests.data.prepare_helpers import write_arrow, write_saved
-from zaya_jax.data.readers.saved import saved_files
+from zaya_jax.data.readers.inputs import saved_files
 from zaya_jax.errors import InputError
 
 

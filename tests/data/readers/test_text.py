@@ -3,10 +3,10 @@ import re
 
 import pytest
 
+from zaya_jax.data.prepare.workers import _MOST_MEMORY
+from zaya_jax.data.readers.documents import BadDocument, Document, Unit
+from zaya_jax.data.readers.fields import LONGEST
 from zaya_jax.data.readers.text import read_text
-from zaya_jax.data.readers.unit import BadDocument, Document, Unit
-from zaya_jax.data.readers.values import LONGEST
-from zaya_jax.data.workers import _MOST_MEMORY
 from zaya_jax.errors import InputError
 
 

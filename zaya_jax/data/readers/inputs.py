@@ -1,5 +1,6 @@
-"""List input files and folders, and cut them into units of work. The result is the same on every machine."""
+"""List input files and folders, cut them into units of work, and read a unit. The same on every machine."""
 
+import importlib
 import itertools
 import json
 import os
@@ -9,34 +10,60 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from zaya_jax.config.checks import counted, list_counts, require
-from zaya_jax.data.readers.folders import list_folder, suffix_kind
-from zaya_jax.data.readers.formats import FORMATS, load_format
+from zaya_jax.data.readers.documents import Entry, Format, InputFile, Unit, reading
 from zaya_jax.data.readers.jsonl import plain_lines
-from zaya_jax.data.readers.saved import saved_files
-from zaya_jax.data.readers.unit import InputFile, Unit, reading
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
+from zaya_jax.run.files import read_object
 
+PACKED = ("gz", "zst", "bz2", "xz")
+# `Unit.format` → suffixes of its files. To add a format, add a module that defines `FORMAT`, and lines here.
+FORMATS: dict[str, tuple[str, ...]] = {
+    # C4 and Dolma call compressed JSON lines `.json.gz`.
+    "jsonl": (".jsonl", ".ndjson", *(f".{name}.{packed}" for name in ("jsonl", "ndjson", "json") for packed in PACKED)),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "megatron": (".bin",),
+    "text": (),  # suffixes are an argument of `list_units`
+}
+_MODULES = {"parquet": "tables", "arrow": "tables"}  # others are named like the format
 # Comments and submissions of Reddit, as JSON lines: of a month, of a day, or of a subreddit.
 _PUSHSHIFT = re.compile(r"R[CS](_v2)?_\d{4}-\d\d(-\d\d)?\.(gz|zst|bz2|xz)|.+_(comments|submissions)\.zst")
+_DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"  # of `datasets.save_to_disk`
 _LEAST_UNIT, _MOST_UNIT, _UNITS = 2 * 2**20, 2**30, 512
 
 
-def list_units(
-    inputs: Sequence[str | Path], *, suffixes: tuple[str, ...] = (".txt",), unit_bytes: int | None = None,
-    unread: Counter[str] | None = None,
-) -> list[Unit]:  # fmt: skip
-    """Cut the inputs into units of work, in the order of the inputs.
+def load_format(name: str) -> Format:
+    """Import a format of `FORMATS` on first use, because tables need pyarrow."""
+    return importlib.import_module(f"zaya_jax.data.readers.{_MODULES.get(name, name)}").FORMAT
 
-    The result depends only on the arguments and the files.
+
+def read_unit(unit: Unit, *, field: str) -> Iterator[Entry]:
+    """Read the documents of a unit in order, with only a few of them in memory.
+
+    The units of `list_units`, read in order, yield every document of the inputs exactly once and in order: a `Document`
+    for each text that is not only white space, non-empty list, or array of token ids, and a `BadDocument` for anything
+    else. Blank lines of JSONL are skipped. `field` is a JSON key or column, ignored for text and Megatron files.
+    `InputError` during iteration if a file cannot be read, is damaged, or has no such column.
+    """
+    return load_format(unit.format).read(unit, field)
+
+
+def list_units(
+    inputs: Sequence[str | Path],
+    *,
+    suffixes: tuple[str, ...] = (".txt",),
+    unit_bytes: int | None = None,
+    unread: Counter[str] | None = None,
+) -> list[Unit]:
+    """Cut the inputs into units of work, in the order of the inputs. The result depends only on them and the files.
 
     Args:
-      inputs: paths of these kinds:
-        - files with a known suffix; for Megatron datasets the `.bin`, the `.idx` or their common prefix;
-        - folders written by `datasets.save_to_disk`;
-        - other folders, which are searched recursively and in sorted order for files with a known suffix, except
-          hidden files and links to folders.
+      inputs: files with a known suffix (for Megatron datasets the `.bin`, the `.idx` or their common prefix); folders
+        written by `datasets.save_to_disk`; and other folders, which are searched recursively and in sorted order for
+        files with a known suffix, except hidden files and links to folders.
       suffixes: suffixes of text files, in addition to those of `FORMATS`.
       unit_bytes: size of a unit. None means 1/512 of the input, but at least 2 MiB and at most 1 GiB. A compressed
         file, an Arrow stream, a row group, a text and a Megatron document are never cut.
@@ -54,15 +81,16 @@ def list_units(
     _check_distinct(files)
     if unit_bytes is None:
         unit_bytes = max(_LEAST_UNIT, min(_MOST_UNIT, sum(file.bytes for file in files) // _UNITS))
-    units = [unit for kind, group in itertools.groupby(files, lambda file: file.format)
-             for unit in load_format(kind).cut(list(group), unit_bytes)]  # fmt: skip
+    units: list[Unit] = []
+    for kind, group in itertools.groupby(files, lambda file: file.format):
+        units += load_format(kind).cut(list(group), unit_bytes)
     if not units:
         raise InputError(f"The inputs contain no document: {', '.join(map(str, inputs))}.")
     read = {file for unit in units for file in unit.files}
     unread.update("empty" for file in files if file.path not in read)
     if unread:
-        print(f"data: {counted(unread.total(), 'item')} of the input not read: {list_counts(unread)}. "
-              f"Known suffixes are {_known(suffixes)}.", file=sys.stderr)  # fmt: skip
+        left_out = f"{counted(unread.total(), 'item')} of the input not read: {list_counts(unread)}"
+        print(f"data: {left_out}. Known suffixes are {_known(suffixes)}.", file=sys.stderr)
     if raw := sum(file.format == "text" and file.path.endswith(".json") for file in files):
         print(f"data: {counted(raw, '.json file')} read as plain text, one document each.", file=sys.stderr)
     return units
@@ -72,8 +100,10 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     if os.path.isdir(path):
         files = list(_walk(path, suffixes, unread))
         if not any(file.bytes for file in files):
-            raise InputError(f"The folder {path} contains no non-empty file with a known suffix: {_known(suffixes)}. "
-                             "For other text files pass --suffixes, such as --suffixes .py .md.")  # fmt: skip
+            raise InputError(
+                f"The folder {path} contains no non-empty file with a known suffix: {_known(suffixes)}. "
+                "For other text files pass --suffixes, such as --suffixes .py .md."
+            )
         return files
     if path.name.endswith(".idx"):
         path = path.with_name(path.name.removesuffix(".idx") + ".bin")
@@ -87,8 +117,10 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     if not file.bytes:
         raise InputError(f"The file {path} is empty; leave it out.")
     if kind == "jsonl" and path.suffix == ".json" and not _has_objects(path, 1):
-        raise InputError(f"The file {path} has no JSON object in its first line, but must have one per line. Convert "
-                         f"it, for example with: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}")  # fmt: skip
+        raise InputError(
+            f"The file {path} has no JSON object in its first line, but must have one per line. Convert "
+            f"it, for example with: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
+        )
     return [file]
 
 
@@ -109,13 +141,90 @@ def _walk(folder: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> Iter
             unread[suffix_kind(entry.name)] += 1
 
 
+def saved_files(folder: Path) -> list[Path] | None:
+    """Return the Arrow files of a saved dataset or, split by split, of a saved dataset dict; None for other folders.
+
+    Other Arrow files in the folder are caches of `datasets` and not part of the dataset. `InputError` if the JSON files
+    of the dataset cannot be read or parsed, or a split is missing.
+    """
+    if os.path.isfile(folder / _DICT):
+        splits = _names(folder / _DICT, _json(folder / _DICT, "splits"))
+        return [file for split in splits for file in _split_files(folder / split)]
+    return _split_files(folder) if all(os.path.isfile(folder / name) for name in (_STATE, _INFO)) else None
+
+
+def _split_files(folder: Path) -> list[Path]:
+    if read_object(folder / _STATE).get("_indices_data_files"):
+        raise InputError(
+            f"The saved dataset {folder} selects its rows through _indices_data_files, as old versions of "
+            "datasets did, which is not read. Load it, call flatten_indices(), and save it again."
+        )
+    entries = _json(folder / _STATE, "_data_files")
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    files = [folder / name for name in _names(folder / _STATE, names)]
+    _compare_rows(folder, files)
+    return files
+
+
+def _compare_rows(folder: Path, files: list[Path]) -> None:
+    """Warn if a dataset has fewer rows than its info lists. `datasets` keeps the old number when rows are filtered."""
+    split = read_object(folder / _STATE).get("_split")
+    try:
+        expected = read_object(folder / _INFO)["splits"][split]["num_examples"]
+    except (KeyError, TypeError):
+        return
+    if not isinstance(expected, int) or not all(file.is_file() for file in files):
+        return
+    from zaya_jax.data.readers.tables import count_rows
+
+    rows = sum(count_rows(str(file)) for file in files)
+    if rows < expected:
+        print(
+            f"data: the saved dataset {folder} has {rows:,} rows, but {_INFO} says that split {split!r} has "
+            f"{expected:,}. Unless rows were filtered out, save or copy it again.",
+            file=sys.stderr,
+        )
+
+
+def _json(path: Path, key: str) -> list[Any]:
+    tree = read_object(path)
+    if not isinstance(tree.get(key), list):
+        raise InputError(f"The file {path} of a saved dataset must be an object with a list {key!r}.")
+    return tree[key]
+
+
+def _names(path: Path, names: list[Any]) -> list[str]:
+    if not all(isinstance(name, str) and name and Path(name).name == name for name in names):
+        raise InputError(f"The file {path} of a saved dataset must list file names, but lists {names!r}.")
+    return names
+
+
+def list_folder(folder: Path, unread: Counter[str]) -> Iterator[os.DirEntry[str]]:
+    """Yield the files and folders in a folder, sorted by name; count in `unread` the items that are left out."""
+    try:
+        with os.scandir(folder) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+    except OSError as error:
+        raise InputError(f"The folder {folder} cannot be listed: {error.strerror}.") from error
+    for entry in entries:
+        if entry.name.startswith("."):
+            unread["hidden"] += 1
+        elif entry.is_symlink() and os.path.isdir(entry.path):
+            unread["linked (folders)"] += 1
+        else:
+            yield entry
+
+
+def suffix_kind(name: str) -> str:
+    """Return what counts of unread files call a file; numbers and long suffixes, which can be many, count as none."""
+    suffix = Path(name).suffix
+    return "without suffix" if len(suffix) > 12 or not suffix.strip(".0123456789") else printable(suffix)
+
+
 def _format(name: str, suffixes: tuple[str, ...]) -> str | None:
-    for kind, endings in FORMATS.items():
-        if name.endswith(endings):
-            return kind
-    if _PUSHSHIFT.fullmatch(name):
-        return "jsonl"
-    return "text" if name.endswith(suffixes) else None
+    known = (kind for kind, endings in FORMATS.items() if name.endswith(endings))
+    other = "text" if name.endswith(suffixes) else None
+    return next(known, "jsonl" if _PUSHSHIFT.fullmatch(name) else other)
 
 
 def _known(suffixes: tuple[str, ...]) -> str:
@@ -135,8 +244,10 @@ def _has_objects(path: Path, count: int) -> bool:
 def refuse_lines(path: Path) -> None:
     """Raise `InputError` if a file that would be read as one text has JSON lines, as far as its beginning tells."""
     if path.suffix in (".json", *FORMATS["jsonl"]) and _has_objects(path, 2):
-        raise InputError(f"The file {path} has one JSON object per line, but --suffixes or data.suffixes makes it one "
-                         "text. Name it .jsonl, and read it with python -m zaya_jax.data prepare.")  # fmt: skip
+        raise InputError(
+            f"The file {path} has one JSON object per line, but --suffixes or data.suffixes makes it one "
+            "text. Name it .jsonl, and read it with python -m zaya_jax.data prepare."
+        )
 
 
 def _file(path: Path, kind: str) -> InputFile:
@@ -160,6 +271,6 @@ def _check_distinct(files: Sequence[InputFile]) -> None:
         path = os.path.realpath(file.path)
         if path in seen:
             link = "" if os.path.abspath(seen[path]) == os.path.abspath(file.path) else f", also as {seen[path]}"
-            raise InputError(f"The file {file.path} is given twice{link}; pass each file, or a folder that contains "
-                             "it, once.")  # fmt: skip
+            advice = "pass each file, or a folder that contains it, once"
+            raise InputError(f"The file {file.path} is given twice{link}; {advice}.")
         seen[path] = file.path

@@ -9,6 +9,7 @@ import bz2
 import io
 import json
 import lzma
+import math
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from zaya_jax.data.readers.tool_calls import with_tools
-from zaya_jax.data.readers.unit import (
+import zstandard
+
+from zaya_jax.data.readers import fields
+from zaya_jax.data.readers.documents import (
     BadDocument,
     Document,
     Entry,
@@ -32,25 +35,21 @@ from zaya_jax.data.readers.unit import (
     reading,
     require_pieces,
 )
-from zaya_jax.data.readers.values import (
-    LONGEST,
-    TOOLS,
-    find_field,
-    is_document,
-    json_kind,
-    rejection,
-    sibling_rejection,
-    suggest_chat,
-    unread_keys,
-)
-
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 _READ_BYTES = 2**20  # bytes
 _FRAME_READ_BYTES = 2**12  # bytes; in zstd, 4 of them can stand for 128 KiB
 _ZSTD_WINDOW = 2**31  # bytes; the largest, of `zstd --long=31`, as in Pushshift's files
 _EMPTY_BYTES = 512  # no compressed file of nothing is larger
 _COUNTED_BYTES = 64 * 2**20  # maximum bytes before a unit that are read to count its line numbers
+# By suffix, what makes a decompressor of one frame, with `decompress`, `eof` and `unused_data`.
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".gz": partial(zlib.decompressobj, zlib.MAX_WBITS + 16),
+    ".zst": zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj,
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+}
+COMPRESSED = tuple(_DECOMPRESSORS)
+_DAMAGE = EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError  # what decompressors raise, besides `OSError`
 
 
 def cut_jsonl(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
@@ -69,73 +68,71 @@ def _has_lines(file: InputFile) -> bool:
     if file.bytes > _EMPTY_BYTES:
         return True
     compressed = file.path.endswith(COMPRESSED)
-    with _open(file.path, buffering=0) as raw, reading(f"The file {file.path}", *_damage()):
+    with _open(file.path, buffering=0) as raw, reading(f"The file {file.path}", *_DAMAGE):
         start = (_decompress(file.path, raw) if compressed else raw).read(_READ_BYTES)
     return len(start) == _READ_BYTES or bool(start.removeprefix(BOM_UTF8).strip())
 
 
 def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
-    """Yield the field of each line that starts in the unit.
+    """Yield the field of each line that starts in the unit; `InputError` if the file cannot be read, or is damaged.
 
     Line numbers in messages count from the start of the file. For units beyond the first 64 MiB, counting would read
     too much, so they count from the start of the unit, and `[from byte N]` is appended to the file name.
-
-    Raises:
-      InputError: the file cannot be read, is damaged, or became shorter.
     """
     [file] = unit.files
     if file.endswith(COMPRESSED):
-        yield from _documents(file, field, _compressed_lines(file), FirstLine())
+        with _open(file, buffering=0) as raw, closing(_decompress(file, raw)) as stream:
+            yield from _documents(file, field, _lines(file, stream, raw, math.inf), FirstLine())
         return
-    start = _first_start(unit)
+    start, first = _first_start(unit), FirstLine()
     lines = plain_lines(file, start, unit.stop)
     if start > _COUNTED_BYTES:
-        yield from _documents(f"{file}[from byte {start}]", field, lines, FirstLine())
-    else:
-        first = FirstLine(partial(_line_number, file, start)) if start else FirstLine()
-        yield from _documents(file, field, lines, first)
+        file += f"[from byte {start}]"
+    elif start:
+        first = FirstLine(partial(_line_number, file, start))
+    yield from _documents(file, field, lines, first)
 
 
 def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first: FirstLine) -> Iterator[Entry]:
     for index, (line, size) in enumerate(lines):
-        if len(line) > LONGEST:
-            yield BadDocument(file, first.number + index, "too large", f"the line has more than {LONGEST:,} bytes")
+        if len(line) <= fields.LONGEST and (not line or line.isspace()):
             continue
-        if not line or line.isspace():
-            continue
-        value, bad, *unread = _parse(line, field)
+        value, bad, unread = _parse(line, field)
         if bad is None:
             yield Document(value, file, size, index, first, unread)
         else:
             yield BadDocument(file, first.number + index, *bad)
 
 
-def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, *tuple[str, ...]]:
+def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, tuple[str, ...]]:
     """Return the value of the field; the reason if it cannot be used; and the keys that are not read."""
+    if len(line) > fields.LONGEST:
+        return "", ("too large", f"the line has more than {fields.LONGEST:,} bytes"), ()
     try:
         tree = json.loads(line.decode("utf-8"))
         if rb"\u" in line and isinstance(tree, dict):  # only an escape can write an unpaired surrogate
-            json.dumps(tree.get(find_field(field, tree) or field), ensure_ascii=False).encode("utf-8")
+            json.dumps(tree.get(fields.find_field(field, tree) or field), ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        return "", ("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded")
+        return "", ("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded"), ()
     except UnicodeEncodeError:
-        return "", ("not UTF-8", f"{field!r} has an escaped unpaired surrogate")
+        return "", ("not UTF-8", f"{field!r} has an escaped unpaired surrogate"), ()
     except RecursionError:
-        return "", ("invalid JSON", "it is nested too deeply")
+        return "", ("invalid JSON", "it is nested too deeply"), ()
     except ValueError as error:  # bad syntax, or an integer with thousands of digits
-        return "", ("invalid JSON", str(error))
+        return "", ("invalid JSON", str(error)), ()
     if not isinstance(tree, dict):
-        return "", ("wrong type", f"the line is {json_kind(tree)}, but must be an object")
-    name = find_field(field, tree)
+        return "", ("wrong type", f"the line is {fields.json_kind(tree)}, but must be an object"), ()
+    name = fields.find_field(field, tree)
     if name is None:
-        return "", ("no field", f"the object has no key {field!r}; its keys are {', '.join(map(repr, tree)):.200}"
-                    f"{suggest_chat(field, tree)}")  # fmt: skip
+        keys, hint = ", ".join(map(repr, tree)), fields.suggest_chat(field, tree)
+        return "", ("no field", f"the object has no key {field!r}; its keys are {keys:.200}{hint}"), ()
     value = tree[name]
-    if not is_document(value):
-        return "", rejection(value, name)
-    if not isinstance(value, list):
-        return value, None
-    return with_tools(value, tree.get(TOOLS)), sibling_rejection(tree, name), *unread_keys(tree, name)
+    if not fields.is_document(value):
+        return "", fields.rejection(value, name), ()
+    if isinstance(value, str):
+        return value, None, ()
+    bad, unread = fields.sibling_rejection(tree, name), fields.unread_keys(tree, name)
+    return fields.with_tools(value, tree.get(fields.TOOLS)), bad, unread
 
 
 def _first_start(unit: Unit) -> int:
@@ -156,33 +153,21 @@ def _first_start(unit: Unit) -> int:
 def plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
     """Yield the lines that start in a range of bytes, each with its size in bytes."""
     with _open(file) as stream:
-        position = stream.seek(start)
-        while position < stop and (line := _read_line(stream, file)):
-            before, position = position, stream.tell()
-            yield line if before else line.removeprefix(BOM_UTF8), position - before
+        stream.seek(start)
+        yield from _lines(file, stream, stream, stop)
 
 
-def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a compressed file, each with the compressed bytes that were read for it."""
-    with _open(file, buffering=0) as raw, closing(_decompress(file, raw)) as stream:
-        position = 0
-        while line := _read_line(stream, file):
-            before, position = position, raw.tell()
-            yield line if before else line.removeprefix(BOM_UTF8), position - before
+def _lines(file: str, stream: IO[bytes], raw: IO[bytes], stop: float) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines that start before a position, each with the bytes of `raw` that were read for it."""
+    position = raw.tell()
+    while position < stop and (line := _read_line(stream, file)):
+        before, position = position, raw.tell()
+        yield line if before else line.removeprefix(BOM_UTF8), position - before
 
 
 def _decompress(file: str, raw: IO[bytes]) -> IO[bytes]:
-    stream: Any = _Frames(raw, _decompressors()[Path(file).suffix])
+    stream: Any = _Frames(raw, _DECOMPRESSORS[Path(file).suffix])
     return io.BufferedReader(stream, _READ_BYTES)
-
-
-def _decompressors() -> dict[str, Callable[[], Any]]:
-    """Return by suffix what makes a decompressor of one frame, with `decompress`, `eof` and `unused_data`."""
-    import zstandard
-
-    zstd = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-    return {".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS + 16), ".zst": zstd.decompressobj,
-            ".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}  # fmt: skip
 
 
 class _Frames(io.RawIOBase):
@@ -220,13 +205,6 @@ class _Frames(io.RawIOBase):
         return count
 
 
-def _damage() -> tuple[type[Exception], ...]:
-    """Return what decompressors raise, besides `OSError`."""
-    import zstandard
-
-    return EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError
-
-
 def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
     with reading(f"The file {file}"):
         return open(file, "rb", buffering=buffering)
@@ -234,9 +212,9 @@ def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
 
 def _read_line(stream: IO[bytes], file: str) -> bytes:
     """Read a line; of one that is longer than `LONGEST`, return the beginning, and pass over the rest."""
-    with reading(f"The file {file}", *(_damage() if file.endswith(COMPRESSED) else ())):
-        line = part = stream.readline(LONGEST + 1)
-        while len(line) > LONGEST and part and not part.endswith(b"\n"):
+    with reading(f"The file {file}", *(_DAMAGE if file.endswith(COMPRESSED) else ())):
+        line = part = stream.readline(fields.LONGEST + 1)
+        while len(line) > fields.LONGEST and part and not part.endswith(b"\n"):
             part = stream.readline(_READ_BYTES)
     return line
 

@@ -12,6 +12,7 @@ The `.idx` file has the layout of `megatron/core/datasets/indexed_dataset.py`, i
     int64    document indices: document i is sequences indices[i] to indices[i + 1]
 """
 
+import itertools
 import os
 import struct
 from collections.abc import Iterator
@@ -20,8 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly, require_pieces
-from zaya_jax.data.readers.values import LONGEST
+from zaya_jax.data.readers.documents import (
+    BadDocument,
+    Document,
+    Entry,
+    FirstLine,
+    Format,
+    Unit,
+    cut_evenly,
+    require_pieces,
+)
+from zaya_jax.data.readers.fields import LONGEST
 from zaya_jax.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -34,8 +44,8 @@ class Index(NamedTuple):
 
     file: str  # path of the `.idx`
     dtype: np.dtype  # integer dtype of a token
-    sequences: int  # number of sequences
-    documents: int  # number of documents
+    sequences: int
+    documents: int
     bin_bytes: int  # size of the `.bin`
 
 
@@ -45,14 +55,10 @@ def index_path(file: str) -> str:
 
 
 def open_index(file: str) -> Index:
-    """Read and check the header of an index.
+    """Read and check the header of the index of a `.bin` file.
 
-    Args:
-      file: path of the `.bin`.
-
-    Raises:
-      InputError: a file cannot be read, the `.idx` is not a Megatron index or its size does not match its header, or
-        the tokens are not integers.
+    `InputError` if a file cannot be read, the `.idx` is no Megatron index or its size does not match its header, or the
+    tokens are not integers.
     """
     path = index_path(file)
     try:
@@ -66,54 +72,55 @@ def open_index(file: str) -> Index:
     _, version, code, sequences, indices = _HEADER.unpack(header)
     if version != 1:
         raise InputError(f"The Megatron index {path} has version {version}, but only version 1 is supported.")
-    if code not in _DTYPES or np.dtype(_DTYPES[code]).kind == "f":
-        allowed = ", ".join(f"{code} ({np.dtype(t).name})" for code, t in _DTYPES.items() if np.dtype(t).kind != "f")
+    integers = {code: np.dtype(name) for code, name in _DTYPES.items() if "f" not in name}
+    if code not in integers:
+        allowed = ", ".join(f"{code} ({dtype.name})" for code, dtype in integers.items())
         raise InputError(f"The Megatron index {path} has the dtype code {code} for its tokens; allowed are {allowed}.")
     expected = _HEADER.size + 12 * sequences + 8 * indices
     if size != expected or not indices:
-        raise InputError(f"The Megatron index {path} has {size} bytes, but its header lists {sequences} sequences and "
-                         f"{indices} document indices, which take {expected}; the index is damaged.")  # fmt: skip
-    index = Index(path, np.dtype(_DTYPES[code]), sequences, indices - 1, bin_bytes)
+        raise InputError(
+            f"The Megatron index {path} has {size} bytes, but its header lists {sequences} sequences and "
+            f"{indices} document indices, which take {expected}; the index is damaged."
+        )
+    index = Index(path, integers[code], sequences, indices - 1, bin_bytes)
     ends = [int(_numbers(index, "documents", i, i + 1)[0]) for i in (0, index.documents)]
     if ends != [0, sequences]:
-        raise InputError(f"The documents of the Megatron index {path} are sequences {ends[0]} to {ends[1]}, but must "
-                         f"be 0 to {sequences} (all of them).")  # fmt: skip
+        actual = f"are sequences {ends[0]} to {ends[1]}, but must be 0 to {sequences} (all of them)"
+        raise InputError(f"The documents of the Megatron index {path} {actual}.")
     return index
 
 
-def read_megatron(unit: Unit) -> Iterator[Entry]:
+def read_megatron(unit: Unit, field: str = "") -> Iterator[Entry]:
     """Yield the token ids of each document, with its sequences concatenated, as a new array of the file's dtype.
 
     Ids are returned as stored: with the end-of-document token if it was written, and unchecked against a vocabulary.
-
-    Raises:
-      InputError: see `open_index`; or the index points outside the `.bin`, or lost documents.
+    `InputError` as in `open_index`, or if the index points outside the `.bin`, or lost documents.
     """
+    del field
     [file] = unit.files
     index = open_index(file)
     require_pieces(unit, index.file, index.documents, "document")
     bounds = _numbers(index, "documents", unit.start, unit.stop + 1)
     if np.any(bounds < 0) or np.any(bounds > index.sequences) or np.any(np.diff(bounds) < 0):
-        raise InputError(f"The Megatron index {index.file} is damaged: its document indices must rise from 0 to "
-                         f"{index.sequences}.")  # fmt: skip
+        problem = f"its document indices must rise from 0 to {index.sequences}"
+        raise InputError(f"The Megatron index {index.file} is damaged: {problem}.")
     begin, end = int(bounds[0]), int(bounds[-1])
     lengths, pointers = _numbers(index, "lengths", begin, end), _numbers(index, "pointers", begin, end)
     _check_sequences(index, lengths, pointers, begin)
     tokens = np.asarray(np.memmap(file, np.uint8, mode="r")) if index.bin_bytes else np.empty(0, np.uint8)
     first = FirstLine(unit.start + 1)
     sizes = lengths.astype(np.int64) * index.dtype.itemsize
-    for number, (low, high) in enumerate(zip(bounds[:-1] - begin, bounds[1:] - begin, strict=True)):
-        size = int(sizes[low:high].sum())
+    for number, (low, high) in enumerate(itertools.pairwise((bounds - begin).tolist())):
+        size, line = int(sizes[low:high].sum()), first.number + number
         if not size:
-            yield BadDocument(file, first.number + number, "empty", f"document {first.number + number} has no tokens")
-            continue
-        if size > LONGEST:  # the index can list the same sequence many times
-            yield BadDocument(file, first.number + number, "too large", f"document {first.number + number} has "
-                              f"{size:,} bytes, but at most {LONGEST:,} are one document")  # fmt: skip
-            continue
-        places = zip(pointers[low:high].tolist(), sizes[low:high].tolist(), strict=True)
-        ids = np.concatenate([tokens[place : place + length] for place, length in places]).view(index.dtype)
-        yield Document(ids, file, size, number, first)
+            yield BadDocument(file, line, "empty", f"document {line} has no tokens")
+        elif size > LONGEST:  # the index can list the same sequence many times
+            problem = f"document {line} has {size:,} bytes, but at most {LONGEST:,} are one document"
+            yield BadDocument(file, line, "too large", problem)
+        else:
+            places = zip(pointers[low:high].tolist(), sizes[low:high].tolist(), strict=True)
+            ids = np.concatenate([tokens[place : place + length] for place, length in places]).view(index.dtype)
+            yield Document(ids, file, size, number, first)
 
 
 def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
@@ -141,5 +148,6 @@ def _check_sequences(index: Index, lengths: np.ndarray, pointers: np.ndarray, be
         )
 
 
-FORMAT = Format(partial(cut_evenly, lambda path: open_index(path).documents), lambda unit, field: read_megatron(unit),
-                companions=lambda path: (index_path(path),))  # fmt: skip
+FORMAT = Format(
+    partial(cut_evenly, lambda path: open_index(path).documents), read_megatron, lambda path: (index_path(path),)
+)

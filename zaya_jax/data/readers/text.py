@@ -1,11 +1,11 @@
-"""Read text files, each of which is one document, unchanged."""
+"""Read text files, each of which is one document, unchanged: with byte order marks and carriage returns."""
 
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, InputFile, Unit, reading
-from zaya_jax.data.readers.values import LONGEST
+from zaya_jax.data.readers.documents import BadDocument, Document, Entry, FirstLine, Format, InputFile, Unit, reading
+from zaya_jax.data.readers.fields import LONGEST
 
 
 def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
@@ -21,20 +21,18 @@ def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
     yield Unit("text", tuple(paths), 0, len(paths), size)
 
 
-def read_text(unit: Unit) -> Iterator[Entry]:
-    """Yield the text of each file of the unit, including byte order marks and carriage returns.
-
-    Raises:
-      InputError: a file cannot be read.
-    """
+def read_text(unit: Unit, field: str = "") -> Iterator[Entry]:
+    """Yield the text of each file of the unit; `InputError` if one cannot be read. `field` is not used."""
+    del field
     for file in unit.files[unit.start : unit.stop]:
         with reading(f"The file {file}"):
-            if (size := Path(file).stat().st_size) > LONGEST:
-                yield BadDocument(file, 1, "too large", f"it has {size:,} bytes, but one text has at most {LONGEST:,}; "
-                                  "split it, and remove it, as with: split -C 50m --additional-suffix="
-                                  f"{shlex.join([Path(file).suffix, file, f'{file}-'])}")  # fmt: skip
-                continue
-            data = Path(file).read_bytes()
+            size = Path(file).stat().st_size
+            data = Path(file).read_bytes() if size <= LONGEST else b""
+        if size > LONGEST:
+            split = shlex.join([Path(file).suffix, file, f"{file}-"])
+            problem = f"it has {size:,} bytes, but one text has at most {LONGEST:,}; split it, and remove it, as with: "
+            yield BadDocument(file, 1, "too large", f"{problem}split -C 50m --additional-suffix={split}")
+            continue
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -46,4 +44,4 @@ def read_text(unit: Unit) -> Iterator[Entry]:
             yield Document(text, file, len(data), 0, FirstLine())
 
 
-FORMAT = Format(cut_texts, lambda unit, field: read_text(unit))
+FORMAT = Format(cut_texts, read_text)

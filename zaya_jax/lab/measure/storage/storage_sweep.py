@@ -11,7 +11,7 @@ import psutil
 from zaya_jax.config import Config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.io_estimate import PAGE_BYTES, io_estimate
-from zaya_jax.data.shards import token_dtype
+from zaya_jax.data.prepare.shards import token_dtype
 from zaya_jax.errors import InputError, printable
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.measure.storage.reads import time_reads, write_file

@@ -12,7 +12,7 @@ from typing import Any
 
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.config.stages import largest_stage
-from zaya_jax.data.workers import end_with_parent
+from zaya_jax.data.prepare.workers import end_with_parent
 from zaya_jax.errors import InputError
 from zaya_jax.lab.predict.compilers.compiled import failure_reason
 

@@ -1,0 +1,1 @@
+"""Sources, mixtures, packing and batches of a run."""

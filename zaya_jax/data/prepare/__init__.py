@@ -1,0 +1,1 @@
+"""Tokenize documents and write them as shards."""

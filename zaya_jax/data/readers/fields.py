@@ -1,0 +1,85 @@
+"""Rules that select the field or column of documents, and decide which of its values are usable."""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, TypeGuard
+
+from zaya_jax.data.readers.documents import Reason
+
+LONGEST = 2**27  # bytes of a document; to encode one takes 100 times as much memory
+CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
+TOOLS = "tools"  # field next to a conversation that becomes part of it
+# Fields next to a conversation that would change its meaning, and are refused; of the flags, if they are off.
+SIBLINGS = re.compile(
+    "functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|"
+    "documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs"
+)
+FLAGS = re.compile("weight|train|training|loss|label|loss_mask")
+EMPTY = (None, "", [], {}, "[]", "{}", "null")
+OFF = (*EMPTY, False)  # values of a key that is refused with any other; 0 equals False
+_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+_KINDS |= dict.fromkeys((int, float), "a number")
+
+
+def is_document(value: object) -> TypeGuard[str | list[Any]]:
+    """Return whether the value is a non-empty list, or a text that is not only white space."""
+    return bool(value) and (isinstance(value, list) or (isinstance(value, str) and not value.isspace()))
+
+
+def find_field(field: str, names: Collection[str]) -> str | None:
+    """Return the field to read: `field`, or `conversations` in place of a missing `messages`; None if absent."""
+    if field in names:
+        return field
+    return CONVERSATIONS[1] if field == CONVERSATIONS[0] and CONVERSATIONS[1] in names else None
+
+
+def suggest_chat(field: str, names: Collection[str]) -> str:
+    """Return a hint to append to a missing-field message if the data looks like conversations, otherwise ''."""
+    others = [name for name in CONVERSATIONS if name in names and name != field]
+    return f"; it has {others[0]!r}, and --chat reads conversations" if others else ""
+
+
+def with_tools(messages: Any, tools: Any) -> Any:
+    """Return a record of a conversation: the list of messages, or an object if there are tools."""
+    return {"messages": messages, "tools": tools} if tools else messages
+
+
+def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
+    """Return why a conversation with a field of `SIBLINGS` or `FLAGS` cannot be used; None if these are empty."""
+    for name, value in beside.items():
+        parts, empty = (value.values(), EMPTY) if isinstance(value, dict) else ([value], OFF)
+        if name != field and SIBLINGS.fullmatch(name) and any(each not in empty for each in parts):
+            return "unread field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
+        is_off = value is False or value == "false" or (name == "weight" and value not in (None, 1))
+        if name != field and FLAGS.fullmatch(name) and is_off:
+            return "unread field", f"{name!r} next to {field!r} is {value!r:.50}; leave out what is not trained"
+    return None
+
+
+def unread_keys(beside: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Return the keys next to a conversation that are neither empty, nor read, nor ask for what happens anyway."""
+    read = (field, TOOLS, "weight", "train", "training")
+    return tuple(name for name, value in beside.items() if name not in read and value not in EMPTY)
+
+
+def rejection(value: object, field: str) -> tuple[Reason, str]:
+    """Return why a value, or the error of reading it, is no document: the reason, and a clause that names the field."""
+    match value:
+        case None:
+            return "empty", f"{field!r} is null"
+        case str():
+            return "empty", f"{field!r} has {len(value)} characters, all of them white space"
+        case list():
+            return "empty", f"{field!r} is an empty list"
+        case UnicodeDecodeError():
+            return "not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}"
+        case MemoryError():
+            return "too large", f"{field!r} has more than {LONGEST:,} bytes, or than memory"
+        case Exception():  # a time that Python cannot represent
+            return "wrong type", f"{field!r} contains a value that JSON cannot represent: {value}"
+    return "wrong type", f"{field!r} is {json_kind(value)}, but must be text or a list"
+
+
+def json_kind(value: object) -> str:
+    """Name the type of a value in JSON's words, with an article."""
+    return _KINDS.get(type(value), f"a {type(value).__name__}")
