@@ -1,6 +1,6 @@
 """Multi-host jobs: join the processes, and exchange values between them before training starts."""
 
-import hashlib
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax._src import clusters, distributed
 
 from zaya_jax.errors import ExitCode, InputError, Reason, RunStopped, exit_message, exit_reason
 from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
-from zaya_jax.job.compilation_cache import share_compilation_cache
+from zaya_jax.job.jax_internals import detect_job, key_value_store, share_compilation_cache
 from zaya_jax.job.peer_liveness import PeerLiveness
 from zaya_jax.job.relay import private_address, relay
-from zaya_jax.job.rendezvous import Job, connect_processes, split_address
+from zaya_jax.job.rendezvous import Job, connect_processes, list_processes, split_address
+from zaya_jax.run.digests import digest
 from zaya_jax.run.launcher import detect_launcher
 from zaya_jax.run.progress_record import ProgressRecord
 
@@ -39,43 +39,37 @@ def join(
     coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, peer_timeout: float,
     progress: ProgressRecord | None = None, folder: Path | None = None,
 ) -> PeerLiveness | None:  # fmt: skip
-    """Join the job that this process belongs to, and start to watch its peers.
+    """Join the job that this process belongs to; return the thread that watches its peers, or None if it is alone.
 
-    Args:
-      coordinator: HOST:PORT of process 0. None, with `processes` and `process`, to ask the launcher.
-      processes: number of processes in the job.
-      process: index of this process.
-      join_seconds: seconds to wait for the other processes.
-      peer_timeout: seconds that another process may be silent before this one ends; above 0.
-      progress: receives the exit record if the loss of another process ends this one; None for no record.
-      folder: that all processes share, to hand on the secret of the job; None for the user's cache.
-
-    Returns:
-      The liveness thread; None if this process is alone.
+    The launcher tells the `coordinator` (HOST:PORT of process 0), the number of `processes` and the index `process`,
+    unless all three are given. The others have `join_seconds` to connect. Later, one that is silent for `peer_timeout`
+    seconds ends this process, with an exit record in `progress`. A `folder` that all processes share, or the user's
+    cache, hands on the secret of the job.
 
     Raises:
       InputError: only some of the three are given, one is invalid, or `connect_processes` fails.
     """
     flags = (coordinator, processes, process)
     if flags != (None, None, None) and None in flags:
-        raise InputError("--coordinator, --processes and --process must be given together. Add the missing ones, or "
-                         "omit all three where a launcher sets them.")  # fmt: skip
-    name = detect_launcher(os.environ)
-    if coordinator is None and name is None:
-        return None
-    if coordinator is None and name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
-        raise InputError("The pods of this indexed Kubernetes job need the package kubernetes to find each other. "
-                         "Install it with pip install 'jax[k8s]', or pass --coordinator, --processes and --process, as "
-                         "launch/jobset.yaml does.")  # fmt: skip
-    source = "--coordinator" if coordinator is not None else f"{name}'s coordinator"
-    try:
-        if coordinator is None or processes is None or process is None:
-            coordinator, processes, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-                os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, join_seconds
-            )
-    except Exception as error:  # invalid variables of a launcher, or an error of the Kubernetes API
-        raise _unusable(source, error) from error
-    job = _job(coordinator, processes, process, source)._replace(folder=folder)
+        raise InputError("--coordinator, --processes and --process must be given together, or none where a launcher "
+                         "sets them. Add the missing ones.")  # fmt: skip
+    source = "--coordinator"
+    if coordinator is None:
+        if (name := detect_launcher(os.environ)) is None:
+            return None
+        if name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
+            raise InputError("The pods of this Kubernetes job need the package kubernetes to find each other: pip "
+                             "install 'jax[k8s]'. Or pass --coordinator, --processes and --process, as "
+                             "launch/jobset.yaml does.")  # fmt: skip
+        source = f"{name}'s coordinator"
+        try:
+            coordinator, processes, process = detect_job(join_seconds)
+        except Exception as error:  # invalid variables of a launcher, or an error of the Kubernetes API
+            raise _unusable(source, error) from error
+    host, port = split_address(coordinator or "", source)
+    if processes is None or process is None or processes < 1 or not 0 <= process < processes:
+        raise InputError(f"--process is {process}, but must be at least 0 and below --processes {processes}.")
+    job = Job(host, port, source, processes, process, folder)
     connections = connect_processes(job, join_seconds)
     peers = PeerLiveness(connections, peer_timeout, progress) if connections else None
     jax.config.update("jax_check_proxy_envs", False)  # its service is not called over the network
@@ -103,13 +97,6 @@ def _unusable(what: str, error: Exception) -> InputError:
     return InputError(f"{what} cannot be used: {(str(error).splitlines() or [type(error).__name__])[0][:200]}")
 
 
-def _job(coordinator: str | None, processes: int | None, process: int | None, source: str) -> Job:
-    host, port = split_address(coordinator or "", source)
-    if processes is None or process is None or processes < 1 or not 0 <= process < processes:
-        raise InputError(f"--process is {process}, but must be at least 0 and below --processes {processes}.")
-    return Job(host, port, source, processes, process)
-
-
 def is_primary() -> bool:
     """True if this is process 0, which writes files and prints."""
     return jax.process_index() == 0
@@ -125,42 +112,42 @@ def broadcast(value: Json) -> Json:
         return json.loads(text)
     key = f"zaya_jax/broadcast/{next(_turns['broadcast'])}"
     if is_primary():
-        _store().key_value_set(key, text)
-        return json.loads(text)
+        key_value_store().key_value_set(key, text)
     while True:  # `PeerLiveness` ends this process if process 0 is lost
-        try:
-            return json.loads(_store().blocking_key_value_get(key, 10_000))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+        with contextlib.suppress(TimeoutError):
+            return _receive(key, 10)
 
 
 def all_gather(topic: str, value: Json, seconds: float) -> list[Json]:
     """Return the `value` of every process, after a round trip through JSON, in the order of processes.
 
-    Args:
-      topic: separates the messages of different threads, whose order may differ between processes.
-      value: value of this process.
-      seconds: how long to wait for the others.
+    The `topic` separates the messages of different threads, whose order may differ between processes.
 
     Raises:
-      TimeoutError: another process did not send its value in time; the message names it.
+      TimeoutError: another process did not send its value within `seconds`; the message names it.
     """
     text = json.dumps(value)
     if jax.process_count() == 1:
         return [json.loads(text)]
     key, deadline = f"zaya_jax/{topic}/{next(_turns[topic])}", time.monotonic() + seconds
-    _store().key_value_set(f"{key}/{jax.process_index()}", text)
+    key_value_store().key_value_set(f"{key}/{jax.process_index()}", text)
     values = []
     for process in range(jax.process_count()):
-        left = max(1, round(1000 * (deadline - time.monotonic())))
         try:
-            values.append(json.loads(_store().blocking_key_value_get(f"{key}/{process}", left)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+            values.append(_receive(f"{key}/{process}", deadline - time.monotonic()))
+        except TimeoutError as error:
             raise TimeoutError(f"Process {process} did not answer within {seconds:g} s.") from error
     return values
+
+
+def _receive(key: str, seconds: float) -> Any:
+    """Wait for a message; `TimeoutError` if it does not arrive."""
+    try:
+        return json.loads(key_value_store().blocking_key_value_get(key, max(1, round(1000 * seconds))))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise TimeoutError from error
 
 
 def primary_first(action: Callable[[], T]) -> T:
@@ -190,17 +177,11 @@ def primary_first(action: Callable[[], T]) -> T:
 
 def check_alike(text: str) -> None:
     """Raise `InputError` in every process unless all have the same configuration `text`."""
-    digests = all_gather("config", hashlib.sha256(text.encode()).hexdigest(), _PATIENCE)
-    if differing := [str(process) for process, digest in enumerate(digests) if digest != digests[0]]:
-        several = len(differing) > 1
-        raise InputError(f"Process{'es' if several else ''} {', '.join(differing)} of {len(digests)} "
-                         f"{'have' if several else 'has'} a different configuration from process 0. Start all "
-                         "processes with the same files and overrides.")  # fmt: skip
-
-
-def _store() -> Any:
-    """Return the coordinator's key-value store, for which jax has no public API."""
-    return distributed.global_state.client
+    digests = all_gather("config", digest(text.encode()), _PATIENCE)
+    if differing := [process for process, own in enumerate(digests) if own != digests[0]]:
+        raise InputError(f"{list_processes(differing)} of {len(digests)} {'has' if len(differing) == 1 else 'have'} "
+                         "a different configuration from process 0. Start all with the same files and "
+                         "overrides.")  # fmt: skip
 
 
 def is_peer_loss(error: Exception) -> bool:

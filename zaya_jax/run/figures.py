@@ -17,17 +17,9 @@ FAINT = 0.25  # opacity of raw values behind smoothed ones
 @contextlib.contextmanager
 def panels(path: Path, title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5), *,
            shared: bool = True) -> Iterator[list[Any]]:  # fmt: skip
-    """Write a matplotlib figure with vertically stacked panels as PNG, atomically, at the end of the block.
+    """Yield the vertically stacked panels of a matplotlib figure, written as PNG, atomically, at the end of the block.
 
-    Args:
-      path: PNG file to write.
-      title: title of the figure.
-      heights: relative heights of the panels.
-      size: width and height in inches.
-      shared: whether the panels share the x axis.
-
-    Yields:
-      The panels.
+    The relative `heights` of the panels, which may have a `shared` x axis, add up to the `size` in inches.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -47,8 +39,8 @@ def panels(path: Path, title: str, heights: Sequence[float] = (1.0,), size: tupl
 def legend_beside(panel: Any, title: str | None = None) -> None:
     """Put the legend to the right of a panel, outside the data; a panel without labels gets no legend."""
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False,
-                     fontsize="small")  # fmt: skip
+        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
+        panel.legend(title=title, frameon=False, fontsize="small", **place)
 
 
 def integer_steps(panel: Any) -> None:

@@ -17,7 +17,7 @@ from zaya_jax.config.yaml_text import MAX_BYTES, parse_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, write_atomically
+from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, read_start, write_atomically
 from zaya_jax.run.manifest import Unreadable
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
@@ -51,19 +51,12 @@ def run_folder(config: Config) -> Path:
 
 
 def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[None]:
-    """Hold the lock of a run, so that only one process at a time trains it or removes checkpoints.
-
-    Raises:
-      InputError: another process holds the lock, or the folder cannot be written; `what` is the message's subject.
-    """
+    """Hold the lock of a run, so that only one process at a time trains it or removes checkpoints; see `locked`."""
     return locked(folder / _LOCK, what, wait=False)
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares.
-
-    None if this user may not test the lock.
-    """
+    """Return whether a process holds the lock of a run, here or where the file system shares it; None if untestable."""
     try:
         with open_regular(folder / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
@@ -88,10 +81,9 @@ def why_unlocked(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
 
 @contextmanager
 def lock_run(config: Config) -> Iterator[Path]:
-    """Create and lock `config.run_dir` for the duration of the block, and return it.
+    """Create and lock `config.run_dir` during the block, and remove partial files of killed processes from it.
 
-    Removes partial files of killed processes. At the end, removes the folder if this call created it and it holds only
-    the lock, as after a refused run.
+    At the end, removes the folder if this call created it and it holds only the lock, as after a refused run.
 
     Raises:
       InputError: another process holds the lock, or the folder contains a run with a different configuration, without
@@ -103,8 +95,9 @@ def lock_run(config: Config) -> Iterator[Path]:
         with suppress(Unlockable):
             stack.enter_context(lock_folder(folder, "run_dir"))
         if why := why_unlocked(folder):
-            warn(f"Warning: {why} in run_dir ({folder}), so nothing refuses a second training of this run; instead, "
-                 "the first one stops when the second one takes the next fencing token.")  # fmt: skip
+            problem = f"{why} in run_dir ({folder}), so nothing refuses a second training of this run"
+            instead = "the first one stops when the second one takes the next fencing token"
+            warn(f"Warning: {problem}; instead, {instead}.")
         _compare(folder, config)
         _require_checkpoints(folder)
         remove_partials(folder)
@@ -139,8 +132,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        with open_regular(path) as file:
-            text = file.read(_MAX_CONFIG + 1)
+        text = read_start(path, _MAX_CONFIG + 1)
         if len(text) > _MAX_CONFIG:
             raise InputError(f"{path} is larger than the limit of {_MAX_CONFIG:,} bytes.")
         tree = with_current_keys(parse_yaml(text.decode(), str(path)))
@@ -159,8 +151,7 @@ def record_changes(folder: Path, config: Config, step: int) -> None:
     A line is `{"step": …, "changes": {key: [old, new], …}}`. Called once the new settings are known to work.
     """
     old, new = (_recorded(tree) for tree in (read_config(folder), to_dict(config)))
-    changes = {key: [old.get(key), new.get(key)] for key in [*new, *(key for key in old if key not in new)]
-               if old.get(key) != new.get(key)}  # fmt: skip
+    changes = {key: [old.get(key), new.get(key)] for key in {**new, **old} if old.get(key) != new.get(key)}
     if not changes:
         return
     path, line = folder / CHANGES, json.dumps({"step": step, "changes": changes}) + "\n"
@@ -188,19 +179,17 @@ def write_phase_ends(folder: Path, config: Config, steps: Collection[int]) -> No
 def _compare(folder: Path, config: Config) -> None:
     path = folder / CONFIG
     if not path.exists():
-        for name in (METRICS, CHECKPOINTS):
-            if (folder / name).exists():
-                raise InputError(f"{folder} contains {name} but no {CONFIG}, so its run cannot be identified; choose "
-                                 "another run_dir.")  # fmt: skip
+        if names := [name for name in (METRICS, CHECKPOINTS) if (folder / name).exists()]:
+            problem = f"{folder} contains {names[0]} but no {CONFIG}, so its run cannot be identified"
+            raise InputError(f"{problem}; choose another run_dir.")
         return
     old, new = (dict(flatten_keys(tree)) for tree in (read_config(folder), to_dict(config)))
-    differing = [key for key in [*new, *(key for key in old if key not in new)]
-                 if not _is_free(key, config) and (key in old, old.get(key)) != (key in new, new.get(key))]  # fmt: skip
+    differing = [key for key in {**new, **old} if not _is_free(key, config)
+                 and (key in old, old.get(key)) != (key in new, new.get(key))]  # fmt: skip
     if not differing:
         return
     key, *rest = dict.fromkeys(_missing_section(name, old, new) for name in differing)
-    was, becomes = (shown(values[key]) if key in values else "set" if _has_section(key, values) else "absent"
-                    for values in (old, new))  # fmt: skip
+    was, becomes = (_describe(key, values) for values in (old, new))
     listed = [*rest[:5], *([f"{len(rest) - 5} more"] if len(rest) > 5 else [])]
     others = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
     weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
@@ -208,6 +197,12 @@ def _compare(folder: Path, config: Config) -> None:
         f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{others} "
         f"Restore the old value{'s' if rest else ''} to resume that run, or choose another run_dir{weights}."
     )
+
+
+def _describe(key: str, values: Mapping[str, Any]) -> str:
+    if key in values:
+        return shown(values[key])
+    return "set" if _has_section(key, values) else "absent"
 
 
 def _require_checkpoints(folder: Path) -> None:
@@ -219,8 +214,8 @@ def _require_checkpoints(folder: Path) -> None:
     if ends or (rows and not (checkpoints / FENCE).exists()):  # which is written before the first row
         without = f"{METRICS} has {counted(len(rows), 'step')}, and the run's {FENCE} is missing there, too"
         why = f"{PHASES} names that of step {max(ends.values())}" if ends else without
-        raise Unreadable(f"{checkpoints} has no checkpoint, but {why}. Mount its file system or restore its content, "
-                         "then rerun the command; to start over, choose another run_dir.")  # fmt: skip
+        remedy = "Mount its file system or restore its content, then rerun; to start over, choose another run_dir."
+        raise Unreadable(f"{checkpoints} has no checkpoint, but {why}. {remedy}")
 
 
 def _missing_section(key: str, *configs: Mapping[str, Any]) -> str:

@@ -53,15 +53,15 @@ def read_secret(path: Path) -> str | None:
     if secret := os.environ.get(VARIABLE):
         return secret
     try:
-        with open(path, errors="surrogateescape",
-                  opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:  # fmt: skip
-            status = os.fstat(file.fileno())
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, errors="surrogateescape") as file:
+            status = os.fstat(descriptor)
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
                 return file.read()
     except FileNotFoundError:
         return None
-    raise InputError(f"The job secret {path} must be a file that belongs to you and that nobody else can read. Remove "
-                     f"it, or set {VARIABLE} for all processes.")  # fmt: skip
+    must = "must be a file that belongs to you and that nobody else can read"
+    raise InputError(f"The job secret {path} {must}. Remove it, or set {VARIABLE} for all processes.")
 
 
 @contextlib.contextmanager
@@ -79,8 +79,8 @@ def share_secret(path: Path) -> Iterator[str]:
         make_folder(path.parent)
         write_atomically(path, secret, mode=0o600)
     except OSError as error:
-        raise InputError(f"The job secret {path} cannot be written: {error.strerror}. Set {VARIABLE} to the same text "
-                         "for all processes instead.") from error  # fmt: skip
+        instead = f"Set {VARIABLE} to the same text for all processes instead"
+        raise InputError(f"The job secret {path} cannot be written: {error.strerror}. {instead}.") from error
     try:
         yield read_secret(path) or secret
     finally:

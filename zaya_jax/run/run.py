@@ -75,11 +75,7 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """Open the run in the folder `path`.
-
-    Raises:
-      InputError: the folder is not a run folder.
-    """
+    """Open the run in the folder `path`; `InputError` if that is no run folder."""
     folder = expanded(path)
     require_existing(folder, str(path))
     if not any((folder / name).exists() for name in (CONFIG, CHECKPOINTS)):

@@ -28,9 +28,10 @@ def exit_status(number: int) -> ExitCode:
 
 
 class Listener:
-    """Calls a function in a separate thread for each signal that arrives inside a `with` block; blocks can nest.
+    """Calls `answer` in a separate thread for each signal that arrives inside a `with` block; blocks can nest.
 
-    Outside the main thread it does nothing, because only the main thread can set signal handlers.
+    Later, `handler` is called in the main thread, as a regular signal handler. Outside the main thread a listener does
+    nothing, because only the main thread can set signal handlers.
     """
 
     def __init__(
@@ -38,20 +39,12 @@ class Listener:
         handler: Callable[[int, FrameType | None], object] = lambda number, frame: None,
         numbers: tuple[int, ...] = tuple(NAMES),
     ) -> None:  # fmt: skip
-        """Create a listener; `with` activates it.
-
-        Args:
-          answer: called immediately with the signal's number, in another thread.
-          handler: called later in the main thread, as a regular signal handler.
-          numbers: of the signals to handle.
-        """
         self._answer, self._handler, self._numbers = answer, handler, numbers
         self.before: dict[int, Any] = {}  # previous handlers
         self._open = False
         self._outer = -1  # the pipe of the enclosing listener
 
     def __enter__(self) -> Self:
-        """Start listening."""
         if threading.current_thread() is not threading.main_thread():
             return self
         self._open = True
@@ -67,7 +60,6 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the previous handlers."""
         if not self._open:
             return
         self._open = False
@@ -149,7 +141,7 @@ def flush_output() -> None:
 
 
 def say_and_exit(sentence: str, status: int) -> NoReturn:
-    """Print a sentence and end this process and its children immediately, from any thread."""
+    """Print a sentence and `exit_at_once`, from any thread."""
     print_error(sentence)
     exit_at_once(status)
 

@@ -46,11 +46,10 @@ def resolved(path: Path) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and those above it, unless they exist.
+    """Create a folder and those above it, unless they exist; never the target of a link.
 
     Raises:
       PermissionError: another user placed a link in the path; the message says which.
-      OSError: a folder cannot be created; the target of a link never is.
     """
     with _opened(path, path, create=0o777):
         pass
@@ -82,13 +81,10 @@ def hidden_folder(path: Path) -> None:
 def private_folder(path: Path, *, by_name: bool = False) -> Iterator[Path]:
     """Create or open a folder that this user alone may write, and yield a path to it that renaming does not change.
 
-    Args:
-      path: of the folder.
-      by_name: it is used by its name, too, so only this user may enter the folders above it that are created.
+    If it is used `by_name`, too, only this user may enter the folders above it that are created.
 
     Raises:
       PermissionError: at `path` is a link, or anything that others own or may write.
-      OSError: the folder cannot be created or opened.
     """
     with _opened(path.parent, path, create=0o700 if by_name else 0o777) as parent:
         with contextlib.suppress(FileExistsError):
@@ -120,14 +116,10 @@ def _is_own_group(group: int) -> bool:
 
 @contextlib.contextmanager
 def new_file(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Yield a file that takes the name `path` at the end of the block.
+    """Yield a file that takes the name `path`, in an existing folder, at the end of the block.
 
-    Readers see either the old or the new content. After an error the old content stays.
-
-    Args:
-      path: of the file; its folder exists.
-      mode: permissions, less those that the umask removes.
-      sync: wait until the content is on disk.
+    Readers see either the old or the new content. After an error the old content stays. The umask limits `mode`;
+    `sync` waits until the content is on disk.
     """
     part = f"{path.name[:25]}.{secrets.token_hex(8)}.partial"  # a name has at most 255 bytes, and a character up to 4
     with _opened(path.parent, path) as folder:
@@ -147,14 +139,8 @@ def new_file(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[IO
 def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a file to append to it or lock it, and create it if it is missing; return its descriptor.
 
-    Args:
-      path: of the file.
-      flags: how to open it.
-      mode: permissions of a new file, less those that the umask removes.
-
     Raises:
       PermissionError: at `path` is a link, or anything else that another user may have prepared.
-      OSError: the file cannot be opened.
     """
     with _opened(path.parent, path) as folder:
         try:
@@ -212,7 +198,7 @@ def share(path: Path) -> None:
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a file, a link or a folder with its content, if it exists; never what a link points to."""
+    """Remove a file, a link (not its target) or a folder with its content, if it exists."""
     with contextlib.suppress(OSError if ignore_errors else FileNotFoundError), _opened(path.parent, path) as folder:
         if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
             shutil.rmtree(path.name, ignore_errors, dir_fd=folder)
