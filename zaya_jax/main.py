@@ -2,14 +2,13 @@
 
 import sys
 
-from zaya_jax.run.startup import prepare_process
+from zaya_jax.run.command_output import prepare_process
 
 if __name__ == "__main__":
     prepare_process()  # before the imports below
 
 import argparse
 from collections.abc import Sequence
-from typing import TextIO, cast
 
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import ExitCode, is_expected
@@ -26,22 +25,21 @@ from zaya_jax.run.supervised import end_with_supervisor
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status, see `ExitCode`."""
     process = TrainingProcess()
-    try:
-        options = parse_training(arguments)
-    except SystemExit as end:  # of argparse: `--help`, or an invalid option
-        process.finish(int(end.code or 0), "The command line is invalid." if end.code else "Finished.")
-        raise
     end_with_supervisor()
     with Listener(process.stop):
         try:
+            options = parse_training(arguments)
             config = training_config(options)
             if options.print_config:  # a program that reads it needs every character
-                output = sys.stdout if sys.stdout.isatty() else cast("TextIO", Unescaped(sys.stdout))
-                print(to_yaml(config), end="", file=output)
+                output = sys.stdout if sys.stdout.isatty() else Unescaped(sys.stdout)
+                output.write(to_yaml(config))
             elif options.dry_run:
                 _dry_run(config, options)
             else:
                 _train(config, options, process)
+        except SystemExit as end:  # of argparse: `--help`, or an invalid option
+            process.finish(int(end.code or 0), "The command line is invalid." if end.code else "Finished.")
+            raise
         except (KeyboardInterrupt, Exception) as error:
             if isinstance(error, Exception) and not is_expected(error):
                 process.fail(error)
@@ -76,8 +74,7 @@ def _dry_run(config: Config, options: argparse.Namespace) -> None:
     from zaya_jax.lab.predict.dry_run.dry_run_report import dry_run
 
     silence_plugins()
-    machine = options.devices, options.hardware
-    print(dry_run(config, *machine, options.json, options.compile_for, options.suggest))
+    print(dry_run(config, options.devices, options.hardware, options.json, options.compile_for, options.suggest))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """YAML to `Config`: `extends`, `a.b=c` overrides, and errors that name the key and the nearest spelling."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -224,10 +225,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):  # only `X | None` is used
         return None if value is None else _convert(args[0], value, where)
     if origin is typing.Literal:
-        if not isinstance(value, str) or value not in args:
-            hint = did_you_mean(value, args) if isinstance(value, str) else ""
-            raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}.{hint}")
-        return value
+        if value in args:
+            return value
+        nearest = did_you_mean(value, args) if isinstance(value, str) else ""
+        raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}.{nearest}")
     if origin is tuple:
         require(isinstance(value, list), where, value, "a list")
         keys = item_keys(where, _names(value, args[0]))
@@ -249,11 +250,8 @@ def _number(hint: type, value: Any, where: str) -> int | float:
     if type(value) is hint is int:  # `True` is an int to isinstance
         return value
     is_text = isinstance(value, str) and (hint is float or _EXPONENT.fullmatch(value) is not None)
-    if type(value) in (int, float) or is_text:
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
+    with contextlib.suppress(ValueError, OverflowError):
+        number = float(value) if type(value) in (int, float) or is_text else math.nan
         if math.isfinite(number) and (hint is float or number.is_integer()):
             return hint(number)
     raise _wrong_kind(value, where, "a whole number" if hint is int else "a finite number")

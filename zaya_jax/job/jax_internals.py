@@ -1,4 +1,4 @@
-"""What the package needs of jax to connect processes and has no public name: this file alone uses private ones."""
+"""Private names of jax that connecting processes needs."""
 
 import os
 from typing import Any

@@ -40,14 +40,11 @@ _REFUSALS = {"missing ": PeersMissing, "invalid ": InputError}  # starts process
 _LINES, _SERVICE = "lines", "service"  # the two connections
 _MOST_STRANGERS = 64  # connections at a time
 _LONGEST = 2**14  # bytes of a line of process 0
-_PATIENCE = 10.0  # seconds that either side may take to prove that it belongs to the job
+_PATIENCE = 10.0  # seconds that a proof may take, or that a name server may be busy
 _ANSWER = 2.0  # seconds to wait for an answer from a process that already has the port
-_BUSY = 10.0  # seconds that a name server may be busy
 _RETRY = 0.2  # seconds
 _MARGIN = 5.0  # seconds to wait longer than process 0, which knows who is missing
 _BIND = "set JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host"
-
-
 T = TypeVar("T")
 
 
@@ -265,11 +262,11 @@ def _resolve(job: Job, host: str, start: float, seconds: float) -> list[str]:
     """Return the addresses of a host; `InputError` if its name cannot be resolved."""
     while True:
         try:
-            found: list[Any] = [each[4] for each in socket.getaddrinfo(host, None)]
-            return list(dict.fromkeys(f"{each[0]}%{each[3]}" if any(each[3:]) else str(each[0]) for each in found))
+            addresses: list[Any] = [info[4] for info in socket.getaddrinfo(host, None)]  # IPv6: with a scope at the end
+            return list(dict.fromkeys(f"{ip}%{rest[2]}" if any(rest[2:]) else str(ip) for ip, *rest in addresses))
         except socket.gaierror as error:
             # Kubernetes registers a pod's name only once it is scheduled; a name server may be busy for a moment.
-            late = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else _BUSY * (error.errno == socket.EAI_AGAIN)
+            late = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else _PATIENCE * (error.errno == socket.EAI_AGAIN)
             if time.monotonic() >= start + late:
                 problem = f"The host of {job.coordinator} could not be resolved ({error.strerror})"
                 raise PeersMissing(f"{problem}. Correct the name, or use an IP address.") from error

@@ -11,13 +11,15 @@ Names in it:
 A file `PINNED` in a checkpoint protects it from removal. A file `VERIFIED` records that all its checksums matched.
 """
 
+import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.run import writing
 from zaya_jax.run.fencing import is_current, read_token
@@ -185,3 +187,23 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
         return folder
     allowed = f"one checkpoint (RUN_DIR/{CHECKPOINTS}/100) or the last one of a phase (RUN_DIR@PHASE)"
     raise InputError(f"{what} is {path!r}, but must be a run folder with a checkpoint (RUN_DIR), {allowed}.")
+
+
+def steps_to_keep(
+    checkpoints: Collection[Checkpoint], config: CheckpointConfig, verified: Collection[int] = ()
+) -> set[int]:
+    """Return the steps of the checkpoints to keep.
+
+    These are the newest `config.keep`, multiples of `config.keep_every` steps, the `config.keep_best` with the lowest
+    held-out loss, all pinned ones, and always the newest one that is marked as verified, or in `verified`.
+    """
+    steps = sorted(x.step for x in checkpoints)
+    kept = set(steps[-config.keep :]) | {x.step for x in checkpoints if x.is_pinned}
+    if config.keep_every is not None:
+        kept |= {step for step in steps if step % config.keep_every == 0}
+    if config.keep_best:
+        losses = [(math.nan if x.heldout_loss is None else x.heldout_loss, -x.step) for x in checkpoints]
+        best = sorted((loss, step) for loss, step in losses if not math.isnan(loss))
+        kept |= {-step for _, step in best[: config.keep_best]}
+    intact = sorted(x.step for x in checkpoints if x.is_verified or x.step in verified)
+    return kept | set(intact[-1:])

@@ -1,9 +1,12 @@
 """Start and end of every command: output that cannot fail it, and one sentence for what ends it."""
 
+import atexit
 import errno
+import faulthandler
 import io
 import os
 import select
+import signal
 import stat
 import sys
 import warnings
@@ -11,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from zaya_jax.errors import ExitCode, as_sentence, exit_message, is_expected, visible
-from zaya_jax.run.signals import flush_output, warn
+from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.run.progress_record import record_from_environment
+from zaya_jax.run.signals import NAMES, Listener, exit_status, flush_output, ignore_signals, say_and_exit, warn
 
 _GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
 _outputs: dict[int, "_Output"] = {}  # by descriptor
@@ -93,6 +98,22 @@ def prepare_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (as long as the process)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def prepare_process() -> None:
+    """Prepare output, signals and memory of a training process before its imports, which could swallow Ctrl-C."""
+    prepare_streams()
+    record = record_from_environment()  # a supervisor sees that a trainer has started, also if an import fails
+    use_huge_pages()
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, even of a process that hangs
+    atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
+
+    def stop(number: int) -> None:
+        sentence, status = f"Stopped by {NAMES[number]}.", exit_status(number)
+        record.end(status, sentence, is_origin=True)
+        say_and_exit(sentence, status)
+
+    Listener(stop).__enter__()
 
 
 def _print_unraisable(unraisable: Any) -> None:

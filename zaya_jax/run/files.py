@@ -169,24 +169,16 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
     """Open and lock the file at `path`; retry if its last owner removed it or its folder meanwhile."""
     for _ in range(_MOST_TRIES):
         make_folder(path.parent)
-        try:
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             # Whoever can read a file can lock it: only those who can write the folder may.
             mode = 0o660 if path.parent.stat().st_mode & stat.S_IWGRP else 0o600
-            file = open(open_file(path, os.O_RDWR, mode), "a")  # noqa: SIM115 (the caller closes it)
+            file = stack.enter_context(open(open_file(path, os.O_RDWR, mode), "a"))
             with contextlib.suppress(OSError):  # another member's
                 os.fchmod(file.fileno(), mode)
-        except FileNotFoundError:
-            continue
-        try:
             _lock(file, wait)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                stack.pop_all()  # the caller closes it
                 return file
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            file.close()
-            raise
-        file.close()
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 

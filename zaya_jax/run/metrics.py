@@ -165,7 +165,7 @@ class JsonlFile(LineFile):
         # Until its first checkpoint a run starts over, and `resume_from` may then name a checkpoint of another step.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
         steps = itertools.zip_longest(range(first + 1, step + 1), (row["step"] for row, _ in kept))
-        if complete and (missing := next((expected for expected, found in steps if expected != found), None)):
+        if complete and (missing := next((expected for expected, actual in steps if expected != actual), None)):
             required = f"{path} must have a row for each of the {step - first} steps up to the newest checkpoint"
             raise InputError(f"{required}, but the row of step {missing} is missing or damaged. Restore the file, or "
                              "choose another run_dir.")  # fmt: skip

@@ -101,7 +101,7 @@ class ProgressRecord:
                 self._memory = mmap.mmap(file.fileno(), SIZE)
             if _RECORD.unpack_from(self._memory)[2] != self._pid:  # which may open it again
                 self._memory[_BYTES:] = self._memory[:_BYTES]
-        self._writes, self._phase, self._step, self._first_step, self._run = 0, Phase.START, 0, -1, 0
+        self._writes, self.phase, self.step, self._first_step, self._run = 0, Phase.START, 0, -1, 0
         self._loss = self._grad_norm = math.nan
         self._seconds, self._longest = [0.0] * len(Phase), [0.0] * len(Phase)
         self._exit: tuple[int, bool, int, int, int, bytes] = (0, False, 0, 0, 0, b"")
@@ -110,10 +110,10 @@ class ProgressRecord:
 
     def enter(self, phase: Phase) -> None:
         """Enter `phase`, unless the exit record is written."""
-        if self._phase is Phase.END:
+        if self.phase is Phase.END:
             return
-        now, left = time.monotonic(), self._phase
-        stay, self._since, self._phase = now - self._since, now, phase
+        now, left = time.monotonic(), self.phase
+        stay, self._since, self.phase = now - self._since, now, phase
         self._seconds[left] += stay
         self._longest[left] = max(stay, self._longest[left])
         self._write()
@@ -121,7 +121,7 @@ class ProgressRecord:
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """Be in `phase` during the block, then in the phase before it."""
-        before = self._phase
+        before = self.phase
         self.enter(phase)
         try:
             yield
@@ -130,18 +130,18 @@ class ProgressRecord:
 
     def start_training(self, step: int, folder: Path) -> None:
         """Record that training of the run in `folder` starts after `step` steps."""
-        self._step = self._first_step = step
+        self.step = self._first_step = step
         self._run = zlib.crc32(os.fsencode(folder.absolute()))
         self._write()
 
     def complete_step(self, step: int, loss: float, grad_norm: float) -> None:
         """Record that `step` steps are done, and the results of the last one."""
-        self._step, self._loss, self._grad_norm = step, loss, grad_norm
+        self.step, self._loss, self._grad_norm = step, loss, grad_norm
         self._write()
 
     def end(self, status: int, sentence: str, *, is_origin: bool, reason: Reason = Reason.OTHER) -> None:
         """Write the exit record; later ones are ignored."""
-        if self._phase is Phase.END:
+        if self.phase is Phase.END:
             return
         content = sentence.encode(errors="backslashreplace")[:_LONGEST_SENTENCE]
         self._exit = (status, is_origin, reason, time.monotonic_ns(), len(content), content)
@@ -150,7 +150,7 @@ class ProgressRecord:
     def _write(self) -> None:
         self._writes += 1
         record = _RECORD.pack(
-            _MAGIC, self._writes, self._pid, self._phase, self._step, self._first_step, self._loss, self._grad_norm,
+            _MAGIC, self._writes, self._pid, self.phase, self.step, self._first_step, self._loss, self._grad_norm,
             self._run, *self._seconds, *self._longest, *self._exit,
         )  # fmt: skip
         self._memory[:_BYTES] = record + _CHECKSUM.pack(zlib.crc32(record))

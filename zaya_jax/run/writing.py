@@ -259,8 +259,8 @@ def _closing(descriptor: int) -> Iterator[int]:
 
 
 def _refusal(path: Path, status: os.stat_result, must: str, remedy: str = "Remove it") -> PermissionError:
-    found = f"{status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
+    owner = f"{status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
     is_backup = stat.S_ISREG(status.st_mode) and status.st_nlink > 1 and status.st_uid == os.geteuid()
     remedy = "Replace it by a copy" if is_backup else remedy
-    text = f"{printable(str(path))} belongs to user {found}, but must be {must}. {remedy}, or choose another folder"
+    text = f"{printable(str(path))} belongs to user {owner}, but must be {must}. {remedy}, or choose another folder"
     return PermissionError(errno.EPERM, text)
