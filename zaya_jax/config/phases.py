@@ -89,9 +89,8 @@ class BatchConfig:
         most = self.tokens // self.start
         count = min(most, MAX_SIZES)
         multiples = [1 + round(index * (most - 1) / (count - 1)) for index in range(count)]
-        ends: list[int | None] = []
-        for low, high in itertools.pairwise(multiples):
-            ends.append(self.ramp_tokens * (low + high - 2) // (2 * (most - 1)))
+        middles = (low + high - 2 for low, high in itertools.pairwise(multiples))
+        ends = [self.ramp_tokens * middle // (2 * (most - 1)) for middle in middles]
         return list(zip([*ends, None], [multiple * self.start for multiple in multiples], strict=True))
 
 

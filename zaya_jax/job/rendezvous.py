@@ -213,8 +213,9 @@ class _Members:
             self._admit(peer, json.loads(body))
             return
         self._rejected += 1
-        connections = f"{counted(self._rejected, 'connection')} without the secret of this job ({VARIABLE})"
-        self._rejection = f"Process 0 rejected {connections}, the last from {peer.host}."
+        count = counted(self._rejected, "connection")
+        problem = f"Process 0 rejected {count} without the secret of this job ({VARIABLE})"
+        self._rejection = f"{problem}, the last from {peer.host}."
         peer.send(_REJECTED)
         self._drop(peer)
 

@@ -122,7 +122,8 @@ def read_token(folder: Path) -> FencingToken | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if os.path.lexists(path):
             problem = error if isinstance(error, InputError) else f"{path} is damaged."
-            warn_once(f"Warning: {problem} Without it, checkpoints of superseded processes count as current.")
+            effect = "Without it, checkpoints that superseded processes saved count as current."
+            warn_once(f"Warning: {problem} {effect}")
         return None
 
 

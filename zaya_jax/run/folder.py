@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ CHANGES = "changes.jsonl"
 STATUS = "status.json"
 PROFILE = "profile"
 _LOCK = ".lock"
+_ABSENT = object()  # value of a key that a configuration does not have, and of an empty section
 _MAX_CONFIG = 4 * MAX_BYTES  # a file and those that it extends, with all defaults and rows to skip
 # Mount options with which locks hold on one node only: nfs(5), mount.lustre(8), mount.cifs(8), and Linux's
 # documentation of afs, gfs2 and ocfs2.
@@ -183,26 +184,34 @@ def _compare(folder: Path, config: Config) -> None:
             problem = f"{folder} contains {names[0]} but no {CONFIG}, so its run cannot be identified"
             raise InputError(f"{problem}; choose another run_dir.")
         return
-    old, new = (dict(flatten_keys(tree)) for tree in (read_config(folder), to_dict(config)))
-    differing = [key for key in {**new, **old} if not _is_free(key, config)
-                 and (key in old, old.get(key)) != (key in new, new.get(key))]  # fmt: skip
+    differing = [each for each in _differences(read_config(folder), to_dict(config)) if not _is_free(each[0], config)]
     if not differing:
         return
-    key, *rest = dict.fromkeys(_missing_section(name, old, new) for name in differing)
-    was, becomes = (_describe(key, values) for values in (old, new))
+    (key, was, becomes), *others = differing
+    rest = [other for other, *_ in others]
     listed = [*rest[:5], *([f"{len(rest) - 5} more"] if len(rest) > 5 else [])]
-    others = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
+    more = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
     weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
     raise InputError(
-        f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{others} "
+        f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{more} "
         f"Restore the old value{'s' if rest else ''} to resume that run, or choose another run_dir{weights}."
     )
 
 
-def _describe(key: str, values: Mapping[str, Any]) -> str:
-    if key in values:
-        return shown(values[key])
-    return "set" if _has_section(key, values) else "absent"
+def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield key, old and new value for a message; what only one configuration has is one difference."""
+    for key in {**new, **old}:
+        was, becomes = (_ABSENT if tree.get(key, {}) == {} else tree[key] for tree in (old, new))
+        if isinstance(was, dict) and isinstance(becomes, dict):
+            yield from _differences(was, becomes, f"{where}{key}.")
+        elif was != becomes:
+            yield f"{where}{key}", _describe(was), _describe(becomes)
+
+
+def _describe(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    return "set" if isinstance(value, dict) else shown(value)
 
 
 def _require_checkpoints(folder: Path) -> None:
@@ -218,18 +227,7 @@ def _require_checkpoints(folder: Path) -> None:
         raise Unreadable(f"{checkpoints} has no checkpoint, but {why}. {remedy}")
 
 
-def _missing_section(key: str, *configs: Mapping[str, Any]) -> str:
-    """Return the outermost section of `key` that one of the configurations lacks; else the key."""
-    parts = key.split(".")
-    sections = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((section for section in sections if not all(_has_section(section, keys) for keys in configs)), key)
-
-
-def _has_section(section: str, keys: Mapping[str, Any]) -> bool:
-    return any(key.startswith(f"{section}.") for key in keys)
-
-
 def _is_free(key: str, config: Config) -> bool:
     moved = key.startswith("data.sources.") and key.endswith(".path")  # checkpoints identify sources by content
     unread = bool(config.data.sources) and key.removeprefix("data.") in CORPUS_KEYS
-    return moved or unread or key.startswith(_FREE)
+    return moved or unread or f"{key}.".startswith(_FREE)  # also of a section that only one configuration has

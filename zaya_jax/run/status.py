@@ -49,7 +49,7 @@ def track_status(folder: Path, check: Callable[[], object] = lambda: None) -> It
 
 
 def mark_stopped(folder: Path, exit_status: int, message: str) -> None:
-    """Record in `status.json` that this process has stopped, if it is there as running: for exits past `track_status`."""
+    """Record in `status.json` that this process has stopped, if it is running there: for exits past `track_status`."""
     status = read_status(folder)
     if status is not None and (status.state, status.host, status.pid) == (RUNNING, os.uname().nodename, os.getpid()):
         _write(folder, STOPPED, exit_status, message)
