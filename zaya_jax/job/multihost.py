@@ -58,9 +58,8 @@ def join(
         if (name := detect_launcher(os.environ)) is None:
             return None
         if name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
-            raise InputError("The pods of this Kubernetes job need the package kubernetes to find each other: pip "
-                             "install 'jax[k8s]'. Or pass --coordinator, --processes and --process, as "
-                             "launch/jobset.yaml does.")  # fmt: skip
+            remedy = "pip install 'jax[k8s]', or pass --coordinator, --processes and --process as launch/jobset.yaml"
+            raise InputError(f"The pods of this job need the package kubernetes to find each other: {remedy}.")
         source = f"{name}'s coordinator"
         try:
             coordinator, processes, process = detect_job(join_seconds)
@@ -179,13 +178,11 @@ def check_alike(text: str) -> None:
     """Raise `InputError` in every process unless all have the same configuration `text`."""
     digests = all_gather("config", digest(text.encode()), _PATIENCE)
     if differing := [process for process, own in enumerate(digests) if own != digests[0]]:
-        raise InputError(f"{list_processes(differing)} of {len(digests)} {'has' if len(differing) == 1 else 'have'} "
-                         "a different configuration from process 0. Start all with the same files and "
-                         "overrides.")  # fmt: skip
+        have = f"of {len(digests)} {'has' if len(differing) == 1 else 'have'} a different configuration from process 0"
+        raise InputError(f"{list_processes(differing)} {have}. Start all with the same files and overrides.")
 
 
 def is_peer_loss(error: Exception) -> bool:
     """True if `error` was caused by another process of the job that is lost or cannot be reached."""
-    text = str(error).lower()
-    return (isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
-            and any(word in text for word in _PEER_ERRORS))  # fmt: skip
+    is_from_jax = isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
+    return is_from_jax and any(word in str(error).lower() for word in _PEER_ERRORS)

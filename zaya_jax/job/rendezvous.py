@@ -120,10 +120,7 @@ class _Members:
                 now = time.monotonic()
                 self._drop(*[peer for peer, (_, arrival) in self._strangers.items() if now - arrival > _PATIENCE])
                 for key, _ in self._selector.select(min(left, 1.0)):
-                    if isinstance(key.fileobj, Peer):
-                        self._receive(key.fileobj)
-                    elif isinstance(key.fileobj, socket.socket):
-                        self._accept(key.fileobj)
+                    key.data(key.fileobj)
         if self._rejection:
             warn(self._rejection)
         for process in others:  # only now that nothing listens at the port
@@ -140,7 +137,7 @@ class _Members:
             addresses = _resolve(self._job, host, self._start, self._seconds)
             for address in addresses:
                 if listener := self._open_listener(address, port):
-                    self._selector.register(stack.enter_context(listener), selectors.EVENT_READ)
+                    self._selector.register(stack.enter_context(listener), selectors.EVENT_READ, self._accept)
             if self._selector.get_map():
                 is_local = all(address == "::1" or address.startswith("127.") for address in addresses)
                 if is_local and host not in (*addresses, "localhost"):
@@ -186,7 +183,7 @@ class _Members:
             self._drop(next(iter(self._strangers)))
         peer, nonce = Peer(connection, host=address[0]), secrets.token_hex(16)
         self._strangers[peer] = nonce, time.monotonic()
-        self._selector.register(peer, selectors.EVENT_READ)
+        self._selector.register(peer, selectors.EVENT_READ, self._receive)
         peer.send(_HELLO + nonce)
 
     def _drop(self, *strangers: Peer) -> None:
@@ -224,8 +221,8 @@ class _Members:
         peer.process, peer.host = process, printable(hello["host"], 255)
         peer.send(_ADMITTED + prove(self._secret, "admit", hello["nonce"]))
         if processes != self._job.processes or not 0 <= process < processes:
-            others = f"but process 0 with --processes {self._job.processes}. Start all with the same number."
-            self._refuse(InputError(f"Process {peer} was started with --processes {processes}, {others}"))
+            own = f"but process 0 with --processes {self._job.processes}. Start all with the same number."
+            self._refuse(InputError(f"Process {peer} was started with --processes {processes}, {own}"))
         if process == 0 or key in self._members:
             first = self._members[key].host if process else socket.gethostname()
             twice = f"Two processes have --process {process}, on {first} and {peer.host}"

@@ -53,15 +53,18 @@ def read_secret(path: Path) -> str | None:
     if secret := os.environ.get(VARIABLE):
         return secret
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, errors="surrogateescape") as file:
-            status = os.fstat(descriptor)
+        with open(path, errors="surrogateescape", opener=_open_unlinked) as file:
+            status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
                 return file.read()
     except FileNotFoundError:
         return None
     must = "must be a file that belongs to you and that nobody else can read"
     raise InputError(f"The job secret {path} {must}. Remove it, or set {VARIABLE} for all processes.")
+
+
+def _open_unlinked(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager
