@@ -36,11 +36,11 @@ def panels(path: Path, title: str, heights: Sequence[float] = (1.0,), size: tupl
     write_atomically(path, picture.getvalue())
 
 
-def legend_beside(panel: Any, title: str | None = None) -> None:
+def legend_beside(panel: Any) -> None:
     """Put the legend to the right of a panel, outside the data; a panel without labels gets no legend."""
     if panel.get_legend_handles_labels()[0]:
         place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
-        panel.legend(title=title, frameon=False, fontsize="small", **place)
+        panel.legend(frameon=False, fontsize="small", **place)
 
 
 def integer_steps(panel: Any) -> None:

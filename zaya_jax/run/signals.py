@@ -28,7 +28,7 @@ def exit_status(number: int) -> ExitCode:
 
 
 class Listener:
-    """Calls `answer` in a separate thread for each signal that arrives inside a `with` block; blocks can nest.
+    """Calls `answer` in a separate thread for each signal of `NAMES` inside a `with` block; blocks can nest.
 
     Later, `handler` is called in the main thread, as a regular signal handler. Outside the main thread a listener does
     nothing, because only the main thread can set signal handlers.
@@ -37,9 +37,8 @@ class Listener:
     def __init__(
         self, answer: Callable[[int], object],
         handler: Callable[[int, FrameType | None], object] = lambda number, frame: None,
-        numbers: tuple[int, ...] = tuple(NAMES),
     ) -> None:  # fmt: skip
-        self._answer, self._handler, self._numbers = answer, handler, numbers
+        self._answer, self._handler = answer, handler
         self.before: dict[int, Any] = {}  # previous handlers
         self._open = False
         self._outer = -1  # the pipe of the enclosing listener
@@ -54,7 +53,7 @@ class Listener:
         self._thread.start()
         self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # Keep ignored signals ignored: shells make background jobs ignore Ctrl-C.
-        handled = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        handled = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._handler) for number in handled}
         os.register_at_fork(after_in_child=self._leave_to_child)
         return self
@@ -84,7 +83,7 @@ class Listener:
 
     def _read(self) -> None:
         while (number := os.read(self._reader, 1)[0]) != 0:
-            if number in self._numbers:
+            if number in NAMES:
                 self._answer(number)
 
     def _leave_to_child(self) -> None:

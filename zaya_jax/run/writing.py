@@ -1,18 +1,10 @@
 """Create, replace, append to and delete files where other users can prepare names: the only module that does so.
 
-Others can foretell most names in a run folder, a cache or an export, and put links, pipes, files or folders there. What
-this module accepts:
+Others can foretell most names in a run folder, a cache or an export, and put links, pipes, files or folders there.
+"Share a run folder" in docs/cluster.md lists what is accepted. In a folder that its group may write, a file may belong
+to anybody, because only members of the group could put it there.
 
-- A link in a path is followed if it belongs to this user or to root, or if it and its folder have one owner and nobody
-  else may write that folder. A link in place of a file is never followed.
-- A file that is appended to or locked is a regular file with one name (no hard links) that belongs to this user or to
-  root. In a folder that not everybody may write, it may also belong to the folder's owner and, if the group of the
-  folder may write it, to anybody: only members of that group could put it there. So a team shares a run.
-- A new file gets a random name in its folder, and its final name once it is complete.
-- A private folder belongs to this user, and nobody else may write it.
-- What is deleted is a name in its folder: a file, a folder or the link itself, never what a link points to.
-
-A file server may map this user to another one: a file is this user's if new files of this user get the same owner.
+A file is this user's if new files of this user get the same owner: a file server may map this user to another one.
 
 Every path is walked from its start with one descriptor a folder, so renaming a folder meanwhile changes nothing.
 """
