@@ -70,10 +70,7 @@ def field_check(section: object, where: str) -> Callable[[str, bool, str], None]
 
 
 def require_path(key: str, text: str | None, nonempty: str = "") -> None:
-    """Raise `InputError` if the file system refuses a path: names may be too long, or hold a NUL.
-
-    `nonempty` says what is allowed instead of an empty path; without it, that is the current folder.
-    """
+    """Raise `InputError` if the file system refuses a path, as with a NUL, or if it is empty but must be `nonempty`."""
     if text is None:
         return
     require(text != "" or not nonempty, key, text, nonempty)

@@ -46,10 +46,7 @@ class ParallelConfig:
         return self.context * (2 if self.context > 1 and self.context_layout == "zigzag" else 1)
 
     def check(self, where: str, model: ModelConfig, contexts: Mapping[str, int]) -> None:
-        """Raise `InputError` if an axis of the layout at `where` does not divide what is split over it.
-
-        The sequence lengths in tokens, by key, are `contexts`.
-        """
+        """Raise `InputError` if an axis does not divide what it splits; `contexts`: sequence lengths by key."""
         must, reach = field_check(self, where), model.convolution_reach
         must("expert", model.num_experts % self.expert == 0, f"a divisor of model.num_experts ({model.num_experts})")
         for name, length in contexts.items():
@@ -61,11 +58,7 @@ class ParallelConfig:
 
 
 def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") -> dict[str, int]:
-    """Return the number of devices along each axis; `where` is the key of the layout.
-
-    Raises:
-      InputError: the product of the axes is not `devices`.
-    """
+    """Return the number of devices along each axis of the layout at `where`; `InputError` if they are not `devices`."""
     sizes = {axis: getattr(config, axis) for axis in AXES if axis != "data"}
     fixed = math.prod(sizes.values())
     data = devices // fixed if config.data is None else config.data

@@ -22,10 +22,9 @@ def shipped_names(kind: str = ".") -> list[str]:
 
 
 def find(name: str | Path, folder: Path = Path()) -> Path:
-    """Find a configuration file by the path that a user wrote, relative to `folder`, or that of a shipped file.
+    """Find a configuration by the path that a user wrote, relative to `folder`, or else among the shipped files.
 
-    Raises:
-      InputError: there is no such file, and none of that name is shipped.
+    `InputError` if there is none.
     """
     require_path("The configuration", str(name))
     path, names = folder / os.path.expanduser(name), shipped_names("**")

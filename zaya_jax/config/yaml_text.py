@@ -16,8 +16,7 @@ _BREAKS = "\x85\u2028\u2029"  # YAML 1.1 treats these as line breaks, so an unqu
 def parse_yaml(text: str, source: str) -> Any:
     """Parse YAML 1.1 without tags and merge keys; `source` is the subject of messages ("The configuration run.yaml").
 
-    Raises:
-      InputError: the text is not YAML, repeats a key, or exceeds the limits on depth and number of values.
+    `InputError` if the text is not YAML, repeats a key, or exceeds the limits on depth and number of values.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)

@@ -120,10 +120,8 @@ def broadcast(value: Json) -> Json:
 def all_gather(topic: str, value: Json, seconds: float) -> list[Json]:
     """Return the `value` of every process, after a round trip through JSON, in the order of processes.
 
-    The `topic` separates the messages of different threads, whose order may differ between processes.
-
-    Raises:
-      TimeoutError: another process did not send its value within `seconds`; the message names it.
+    The `topic` separates the messages of different threads, whose order may differ between processes. `TimeoutError`
+    names a process that did not send its value within `seconds`.
     """
     text = json.dumps(value)
     if jax.process_count() == 1:
@@ -152,9 +150,7 @@ def _receive(key: str, seconds: float) -> Any:
 def primary_first(action: Callable[[], T]) -> T:
     """Run `action` in process 0, then in all others, which can use the files it wrote.
 
-    Raises:
-      InputError: process 0 raised it; every process raises the same.
-      RunStopped: in the others, if process 0 failed for another reason, such as a full disk.
+    All raise the `InputError` that process 0 raises; if it fails for another reason, the others raise `RunStopped`.
     """
     if jax.process_count() == 1:
         return action()

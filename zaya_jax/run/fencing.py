@@ -44,20 +44,13 @@ class Fence:
     """The token that this process holds. Once another process takes a newer one, this one must not write any more."""
 
     def __init__(self, folder: Path, leave: Callable[[Superseded], object] = lambda error: None) -> None:
-        """Hold no token of the checkpoint folder yet.
-
-        To write nothing of what it has begun, a superseded process calls `leave`, which ends it, from any thread; by
-        default, `check` only raises.
-        """
+        """Hold no token of the checkpoint folder yet; `leave` ends a superseded process at once, from any thread."""
         self._folder, self._leave = folder, leave
         self._number, self._content = 0, b""  # of the token, and of the file that has it
         self._lock = threading.Lock()  # only one thread leaves
 
     def take(self, checkpoints: Mapping[int, int]) -> FencingToken:
-        """Take the next token, which supersedes all other processes of this run and accepts `checkpoints`.
-
-        Args:
-          checkpoints: steps → tokens that saved them.
+        """Take the next token, which accepts `checkpoints` (step → token) and supersedes other processes of this run.
 
         Raises:
           Superseded: another process has superseded this one.

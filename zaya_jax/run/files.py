@@ -138,15 +138,12 @@ class Unlockable(InputError):
 
 @contextlib.contextmanager
 def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterator[None]:
-    """Hold a file lock; the operating system releases it when the process ends, even after a kill.
+    """Hold a file lock, which the operating system releases when the process ends, even after a kill.
 
-    Args:
-      path: the lock file; it and its folder are created if missing.
-      what: subject of error messages, such as 'The folder data.cache_dir'.
-      wait: wait for another holder instead of raising.
+    The lock file at `path` and its folder are created if missing. Messages begin with `what`.
 
     Raises:
-      InputError: the folder cannot be written, or another process holds the lock.
+      InputError: the folder cannot be written, or another process holds the lock and this one does not `wait`.
       Unlockable: the file system has no locks.
     """
     subject = f"{what} ({path.parent})"

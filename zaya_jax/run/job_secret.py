@@ -46,9 +46,7 @@ def secret_path(folder: Path | None, address: str) -> Path:
 def read_secret(path: Path) -> str | None:
     """Return the secret: that of the environment, or in the file at `path`; None if there is neither.
 
-    Raises:
-      InputError: others than this user could have written the file, or can read it.
-      OSError: the file cannot be read, or is a link.
+    `InputError` if others than this user could have written the file, or can read it; `OSError` if it is a link.
     """
     if secret := os.environ.get(VARIABLE):
         return secret
@@ -71,8 +69,7 @@ def _open_unlinked(name: str, flags: int) -> int:
 def share_secret(path: Path) -> Iterator[str]:
     """Yield the secret of the environment, or a new one, which is in the file at `path` meanwhile.
 
-    Raises:
-      InputError: the file cannot be written, or the file system does not keep it from other users.
+    `InputError` if the file cannot be written, or the file system does not keep it from other users.
     """
     if secret := os.environ.get(VARIABLE):
         yield secret

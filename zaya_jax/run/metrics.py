@@ -157,9 +157,7 @@ class JsonlFile(LineFile):
     def __init__(self, path: Path, step: int, first: int, disk: DiskGuard, *, complete: bool = False) -> None:
         """Open or create the file of a run that started after step `first` and resumes after `step`.
 
-        Raises:
-          InputError: a row from `first` to `step` is missing or damaged though the file must be `complete`; it is left
-            unchanged.
+        If it must be `complete` up to there, but is not, this raises `InputError` and leaves it unchanged.
         """
         rows = list(_parse(read_file(path))) if path.exists() else []
         # Until its first checkpoint a run starts over, and `resume_from` may then name a checkpoint of another step.

@@ -86,11 +86,9 @@ class ProgressRecord:
     """The writing side; each write takes about 10 microseconds and cannot block or fail."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Write to the record at `path`, which must have `SIZE` bytes; None writes to memory that nobody reads.
+        """Write to the record at `path`; None writes to memory that nobody reads.
 
-        Raises:
-          OSError: the file cannot be opened.
-          ValueError: it is too small.
+        `OSError` if the file cannot be opened, `ValueError` if it has less than `SIZE` bytes.
         """
         self.is_supervised = path is not None  # a supervisor reads it
         self._pid = os.getpid()

@@ -96,10 +96,7 @@ class Listener:
 
 
 def ignore_signals() -> None:
-    """Ignore the signals of `NAMES` during shutdown, when the exit status is already decided.
-
-    Python restores the default handlers during finalization, so a late signal would replace the status.
-    """
+    """Ignore late signals: at the end Python restores the default handlers, which would replace the exit status."""
     for number in NAMES:
         signal.signal(number, signal.SIG_IGN)
 

@@ -38,11 +38,7 @@ def resolved(path: Path) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and those above it, unless they exist; never the target of a link.
-
-    Raises:
-      PermissionError: another user placed a link in the path; the message says which.
-    """
+    """Create a folder and those above it, unless they exist; never a link's target, and not beyond another user's."""
     with _opened(path, path, create=0o777):
         pass
 
@@ -73,10 +69,8 @@ def hidden_folder(path: Path) -> None:
 def private_folder(path: Path, *, by_name: bool = False) -> Iterator[Path]:
     """Create or open a folder that this user alone may write, and yield a path to it that renaming does not change.
 
-    If it is used `by_name`, too, only this user may enter the folders above it that are created.
-
-    Raises:
-      PermissionError: at `path` is a link, or anything that others own or may write.
+    If it is used `by_name`, too, only this user may enter the folders above it that are created. `PermissionError` if
+    at `path` is a link, or anything that others own or may write.
     """
     with _opened(path.parent, path, create=0o700 if by_name else 0o777) as parent:
         with contextlib.suppress(FileExistsError):
@@ -131,8 +125,7 @@ def new_file(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[IO
 def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a file to append to it or lock it, and create it if it is missing; return its descriptor.
 
-    Raises:
-      PermissionError: at `path` is a link, or anything else that another user may have prepared.
+    `PermissionError` if at `path` is a link, or anything else that another user may have prepared.
     """
     with _opened(path.parent, path) as folder:
         try:
