@@ -59,11 +59,12 @@ def check_bounds(section: Any, where: str = "") -> None:
 
 @functools.cache
 def _ranges(section: type) -> dict[str, Range | None]:
-    """Return the `Range` in the type annotation of each field, or None."""
-    hints = typing.get_type_hints(section, include_extras=True)
-    parts = {name: (hint, *typing.get_args(hint)) for name, hint in hints.items()}
-    return {name: next((part.__metadata__[0] for part in hint if hasattr(part, "__metadata__")), None)
-            for name, hint in parts.items()}  # fmt: skip
+    return {name: _range(hint) for name, hint in typing.get_type_hints(section, include_extras=True).items()}
+
+
+def _range(hint: Any) -> Range | None:
+    parts = (hint, *typing.get_args(hint))  # of `Positive[int] | None`, too
+    return next((part.__metadata__[0] for part in parts if hasattr(part, "__metadata__")), None)
 
 
 def _check(value: Any, key: str, largest: float | None, allowed: Range | None = None) -> None:

@@ -51,10 +51,8 @@ class DataConfig:
 
     def check_read(self) -> None:
         """Raise `InputError` if a key of the corpus is set beside `sources`, which would leave it unread."""
-        must, unread = (
-            field_check(self, "data"),
-            "left out (or its default) beside data.sources, which replace the corpus",
-        )
+        unread = "left out (or its default) beside data.sources, which replace the corpus"
+        must = field_check(self, "data")
         for key in CORPUS_KEYS if self.sources else ():
             must(key, getattr(self, key) == getattr(DataConfig, key), unread)
 

@@ -36,9 +36,14 @@ _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def join(
-    coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, peer_timeout: float,
-    progress: ProgressRecord | None = None, folder: Path | None = None,
-) -> PeerLiveness | None:  # fmt: skip
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    join_seconds: int,
+    peer_timeout: float,
+    progress: ProgressRecord | None = None,
+    folder: Path | None = None,
+) -> PeerLiveness | None:
     """Join the job that this process belongs to; return the thread that watches its peers, or None if it is alone.
 
     The launcher tells the `coordinator` (HOST:PORT of process 0), the number of `processes` and the index `process`,
@@ -49,26 +54,9 @@ def join(
     Raises:
       InputError: only some of the three are given, one is invalid, or `connect_processes` fails.
     """
-    flags = (coordinator, processes, process)
-    if flags != (None, None, None) and None in flags:
-        raise InputError("--coordinator, --processes and --process must be given together, or none where a launcher "
-                         "sets them. Add the missing ones.")  # fmt: skip
-    source = "--coordinator"
-    if coordinator is None:
-        if (name := detect_launcher(os.environ)) is None:
-            return None
-        if name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
-            remedy = "pip install 'jax[k8s]', or pass --coordinator, --processes and --process as launch/jobset.yaml"
-            raise InputError(f"The pods of this job need the package kubernetes to find each other: {remedy}.")
-        source = f"{name}'s coordinator"
-        try:
-            coordinator, processes, process = detect_job(join_seconds)
-        except Exception as error:  # invalid variables of a launcher, or an error of the Kubernetes API
-            raise _unusable(source, error) from error
-    host, port = split_address(coordinator or "", source)
-    if processes is None or process is None or processes < 1 or not 0 <= process < processes:
-        raise InputError(f"--process is {process}, but must be at least 0 and below --processes {processes}.")
-    job = Job(host, port, source, processes, process, folder)
+    if (job := _find_job(coordinator, processes, process, join_seconds)) is None:
+        return None
+    job = job._replace(folder=folder)
     connections = connect_processes(job, join_seconds)
     peers = PeerLiveness(connections, peer_timeout, progress) if connections else None
     jax.config.update("jax_check_proxy_envs", False)  # its service is not called over the network
@@ -79,17 +67,43 @@ def join(
             for tunnel in [peer.tunnel for peer in connections if peer.tunnel is not None]:
                 relay(tunnel, path, is_service_here=job.process == 0)
             jax.distributed.initialize(
-                f"unix:{path}", job.processes, job.process, coordinator_bind_address=f"unix:{path}",
+                f"unix:{path}",
+                job.processes,
+                job.process,
+                coordinator_bind_address=f"unix:{path}",
                 initialization_timeout=join_seconds + HEARTBEAT_MARGIN,
                 heartbeat_timeout_seconds=math.ceil(peer_timeout) + HEARTBEAT_MARGIN,
                 shutdown_timeout_seconds=math.ceil(peer_timeout),
-            )  # fmt: skip
+            )
     except (RuntimeError, ValueError) as error:
         refused = _unusable(job.coordinator, error)
         if peers is not None:
             peers.leave(*exit_message(refused))
         raise refused from error
     return peers
+
+
+def _find_job(coordinator: str | None, processes: int | None, process: int | None, seconds: int) -> Job | None:
+    flags = (coordinator, processes, process)
+    if flags != (None, None, None) and None in flags:
+        together = "--coordinator, --processes and --process must be given together"
+        raise InputError(f"{together}, or none where a launcher sets them. Add the missing ones.")
+    source = "--coordinator"
+    if coordinator is None:
+        if (name := detect_launcher(os.environ)) is None:
+            return None
+        if name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
+            remedy = "pip install 'jax[k8s]', or pass --coordinator, --processes and --process as launch/jobset.yaml"
+            raise InputError(f"The pods of this job need the package kubernetes to find each other: {remedy}.")
+        source = f"{name}'s coordinator"
+        try:
+            coordinator, processes, process = detect_job(seconds)
+        except Exception as error:  # invalid variables of a launcher, or an error of the Kubernetes API
+            raise _unusable(source, error) from error
+    host, port = split_address(coordinator or "", source)
+    if processes is None or process is None or processes < 1 or not 0 <= process < processes:
+        raise InputError(f"--process is {process}, but must be at least 0 and below --processes {processes}.")
+    return Job(host, port, source, processes, process)
 
 
 def _unusable(what: str, error: Exception) -> InputError:

@@ -11,15 +11,17 @@ from typing import Any
 from zaya_jax.errors import printable
 from zaya_jax.run.files import write_atomically
 
+Size = tuple[float, float]  # width and height in inches
 FAINT = 0.25  # opacity of raw values behind smoothed ones
 
 
 @contextlib.contextmanager
-def panels(path: Path, title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5), *,
-           shared: bool = True) -> Iterator[list[Any]]:  # fmt: skip
+def panels(
+    path: Path, title: str, heights: Sequence[float] = (1.0,), size: Size = (7.5, 4.5), *, shared: bool = True
+) -> Iterator[list[Any]]:
     """Yield the vertically stacked panels of a matplotlib figure, written as PNG, atomically, at the end of the block.
 
-    The relative `heights` of the panels, which may have a `shared` x axis, add up to the `size` in inches.
+    The relative `heights` of the panels, which may have a `shared` x axis, add up to the `size`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -41,9 +41,9 @@ _LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock", "n
 # which phases and rows to skip may change.
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.", "data.skip_rows")
 # The other keys that may change affect at most the last bits of the results, as a change of devices does.
-_FREE = (*_RECORDED, "run_dir", "preset", "measurements", "ops.", "parallel.", "train.batch.micro_batch", "train.remat",
-         "train.deterministic", "train.log_every", "train.sinks", "checkpoint.", "sample.", "profile", "data.cache_dir",
-         "data.workers")  # fmt: skip
+_FREE_OF_RUN = ("run_dir", "preset", "measurements", "profile", "ops.", "parallel.", "checkpoint.", "sample.")
+_FREE_OF_TRAIN = ("train.batch.micro_batch", "train.remat", "train.deterministic", "train.log_every", "train.sinks")
+_FREE = (*_RECORDED, *_FREE_OF_RUN, *_FREE_OF_TRAIN, "data.cache_dir", "data.workers")
 
 
 def run_folder(config: Config) -> Path:

@@ -165,8 +165,8 @@ class JsonlFile(LineFile):
         steps = itertools.zip_longest(range(first + 1, step + 1), (row["step"] for row, _ in kept))
         if complete and (missing := next((expected for expected, actual in steps if expected != actual), None)):
             required = f"{path} must have a row for each of the {step - first} steps up to the newest checkpoint"
-            raise InputError(f"{required}, but the row of step {missing} is missing or damaged. Restore the file, or "
-                             "choose another run_dir.")  # fmt: skip
+            remedy = "Restore the file, or choose another run_dir."
+            raise InputError(f"{required}, but the row of step {missing} is missing or damaged. {remedy}")
         self.dropped = len(rows) - len(kept)
         super().__init__(path, kept[-1][1] if kept else 0, disk)
 

@@ -147,10 +147,9 @@ class ProgressRecord:
 
     def _write(self) -> None:
         self._writes += 1
-        record = _RECORD.pack(
-            _MAGIC, self._writes, self._pid, self.phase, self.step, self._first_step, self._loss, self._grad_norm,
-            self._run, *self._seconds, *self._longest, *self._exit,
-        )  # fmt: skip
+        counts = self._writes, self._pid, self.phase, self.step, self._first_step
+        results, times = (self._loss, self._grad_norm), (*self._seconds, *self._longest)
+        record = _RECORD.pack(_MAGIC, *counts, *results, self._run, *times, *self._exit)
         self._memory[:_BYTES] = record + _CHECKSUM.pack(zlib.crc32(record))
 
 

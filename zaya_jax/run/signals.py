@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Self
 from zaya_jax.errors import ExitCode, printable
 from zaya_jax.run.typed_name import typed_name
 
+Handler = Callable[[int, FrameType | None], object]
 # SIGHUP comes when the terminal or the ssh session of a run is lost.
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
@@ -34,10 +35,7 @@ class Listener:
     nothing, because only the main thread can set signal handlers.
     """
 
-    def __init__(
-        self, answer: Callable[[int], object],
-        handler: Callable[[int, FrameType | None], object] = lambda number, frame: None,
-    ) -> None:  # fmt: skip
+    def __init__(self, answer: Callable[[int], object], handler: Handler = lambda number, frame: None) -> None:
         self._answer, self._handler = answer, handler
         self.before: dict[int, Any] = {}  # previous handlers
         self._open = False
