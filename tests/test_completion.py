@@ -9,7 +9,7 @@ import pytest
 
 from zaya_jax.__main__ import COMMANDS
 from zaya_jax.config import flatten_keys, load_config, to_dict
-from zaya_jax.config.keys import override_keys
+from zaya_jax.config.loader import override_keys
 from zaya_jax.config.shipped import shipped_names
 
 ROOT = Path(__file__).parent.parent

@@ -32,24 +32,20 @@ if TYPE_CHECKING:
     from zaya_jax.train.loop import run_training as run_training
     from zaya_jax.weights.load import load_model as load_model
 
-_HOMES = {
-    "Config": "zaya_jax.config",
-    "ModelOutput": "zaya_jax.model.zaya",
-    "TrainResult": "zaya_jax.train.loop",
-    "Zaya": "zaya_jax.model.zaya",
-    "Sampling": "zaya_jax.generate.sampling",
-    "capture": "zaya_jax.model.capture",
-    "capture_shapes": "zaya_jax.model.capture",
-    "expert_redundancy": "zaya_jax.model.redundancy",
-    "generate_text": "zaya_jax.generate.text",
-    "generate_tokens": "zaya_jax.generate.decode",
-    "load_config": "zaya_jax.config",
-    "load_model": "zaya_jax.weights.load",
-    "logits": "zaya_jax.model.zaya",
-    "muon": "zaya_jax.optim.muon",
-    "run_training": "zaya_jax.train.loop",
-    "save_pretrained": "zaya_jax.hf.exporter",
+_NAMES = {
+    "config": "Config load_config",
+    "generate.decode": "generate_tokens",
+    "generate.sampling": "Sampling",
+    "generate.text": "generate_text",
+    "hf.exporter": "save_pretrained",
+    "model.capture": "capture capture_shapes",
+    "model.redundancy": "expert_redundancy",
+    "model.zaya": "ModelOutput Zaya logits",
+    "optim.muon": "muon",
+    "train.loop": "TrainResult run_training",
+    "weights.load": "load_model",
 }
+_HOMES = {name: f"zaya_jax.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __version__ = "0.2.0"
 

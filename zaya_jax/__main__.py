@@ -28,11 +28,7 @@ _BAD_INPUT = 2
 def main(
     arguments: Sequence[str] | None = None, replace: Callable[[str, list[str], dict[str, str]], None] = os.execve
 ) -> int:
-    """Run a command in place of this process, as `python -m` would.
-
-    Args:
-      arguments: the command and its arguments; None for those of this process.
-      replace: replaces this process by a program with arguments and environment.
+    """Run a command in place of this process, as `python -m` would; `replace` does so with a program and environment.
 
     Returns:
       The exit status without a command to run: 0 for the help and the version, or 1 if they are lost; 2 for an unknown

@@ -15,7 +15,7 @@ from argcomplete.completers import FilesCompleter
 from argcomplete.lexers import split_line
 
 from zaya_jax.config import load_config, to_dict
-from zaya_jax.config.keys import override_keys, value_choices
+from zaya_jax.config.loader import override_keys, value_choices
 from zaya_jax.config.shipped import shipped_names
 from zaya_jax.errors import InputError
 
@@ -23,11 +23,7 @@ _PARSERS = {"zaya_jax.main": ("zaya_jax.run.options", "training_parser")}
 
 
 def complete(commands: Mapping[str, tuple[tuple[str, ...], str]]) -> None:
-    """Print the candidates that the shell asks for, and exit.
-
-    Args:
-      commands: name → the module and first arguments of each command, and its summary.
-    """
+    """Print the candidates that the shell asks for, and exit; `commands` are those of `zaya_jax.__main__`."""
     *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
     module, *verbs = commands[words[1]][0] if words[1:] and words[1] in commands else ("",)
     if module and not verbs:

@@ -52,14 +52,11 @@ class _Stop(Exception):
 class InputError(_Stop, ValueError):
     """Invalid input: a configuration key, an option, a file or a folder.
 
-    The message names the input and its value, and says what is allowed. Commands print it and exit with
-    `ExitCode.BAD_INPUT`, before anything is compiled or overwritten.
-
-    Attributes:
-      status: the exit status; a supervisor does not restart what ends with `BAD_INPUT`.
+    The message names the input and its value, and says what is allowed. Commands print it and exit before anything is
+    compiled or overwritten.
     """
 
-    status = ExitCode.BAD_INPUT
+    status = ExitCode.BAD_INPUT  # a supervisor does not restart what ends with it
 
 
 class PeersMissing(InputError):
@@ -81,15 +78,11 @@ class WorkerLost(RunStopped):
 
 
 class Preempted(RuntimeError):
-    """The run was asked to stop (Ctrl-C, SIGTERM, SIGHUP) and has saved a checkpoint.
-
-    Attributes:
-      status: the exit status of the process.
-    """
+    """The run was asked to stop (Ctrl-C, SIGTERM, SIGHUP) and has saved a checkpoint."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = status  # exit status of the process
 
 
 def exit_message(error: BaseException) -> tuple[str, int]:
@@ -118,13 +111,16 @@ def exit_reason(error: BaseException) -> Reason:
         return error.reason
     if isinstance(error, _Stop) and error.__cause__:
         return exit_reason(error.__cause__)
-    code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
-    return Reason.HOST_MEMORY if code == errno.ENOMEM else Reason.DISK if code in _DISK_FAULTS else Reason.OTHER
+    if (code := _code(error)) == errno.ENOMEM:
+        return Reason.HOST_MEMORY
+    return Reason.DISK if code in _DISK_FAULTS else Reason.OTHER
+
+
+def _code(error: BaseException) -> int | None:
+    return errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
 
 
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-
-
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What NFS, FUSE and Lustre return while a file server is away.
 _SERVER_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO)
@@ -137,16 +133,13 @@ _LIMITS = {  # the error of a limit → what to change
     errno.EAGAIN: "Raise the limit of processes and threads (ulimit -u, pids.max of a cgroup).",
 }
 # How libraries, which raise other errors than `OSError`, say so.
-_TEXTS = {os.strerror(code): code for code in _LIMITS} | {
-    "failed to map segment": errno.ENOMEM, "error while initializing the extension": errno.ENOMEM,
-    "can't start new thread": errno.EAGAIN,
-}  # fmt: skip
+_TEXTS = {os.strerror(code): code for code in _LIMITS} | {"can't start new thread": errno.EAGAIN}
+_TEXTS |= dict.fromkeys(("failed to map segment", "error while initializing the extension"), errno.ENOMEM)
 
 
 def _reached_limit(error: BaseException) -> int | None:
     """Return which limit of `_LIMITS` an error is due to, itself or by what it was raised from; None if none."""
-    code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
-    named = next((code for text, code in _TEXTS.items() if text in str(error)), None)
+    code, named = _code(error), next((code for text, code in _TEXTS.items() if text in str(error)), None)
     return (code if code in _LIMITS else named) or (_reached_limit(error.__cause__) if error.__cause__ else None)
 
 
@@ -162,17 +155,16 @@ def _wrong_setting(error: BaseException) -> str | None:
     if not isinstance(error, AssertionError | RuntimeError | TypeError | ValueError) or not frames:
         return None
     if frames[-1].filename.endswith("jax/_src/xla_bridge.py"):
-        said = as_sentence(error) if str(error) else "Its plugin is not installed, or finds no device."
-        return (f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, but jax cannot use it. {said} Install "
-                "zaya_jax with the extra cuda or rocm, or unset JAX_PLATFORMS to use what is there.")  # fmt: skip
+        problem = as_sentence(error) if str(error) else "Its plugin is not installed, or finds no device."
+        platforms = f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, but jax cannot use it"
+        remedy = "Install zaya_jax with the extra cuda or rocm, or unset JAX_PLATFORMS to use what is there."
+        return f"{platforms}. {problem} {remedy}"
     for name, value in os.environ.items():
-        said = _SAID.get(name, "[_ ]".join(name.split("_")[1:]))  # jax writes jax_disable_jit, or Disable jit
-        if re.fullmatch("JAX_[A-Z0-9]+_[A-Z0-9_]+", name) and re.search(said, str(error), re.IGNORECASE):
+        words = "[_ ]".join(name.split("_")[1:])  # jax writes jax_disable_jit, or Disable jit
+        pattern = "Disallowed .* transfer" if name == "JAX_TRANSFER_GUARD" else words
+        if re.fullmatch("JAX_[A-Z0-9]+_[A-Z0-9_]+", name) and re.search(pattern, str(error), re.IGNORECASE):
             return f"{name} is {value!r}, with which zaya_jax does not run; unset it. {as_sentence(error)}"
     return None
-
-
-_SAID = {"JAX_TRANSFER_GUARD": "Disallowed .* transfer"}
 
 
 def printable(text: str, longest: int = 10_000) -> str:
@@ -187,21 +179,14 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 def visible(text: str) -> str:
     """Return text in which what steers a terminal is escaped, and all else is kept."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
 
 
 _CUTOFF = 0.68  # similarity of difflib: above it 'tiny.yaml' is like 'configs/tiny.yaml', but 'tpu' not like 'cpu'
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "", suffix: str = "") -> str:
-    """Return ' Did you mean X?' for the known name that is most like a misspelled one; '' if none is.
-
-    Args:
-      name: the misspelled name.
-      known: all names that exist.
-      prefix: text before the suggested name.
-      suffix: text after it.
-    """
+    """Return ' Did you mean PREFIX X SUFFIX?' for the known name that is most like a misspelled one; '' if none is."""
     matches = difflib.get_close_matches(name[:200], list(known), n=1, cutoff=_CUTOFF)
     return f" Did you mean {prefix}{matches[0]}{suffix}?" if matches else ""
 

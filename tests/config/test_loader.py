@@ -16,7 +16,7 @@ from tests.config_helpers import SMALL, refused_to_load, written
 from tests.helpers import TINY
 from tests.hostile_names import HOSTILE_NAMES
 from zaya_jax.config import Config, current_key, flatten_keys, load_config, to_dict, to_yaml, with_current_keys
-from zaya_jax.config.renamed import RENAMED
+from zaya_jax.config.loader import RENAMED
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

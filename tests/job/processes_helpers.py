@@ -60,6 +60,8 @@ def start_job(
     addresses = addresses or [f"127.0.0.1:{port}"] * count
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices // count), "XLA_FLAGS": CHEAP,
                    "PYTHONWARNINGS": "default"}  # fmt: skip
+    if len(set(addresses)) > 1:  # the name of the file with the secret contains the address
+        environment["ZAYA_JOB_SECRET"] = str(port)
     run = f"import sys\n{code or ''}\nfrom zaya_jax.main import main\nsys.exit(main(sys.argv[1:]))"
     job = []
     for index, (command, address) in enumerate(zip(commands, addresses, strict=True)):

@@ -344,7 +344,7 @@ def in_processes(count, act):
         patch.setattr(jax, "process_count", lambda: count)
         patch.setattr(jax, "process_index", lambda: here.index)
         patch.setattr(multihost, "_turns", turns)
-        patch.setattr(multihost, "_store", lambda: store)
+        patch.setattr(multihost, "key_value_store", lambda: store)
         return list(pool.map(run, range(count)))
 
 

@@ -27,7 +27,7 @@ def read_clock():
     looks[threading.get_ident()] += 1
     return now
 peer_liveness.time = SimpleNamespace(monotonic=read_clock, sleep=time.sleep)
-peer_liveness._LAST_WORD = 60.0
+peer_liveness._EXIT_SECONDS = 60.0
 
 def pass_time(seconds=0.0):
     "Set the clock forward, and wait until each thread has acted on what it saw then: it looks twice at most a time."

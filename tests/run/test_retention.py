@@ -10,8 +10,7 @@ from tests.train_helpers import differing
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import RunStopped
-from zaya_jax.run.checkpoints import Checkpoint, remove, saved_steps, usable_checkpoints
-from zaya_jax.run.retention import steps_to_keep
+from zaya_jax.run.checkpoints import Checkpoint, remove, saved_steps, steps_to_keep, usable_checkpoints
 
 LOSSES = st.none() | st.floats(allow_nan=True, width=16)
 SAVED = st.lists(

@@ -6,9 +6,8 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
 from zaya_jax.run import writing
-from zaya_jax.run.checkpoints import CHECKPOINTS, remove, usable_checkpoints
+from zaya_jax.run.checkpoints import CHECKPOINTS, remove, steps_to_keep, usable_checkpoints
 from zaya_jax.run.folder import lock_folder
-from zaya_jax.run.retention import steps_to_keep
 from zaya_jax.run.run import open_run
 from zaya_jax.run.table import size_text
 

@@ -28,11 +28,11 @@ from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError, Reason, RunStopped, Superseded, as_sentence
 from zaya_jax.job.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
+from zaya_jax.run.checkpoints import steps_to_keep
 from zaya_jax.run.digests import joined, leaf_digest, uncovered
 from zaya_jax.run.fencing import Fence, is_current
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
-from zaya_jax.run.retention import steps_to_keep
 from zaya_jax.run.writing import make_folder, open_file, remove, rename, resolved, share
 
 _PATIENCE = 600  # seconds that processes wait for each other at the end of a save

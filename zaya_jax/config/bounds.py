@@ -29,61 +29,29 @@ NonNegative = Annotated[Number, Range("at least 0", lambda number: number >= 0)]
 Decay = Annotated[float, Range("at least 0 and below 1", lambda number: 0 <= number < 1)]
 
 _INT, _FLOAT = 2**31 - 1, 1e12  # default upper bounds of fields without an entry in LARGEST
-_TOKENS = 10**15  # of a phase
-_STEP_TOKENS = 2**28
-
-LARGEST: dict[str, float] = {
-    "ModelConfig.vocab_size": 2**24,
-    "ModelConfig.hidden_size": 2**18,
-    "ModelConfig.num_layers": 2**12,
-    "ModelConfig.num_query_heads": 2**12,
-    "ModelConfig.num_kv_heads": 2**12,
-    "ModelConfig.head_dim": 2**12,
-    "ModelConfig.num_experts": 2**14,
-    "ModelConfig.expert_size": 2**18,
-    "ModelConfig.router_size": 2**16,
-    "ModelConfig.max_positions": 2**24,  # fp32 represents every integer up to this
-    "ModelConfig.depthwise_kernel": 64,
-    "ModelConfig.grouped_kernel": 64,
-    "ModelConfig.norm_eps": 1,
-    "ModelConfig.init_std": 1e3,
-    "MuonConfig.learning_rate": 1e6,
-    "MuonConfig.newton_schulz_steps": 100,
-    "MuonConfig.weight_decay": 1e6,
-    "AdamWConfig.learning_rate": 1e6,
-    "AdamWConfig.eps": 1e6,
-    "AdamWConfig.weight_decay": 1e6,
-    "RoleConfig.learning_rate": 1e6,
-    "RoleConfig.weight_decay": 1e6,
-    "BalanceConfig.learning_rate": 1e6,
-    "BalanceConfig.eps": 1e6,
-    "ScheduleConfig.peak": 1e6,
-    "ScheduleConfig.warmup_tokens": _TOKENS,
-    "ScheduleConfig.decay_tokens": _TOKENS,
-    "DataConfig.skip_rows": _TOKENS,
-    "PhaseConfig.tokens": _TOKENS,
-    "BatchConfig.tokens": _STEP_TOKENS,
-    "BatchConfig.start": _STEP_TOKENS,
-    "BatchConfig.ramp_tokens": _TOKENS,
-    "BatchSizeConfig.until": _TOKENS,
-    "BatchSizeConfig.tokens": _STEP_TOKENS,
-    "ParallelConfig.data": 2**20,
-    "ParallelConfig.fsdp": 2**20,
-    "ParallelConfig.expert": 2**20,
-    "ParallelConfig.context": 2**20,
-    "SpikeConfig.window": 2**16,  # every device stores the window
-    "LoraConfig.rank": 2**14,
-    "LoraConfig.alpha": 1e6,
+_BY_BOUND = {
+    1: "ModelConfig.norm_eps",
+    64: "ModelConfig.depthwise_kernel ModelConfig.grouped_kernel",
+    100: "MuonConfig.newton_schulz_steps",
+    1e3: "ModelConfig.init_std",
+    2**12: "ModelConfig.num_layers ModelConfig.num_query_heads ModelConfig.num_kv_heads ModelConfig.head_dim",
+    2**14: "ModelConfig.num_experts LoraConfig.rank",
+    2**16: "ModelConfig.router_size SpikeConfig.window",  # every device stores the window
+    2**18: "ModelConfig.hidden_size ModelConfig.expert_size",
+    1e6: "MuonConfig.learning_rate MuonConfig.weight_decay AdamWConfig.learning_rate AdamWConfig.weight_decay "
+    "AdamWConfig.eps RoleConfig.learning_rate RoleConfig.weight_decay BalanceConfig.learning_rate BalanceConfig.eps "
+    "ScheduleConfig.peak LoraConfig.alpha",
+    2**20: "ParallelConfig.data ParallelConfig.fsdp ParallelConfig.expert ParallelConfig.context",
+    2**24: "ModelConfig.vocab_size ModelConfig.max_positions",  # fp32 represents every integer up to this
+    2**28: "BatchConfig.tokens BatchConfig.start BatchSizeConfig.tokens",
+    10**15: "ScheduleConfig.warmup_tokens ScheduleConfig.decay_tokens DataConfig.skip_rows PhaseConfig.tokens "
+    "BatchConfig.ramp_tokens BatchSizeConfig.until",
 }
+LARGEST: dict[str, float] = {field: bound for bound, fields in _BY_BOUND.items() for field in fields.split()}
 
 
 def check_bounds(section: Any, where: str = "") -> None:
-    """Raise `InputError` if a number in `section` or its subsections is not finite or out of bounds.
-
-    Args:
-      section: a dataclass of the schema.
-      where: the key of the section; empty for the whole configuration.
-    """
+    """Raise `InputError` if a number in `section`, whose key is `where`, or its subsections is out of bounds."""
     for name, allowed in _ranges(type(section)).items():
         largest = LARGEST.get(f"{type(section).__name__}.{name}")
         _check(getattr(section, name), f"{where}.{name}" if where else name, largest, allowed)
@@ -91,11 +59,12 @@ def check_bounds(section: Any, where: str = "") -> None:
 
 @functools.cache
 def _ranges(section: type) -> dict[str, Range | None]:
-    """Return the `Range` in the type annotation of each field, or None."""
-    hints = typing.get_type_hints(section, include_extras=True)
-    metadata = {name: [getattr(part, "__metadata__", (None,))[0] for part in (hint, *typing.get_args(hint))]
-                for name, hint in hints.items()}  # fmt: skip
-    return {name: next(filter(None, ranges), None) for name, ranges in metadata.items()}
+    return {name: _range(hint) for name, hint in typing.get_type_hints(section, include_extras=True).items()}
+
+
+def _range(hint: Any) -> Range | None:
+    parts = (hint, *typing.get_args(hint))  # of `Positive[int] | None`, too
+    return next((part.__metadata__[0] for part in parts if hasattr(part, "__metadata__")), None)
 
 
 def _check(value: Any, key: str, largest: float | None, allowed: Range | None = None) -> None:
@@ -109,7 +78,8 @@ def _check(value: Any, key: str, largest: float | None, allowed: Range | None = 
             _check(item, f"{key}.{name}", largest)
     elif isinstance(value, int | float):
         whole = isinstance(value, int)
-        most = (_INT if whole else _FLOAT) if largest is None else largest
+        most = largest or (_INT if whole else _FLOAT)
         require(whole or math.isfinite(value), key, value, "a finite number")
         require(value <= most, key, value, f"at most {most:,}" if whole else f"at most {most:g}")
-        require(allowed is None or allowed.contains(value), key, value, allowed.words if allowed else "")
+        if allowed is not None:
+            require(allowed.contains(value), key, value, allowed.words)

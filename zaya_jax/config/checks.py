@@ -3,11 +3,12 @@
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from zaya_jax.errors import InputError
 
+NAME = "a name of at most 200 letters, digits, _ and -"  # what `is_name` accepts
 _MAX_DIGITS = 40
 _MAX_KINDS = 8
 
@@ -38,6 +39,9 @@ class _YamlRepr(reprlib.Repr):
         bits = x.bit_length()  # Python refuses to print an integer of more than 4,300 digits
         return str(x) if bits <= 3 * _MAX_DIGITS else f"{'-' if x < 0 else ''}2**{bits - 1} or more"
 
+    def repr_tuple(self, x: tuple[object, ...], level: int) -> str:
+        return self.repr_list(list(x), level)
+
     def repr_float(self, x: float, level: int) -> str:
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(x), repr(x))
 
@@ -56,8 +60,20 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise InputError(f"{key} is {shown(value)}, but must be {allowed}.")
 
 
-def require_path(key: str, text: str) -> None:
-    """Raise `InputError` unless the file system takes `text` as a path: names may be too long, or hold a NUL."""
+def field_check(section: object, where: str) -> Callable[[str, bool, str], None]:
+    """Return `must(name, condition, allowed)`: `require` about the field `name` of a section whose key is `where`."""
+
+    def must(name: str, condition: bool, allowed: str) -> None:
+        require(condition, f"{where}.{name}" if where else name, getattr(section, name), allowed)
+
+    return must
+
+
+def require_path(key: str, text: str | None, nonempty: str = "") -> None:
+    """Raise `InputError` if the file system refuses a path, as with a NUL, or if it is empty but must be `nonempty`."""
+    if text is None:
+        return
+    require(text != "" or not nonempty, key, text, nonempty)
     try:
         os.lstat(os.path.expanduser(text))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -80,12 +96,12 @@ def list_counts(counts: Mapping[str, int]) -> str:
 
 
 def is_name(text: object) -> bool:
-    """Return whether `text` is a valid phase or source name: at most 200 letters, digits, _ and -, no leading digit."""
+    """Return whether `text` is a valid phase or source name: `NAME`, without a leading digit."""
     return isinstance(text, str) and len(text) <= 200 and text.replace("-", "_").isidentifier()
 
 
 def item_keys(where: str, names: Sequence[object]) -> list[str]:
     """Return the key of each item of the list `where`: its name if that is unique, else its index."""
     counts = Counter(name for name in names if isinstance(name, str))
-    return [f"{where}.{name if is_name(name) and counts[str(name)] == 1 else index}"
-            for index, name in enumerate(names)]  # fmt: skip
+    keys = (name if is_name(name) and counts[str(name)] == 1 else index for index, name in enumerate(names))
+    return [f"{where}.{key}" for key in keys]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from zaya_jax.config.bounds import Positive
-from zaya_jax.config.checks import is_name, require, require_path
+from zaya_jax.config.checks import NAME, field_check, is_name, require, require_path
 from zaya_jax.config.table import Table
 
 CORPUS = "corpus"  # name of the only source if data.sources is empty
@@ -33,27 +33,28 @@ class DataConfig:
 
     def check(self) -> None:
         """Raise `InputError` if a value is out of range."""
+        must = field_check(self, "data")
         require_path("data.corpus", self.corpus)
         require_path("data.cache_dir", self.cache_dir)
-        require(0 < self.heldout_fraction < 1, "data.heldout_fraction", self.heldout_fraction, "between 0 and 1")
-        require(len(self.suffixes) > 0, "data.suffixes", list(self.suffixes), "a list with at least one file suffix")
-        require(0 <= self.workers <= 256, "data.workers", self.workers, "between 0 and 256")
+        must("heldout_fraction", 0 < self.heldout_fraction < 1, "between 0 and 1")
+        must("suffixes", len(self.suffixes) > 0, "a list with at least one file suffix")
+        must("workers", 0 <= self.workers <= 256, "between 0 and 256")
         before = 0
         for index, ends in enumerate(self.skip_rows):
-            require(len(ends) == 2 and before <= ends[0] < ends[1], f"data.skip_rows.{index}", list(ends),
-                    f"[first, end] with {before} <= first < end: ranges are sorted and do not overlap")  # fmt: skip
+            is_sorted = len(ends) == 2 and before <= ends[0] < ends[1]
+            allowed = f"[first, end] with {before} <= first < end: ranges are sorted and do not overlap"
+            require(is_sorted, f"data.skip_rows.{index}", ends, allowed)
             before = ends[1]
         for name, source in self.sources.items():
-            require(is_name(name), "data.sources", name, "a name of at most 200 letters, digits, _ and -")
-            require(source.path != "", f"data.sources.{name}.path", source.path, "the path of a folder")
-            require_path(f"data.sources.{name}.path", source.path)
+            require(is_name(name), "data.sources", name, NAME)
+            require_path(f"data.sources.{name}.path", source.path, "the path of a folder")
 
     def check_read(self) -> None:
         """Raise `InputError` if a key of the corpus is set beside `sources`, which would leave it unread."""
+        unread = "left out (or its default) beside data.sources, which replace the corpus"
+        must = field_check(self, "data")
         for key in CORPUS_KEYS if self.sources else ():
-            value = getattr(self, key)
-            require(value == getattr(DataConfig, key), f"data.{key}", list(value) if key == "suffixes" else value,
-                    "left out (or its default) beside data.sources, which replace the corpus")  # fmt: skip
+            must(key, getattr(self, key) == getattr(DataConfig, key), unread)
 
     @property
     def source_names(self) -> list[str]:

@@ -1,5 +1,6 @@
 """YAML to `Config`: `extends`, `a.b=c` overrides, and errors that name the key and the nearest spelling."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -11,10 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zaya_jax.config.checks import item_keys, require, require_path, shown
-from zaya_jax.config.keys import override_keys
 from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.phases import PhaseConfig
-from zaya_jax.config.renamed import RENAMED
 from zaya_jax.config.schema import Config
 from zaya_jax.config.shipped import find
 from zaya_jax.config.stages import stages
@@ -25,11 +24,19 @@ from zaya_jax.errors import InputError, did_you_mean
 _MAX_PARTS = 20  # limit on names in a dotted key (the schema has 5 levels) and on files in a chain of `extends`
 _type_hints = functools.cache(typing.get_type_hints)
 T = TypeVar("T")
+# (section, key of an earlier version) → key; rejected in configurations, translated in saved runs and checkpoints
+RENAMED = {
+    ("batch", "micro"): "micro_batch",
+    ("checkpoint", "loss_window"): "max_unsaved_seconds",
+    ("evaluation", "batch"): "batch_size",
+    ("muon", "iterates"): "newton_schulz_dtype",
+    ("parallel", "reduce"): "gradient_reduction",
+}
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1e6, which YAML 1.1 reads as text
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration.
+    """Read and check a configuration.
 
     Args:
       path: a YAML file. Its optional key `extends` is the path, relative to it, of a file whose values it overrides.
@@ -38,12 +45,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         as it stands, unless it is in quotes, or null. Address list items by their `name` or index, as in
         `phases.midtrain.tokens=1_000_000`; the same works in a file.
 
-    Returns:
-      The checked configuration.
-
     Raises:
-      InputError: the file is missing or is not YAML; a key is unknown or repeated; a value has the wrong type or is
-        invalid.
+      InputError: the file is missing or not YAML; a key is unknown or repeated; a value has the wrong type or is wrong.
     """
     tree = _read(find(path), ())
     for override in overrides:
@@ -73,11 +76,7 @@ def _is_text(parts: Sequence[str]) -> bool:
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
-    """Build and check a configuration from nested dicts, such as `to_dict` returns.
-
-    Raises:
-      InputError: see `load_config`.
-    """
+    """Build and check a configuration from nested dicts, such as `to_dict` returns; raises like `load_config`."""
     config = _build(Config, dict(tree), "")
     config.check()
     stages(config)  # raises if the run has too many steps
@@ -90,11 +89,7 @@ def load_as(cls: type[T], path: str | Path) -> T:
 
 
 def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:
-    """Build and check the section `model` from a dict.
-
-    Raises:
-      InputError: see `load_config`.
-    """
+    """Build and check the section `model` from a dict; raises like `load_config`."""
     config: ModelConfig = _build(ModelConfig, tree, "model")
     config.check()
     return config
@@ -129,28 +124,26 @@ def to_yaml(config: Config) -> str:
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file and those that it extends, in which `readers` are the files that extend it."""
+    subject = f"The configuration {path}"
     require_path("The configuration", str(path))
     if path.resolve() in readers:
-        raise InputError(f"The configuration {path} extends itself.")
+        raise InputError(f"{subject} extends itself.")
     if len(readers) > _MAX_PARTS:
-        raise InputError(f"The configuration {path} is reached through more than {_MAX_PARTS} extends, the limit; "
-                         "merge some of the files.")  # fmt: skip
+        raise InputError(f"{subject} is reached through more than {_MAX_PARTS} extends, the limit; merge some files.")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
+        text = content.decode() if len(content) <= MAX_BYTES else ""
     except OSError as error:
-        raise InputError(f"The configuration {path} cannot be read: {error.strerror}.") from error
-    if len(content) > MAX_BYTES:
-        raise InputError(f"The configuration {path} is larger than the limit of {MAX_BYTES:,} bytes.")
-    try:
-        text = content.decode()
+        raise InputError(f"{subject} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"The configuration {path} is not UTF-8 text.") from error
-    tree = parse_yaml(text, f"The configuration {path}")
-    if tree is None:
-        tree = {}
+        raise InputError(f"{subject} is not UTF-8 text.") from error
+    if len(content) > MAX_BYTES:
+        raise InputError(f"{subject} is larger than the limit of {MAX_BYTES:,} bytes.")
+    tree = parse_yaml(text, subject)
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise InputError(f"The configuration {path} is {kind(tree)}, but must be a section with keys.")
+        raise InputError(f"{subject} is {kind(tree)}, but must be a section with keys.")
     base = tree.pop("extends", None)
     if base is None:
         return tree
@@ -161,14 +154,14 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        old, here = merged.get(key), _join(where, key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            merged[key] = _merge(old, value, here)
-        elif isinstance(old, list) and isinstance(value, dict):
-            merged[key] = _merge_items(old, value, here)
-        else:
-            merged[key] = value
+        merged[key] = _merge_value(merged.get(key), value, _join(where, key))
     return merged
+
+
+def _merge_value(old: Any, value: Any, where: str) -> Any:
+    if isinstance(old, dict) and isinstance(value, dict):
+        return _merge(old, value, where)
+    return _merge_items(old, value, where) if isinstance(old, list) and isinstance(value, dict) else value
 
 
 def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[Any]:
@@ -183,11 +176,9 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
         else:
             known = [str(place) + (f" ({name})" if isinstance(name, str) else "") for place, name in enumerate(names)]
             hint = did_you_mean(key, [name for name in names if isinstance(name, str)], f"{where}.")
-            raise InputError(f"There is no {shown(_join(where, key))}; the items of {where} are "
-                             f"{', '.join(known[:9]) or 'none'}.{hint}")  # fmt: skip
-        item = merged[index]
-        here = _join(where, key)
-        merged[index] = _merge(item, value, here) if isinstance(item, dict) and isinstance(value, dict) else value
+            items = f"the items of {where} are {', '.join(known[:9]) or 'none'}"
+            raise InputError(f"There is no {shown(_join(where, key))}; {items}.{hint}")
+        merged[index] = _merge_value(merged[index], value, _join(where, key))
     return merged
 
 
@@ -221,9 +212,8 @@ def _suggest_full_keys(name: str, tree: Mapping[str, Any]) -> str:
     """Return ' Did you mean X or Y?' for up to three keys that end in `name`, where a user left out the section."""
     phases = tree.get("phases")
     named = [phase for phase in phases if isinstance(phase, dict)] if isinstance(phases, list) else []
-    default = {"name": PhaseConfig.name}
-    keys = [key for key, _ in override_keys({"phases": [default | phase for phase in named]})
-            if key.rpartition(".")[2] == name]  # fmt: skip
+    known = override_keys({"phases": [{"name": PhaseConfig.name} | phase for phase in named]})
+    keys = [key for key, _ in known if key.rpartition(".")[2] == name]
     return f" Did you mean {' or '.join(keys[:3])}?" if keys else ""
 
 
@@ -235,10 +225,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):  # only `X | None` is used
         return None if value is None else _convert(args[0], value, where)
     if origin is typing.Literal:
-        if not isinstance(value, str) or value not in args:
-            hint = did_you_mean(value, args) if isinstance(value, str) else ""
-            raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}.{hint}")
-        return value
+        if value in args:
+            return value
+        nearest = did_you_mean(value, args) if isinstance(value, str) else ""
+        raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}.{nearest}")
     if origin is tuple:
         require(isinstance(value, list), where, value, "a list")
         keys = item_keys(where, _names(value, args[0]))
@@ -246,8 +236,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Table:
         require(isinstance(value, dict), where, value, "a section of names and values")
         # A file that extends another can remove an entry by setting it to null.
-        return Table({name: _convert(args[0], item, _join(where, name)) for name, item in value.items()
-                      if item is not None})  # fmt: skip
+        entries = {name: item for name, item in value.items() if item is not None}
+        return Table({name: _convert(args[0], item, _join(where, name)) for name, item in entries.items()})
     if hint in (int, float):
         return _number(hint, value, where)
     if type(value) is not hint:
@@ -260,11 +250,8 @@ def _number(hint: type, value: Any, where: str) -> int | float:
     if type(value) is hint is int:  # `True` is an int to isinstance
         return value
     is_text = isinstance(value, str) and (hint is float or _EXPONENT.fullmatch(value) is not None)
-    if type(value) in (int, float) or is_text:
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
+    with contextlib.suppress(ValueError, OverflowError):
+        number = float(value) if type(value) in (int, float) or is_text else math.nan
         if math.isfinite(number) and (hint is float or number.is_integer()):
             return hint(number)
     raise _wrong_kind(value, where, "a whole number" if hint is int else "a finite number")
@@ -277,3 +264,47 @@ def _wrong_kind(value: Any, where: str, allowed: str) -> InputError:
 
 def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
+
+
+def override_keys(tree: Mapping[str, Any], cls: Any = Config, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each leaf key of a section, such as `train.batch.tokens`, with the prefix `where`, and its type.
+
+    The names of phases and sources are those of `tree`, a configuration as `to_dict` returns it.
+    """
+    for name, hint in _type_hints(cls).items():
+        kinds, value, key = (hint, *typing.get_args(hint)), tree.get(name), f"{where}{name}"
+        section = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+        if section is None:
+            yield key, hint
+        elif typing.get_origin(hint) in (tuple, Table):
+            items = value.items() if isinstance(value, dict) else enumerate(value or ())
+            for place, item in items:
+                own = place if isinstance(value, dict) else item.get("name", place)
+                yield from override_keys(item, section, f"{key}.{own}.")
+        else:
+            yield from override_keys(value or {}, section, f"{key}.")
+
+
+def value_choices(hint: Any) -> list[str]:
+    """Return the values of a key that has a small set of them, in YAML: those of a Literal, true and false, null."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return list(args)
+    if origin in (types.UnionType, typing.Union):
+        return [choice for kind in args for choice in value_choices(kind)]
+    return {bool: ["true", "false"], type(None): ["null"]}.get(hint, [])
+
+
+def with_current_keys(tree: Any, section: str = "") -> Any:
+    """Translate the keys of a saved configuration to those of this version."""
+    if isinstance(tree, list):
+        return [with_current_keys(item) for item in tree]
+    if isinstance(tree, dict):
+        return {RENAMED.get((section, key), key): with_current_keys(value, key) for key, value in tree.items()}
+    return tree
+
+
+def current_key(dotted: str) -> str:
+    """Translate a dotted key of a saved configuration to this version's key."""
+    names = dotted.split(".")
+    return ".".join(RENAMED.get((section, key), key) for section, key in zip(["", *names], names, strict=False))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zaya_jax.config.bounds import Positive, check_bounds
-from zaya_jax.config.checks import require, shown
+from zaya_jax.config.checks import field_check, shown
 
 AttentionKind = Literal["full", "sliding"]
 AttentionForm = Literal["cca", "gqa", "gqa_qk_norm"]
@@ -21,6 +21,11 @@ class LayerKind:
 
 
 MAX_PARAMETERS = 10**14  # sizes of parameters, gradients and optimizer state then fit into 64 bits
+# Fields that only the default form of another field has: part → that field.
+_ABLATED = {
+    **dict.fromkeys(("convolutions", "query_key_mean", "value_shift"), "attention"),
+    **dict.fromkeys(("router_layers", "depth_averaging"), "router"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,32 +70,26 @@ class ModelConfig:
     def check(self) -> None:
         """Raise `InputError` if the sizes are inconsistent."""
         check_bounds(self, "model")
-        require(self.num_query_heads % self.num_kv_heads == 0, "model.num_query_heads", self.num_query_heads,
-                f"a multiple of model.num_kv_heads ({self.num_kv_heads})")  # fmt: skip
-        require(1 <= self.router_layers <= 3, "model.router_layers", self.router_layers, "1, 2 or 3")
-        for key, parts in (("attention", ("convolutions", "query_key_mean", "value_shift")),
-                           ("router", ("router_layers", "depth_averaging"))):  # fmt: skip
-            whole = getattr(self, key) == getattr(ModelConfig, key)
-            for part in parts:
-                default = getattr(ModelConfig, part)
-                require(whole or getattr(self, part) == default, f"model.{part}", getattr(self, part),
-                        f"{shown(default)} unless model.{key} is {getattr(ModelConfig, key)} (it is "
-                        f"{getattr(self, key)})")  # fmt: skip
-        require((self.num_kv_heads * self.head_dim) % 2 == 0, "model.head_dim", self.head_dim,
-                "even if model.num_kv_heads is odd: half of the value channels are delayed")  # fmt: skip
-        require(0 <= self.rotary_fraction <= 1, "model.rotary_fraction", self.rotary_fraction, "between 0 and 1")
-        require(self.rotary_size % 2 == 0, "model.rotary_fraction", self.rotary_fraction,
-                f"a fraction of model.head_dim ({self.head_dim}) that is an even number of channels")  # fmt: skip
-        require(len(self.layer_pattern) > 0 and self.num_layers % len(self.layer_pattern) == 0,
-                "model.layer_pattern", list(self.layer_pattern),
-                f"a list whose length divides model.num_layers ({self.num_layers})")  # fmt: skip
+        must, heads = field_check(self, "model"), self.num_kv_heads
+        must("num_query_heads", self.num_query_heads % heads == 0, f"a multiple of model.num_kv_heads ({heads})")
+        must("router_layers", 1 <= self.router_layers <= 3, "1, 2 or 3")
+        for part, key in _ABLATED.items():
+            whole, default = getattr(ModelConfig, key), getattr(ModelConfig, part)
+            condition = f"unless model.{key} is {whole} (it is {getattr(self, key)})"
+            is_used = getattr(self, key) == whole
+            must(part, is_used or getattr(self, part) == default, f"{shown(default)} {condition}")
+        halves = "even if model.num_kv_heads is odd: half of the value channels are delayed"
+        must("head_dim", (heads * self.head_dim) % 2 == 0, halves)
+        must("rotary_fraction", 0 <= self.rotary_fraction <= 1, "between 0 and 1")
+        even = f"a fraction of model.head_dim ({self.head_dim}) that is an even number of channels"
+        must("rotary_fraction", self.rotary_size % 2 == 0, even)
+        divides = len(self.layer_pattern) > 0 and self.num_layers % len(self.layer_pattern) == 0
+        must("layer_pattern", divides, f"a list whose length divides model.num_layers ({self.num_layers})")
         experts = 3 * self.num_layers * self.num_experts * self.hidden_size * self.expert_size
-        require(experts <= MAX_PARAMETERS, "model.num_experts", self.num_experts,
-                f"small enough for all experts to have at most {MAX_PARAMETERS:,} parameters together (they would "
-                f"have {experts:,})")  # fmt: skip
-        if "sliding" in self.layer_pattern:
-            require(self.sliding_window is not None, "model.sliding_window",
-                    self.sliding_window, "a positive number of tokens: model.layer_pattern has sliding")  # fmt: skip
+        fitting = f"small enough for all experts to have at most {MAX_PARAMETERS:,} parameters together"
+        must("num_experts", experts <= MAX_PARAMETERS, f"{fitting} (they would have {experts:,})")
+        has_window = self.sliding_window is not None or "sliding" not in self.layer_pattern
+        must("sliding_window", has_window, "a positive number of tokens: model.layer_pattern has sliding")
 
     @property
     def rotary_size(self) -> int:
@@ -129,11 +128,9 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of the layers in one `period`."""
-        kinds = {
-            "full": LayerKind(self.attention, None, self.rope_base),
-            "sliding": LayerKind(self.attention, self.sliding_window, self.sliding_rope_base),
-        }
-        return tuple(kinds[name] for name in self.period)
+        full = LayerKind(self.attention, None, self.rope_base)
+        sliding = LayerKind(self.attention, self.sliding_window, self.sliding_rope_base)
+        return tuple(sliding if name == "sliding" else full for name in self.period)
 
     @property
     def num_groups(self) -> int:

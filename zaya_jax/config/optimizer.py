@@ -1,4 +1,4 @@
-"""The optimizer section of a configuration."""
+"""The sections optimizer and lora of a configuration."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -87,3 +87,16 @@ class OptimizerConfig:
     roles: RolesConfig = field(default_factory=RolesConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     clip_norm: Positive[float] = 1.0  # maximum global gradient norm
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of attention and expert matrices (arXiv 2106.09685): W + (alpha / rank)·A·B."""
+
+    rank: Positive[int]  # width of A and B
+    alpha: Positive[float]  # scale of the product A·B, divided by the rank
+
+    @property
+    def scale(self) -> float:
+        """The factor on the product A·B."""
+        return self.alpha / self.rank

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zaya_jax.config.bounds import Positive
-from zaya_jax.config.checks import require
+from zaya_jax.config.checks import field_check
 from zaya_jax.config.model import ModelConfig
 from zaya_jax.errors import InputError
 
@@ -46,42 +46,27 @@ class ParallelConfig:
         return self.context * (2 if self.context > 1 and self.context_layout == "zigzag" else 1)
 
     def check(self, where: str, model: ModelConfig, contexts: Mapping[str, int]) -> None:
-        """Raise `InputError` if an axis does not divide what is split over it.
-
-        Args:
-          where: key of the layout.
-          model: the architecture.
-          contexts: sequence lengths in tokens, by key.
-        """
-        require(model.num_experts % self.expert == 0, f"{where}.expert", self.expert,
-                f"a divisor of model.num_experts ({model.num_experts})")  # fmt: skip
+        """Raise `InputError` if an axis does not divide what it splits; `contexts`: sequence lengths by key."""
+        must, reach = field_check(self, where), model.convolution_reach
+        must("expert", model.num_experts % self.expert == 0, f"a divisor of model.num_experts ({model.num_experts})")
         for name, length in contexts.items():
-            require(length % self.chunks == 0, f"{where}.context", self.context,
-                    f"such that {name} ({length}) is a multiple of {self.chunks}, the number of chunks with "
-                    f"context_layout {self.context_layout}")  # fmt: skip
-            require(self.context == 1 or length // self.chunks >= model.convolution_reach, f"{where}.context",
-                    self.context, f"such that a chunk of {name} has at least {model.convolution_reach} tokens, the "
-                    "number that the convolutions look back")  # fmt: skip
+            chunks = f"{self.chunks}, the number of chunks with context_layout {self.context_layout}"
+            must("context", length % self.chunks == 0, f"such that {name} ({length}) is a multiple of {chunks}")
+            tokens = f"at least {reach} tokens, the number that the convolutions look back"
+            is_long = self.context == 1 or length // self.chunks >= reach
+            must("context", is_long, f"such that a chunk of {name} has {tokens}")
 
 
 def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") -> dict[str, int]:
-    """Return the number of devices along each axis.
-
-    Args:
-      config: the layout.
-      devices: number of devices.
-      where: key of `config`, for messages.
-
-    Raises:
-      InputError: the product of the axes is not `devices`.
-    """
+    """Return the number of devices along each axis of the layout at `where`; `InputError` if they are not `devices`."""
     sizes = {axis: getattr(config, axis) for axis in AXES if axis != "data"}
     fixed = math.prod(sizes.values())
     data = devices // fixed if config.data is None else config.data
     if data * fixed != devices:
         axes = " × ".join(f"{where}.{axis} {size}" for axis, size in sizes.items())
+        there = f"{devices}, the number of devices in this job."
         if config.data is None:
-            raise InputError(f"{axes} is {fixed}, but must divide {devices}, the number of devices in this job.")
-        raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {devices}, the number of "
-                         f"devices in this job. Change one, or set {where}.data=null to compute it.")  # fmt: skip
+            raise InputError(f"{axes} is {fixed}, but must divide {there}")
+        remedy = f"Change one, or set {where}.data=null to compute it."
+        raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {there} {remedy}")
     return {"data": data, **sizes}

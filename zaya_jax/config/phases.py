@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zaya_jax.config.bounds import NonNegative, Positive
-from zaya_jax.config.checks import is_name, require, require_path
+from zaya_jax.config.checks import NAME, field_check, is_name, require, require_path
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.table import Table
 
@@ -33,14 +33,13 @@ class ScheduleConfig:
 
     def check(self, where: str) -> None:
         """Raise `InputError` if a value is out of range; `where` is the schedule's key."""
-        require(self.final >= 0 and (self.shape == "constant" or self.final <= self.peak), f"{where}.final", self.final,
-                f"at least 0 and at most {where}.peak ({self.peak})")  # fmt: skip
+        must = field_check(self, where)
+        in_range = self.final >= 0 and (self.shape == "constant" or self.final <= self.peak)
+        must("final", in_range, f"at least 0 and at most {where}.peak ({self.peak})")
         if self.shape == "wsd":
-            require(self.decay_tokens is not None and self.decay_tokens > 0, f"{where}.decay_tokens",
-                    self.decay_tokens, f"greater than 0 if {where}.shape is wsd")  # fmt: skip
+            must("decay_tokens", (self.decay_tokens or 0) > 0, f"greater than 0 if {where}.shape is wsd")
         else:
-            require(self.decay_tokens is None, f"{where}.decay_tokens", self.decay_tokens,
-                    f"null unless {where}.shape is wsd (it is {self.shape})")  # fmt: skip
+            must("decay_tokens", self.decay_tokens is None, f"null unless {where}.shape is wsd (it is {self.shape})")
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,16 @@ class BatchConfig:
 
     def check(self, where: str) -> None:
         """Raise `InputError` if a value is out of range; `where` is the batch's key."""
+        must, sizes = field_check(self, where), [size.tokens for size in self.stepped]
         if self.start is None:
-            require(self.ramp_tokens == 0, f"{where}.ramp_tokens", self.ramp_tokens, f"0 unless {where}.start is set")
+            must("ramp_tokens", self.ramp_tokens == 0, f"0 unless {where}.start is set")
         else:
-            require(self.start < self.tokens and self.tokens % self.start == 0, f"{where}.start", self.start,
-                    f"a divisor of {where}.tokens ({self.tokens}) and smaller than it")  # fmt: skip
-            require(self.ramp_tokens > 0, f"{where}.ramp_tokens", self.ramp_tokens,
-                    f"greater than 0 if {where}.start is set")  # fmt: skip
-            require(not self.stepped, f"{where}.stepped", [size.tokens for size in self.stepped],
-                    f"empty if {where}.start is set")  # fmt: skip
-        require(len(self.stepped) < MAX_SIZES, f"{where}.stepped", [size.tokens for size in self.stepped],
-                f"a list of at most {MAX_SIZES - 1} sizes (each one is compiled)")  # fmt: skip
+            divides = self.start < self.tokens and self.tokens % self.start == 0
+            must("start", divides, f"a divisor of {where}.tokens ({self.tokens}) and smaller than it")
+            must("ramp_tokens", self.ramp_tokens > 0, f"greater than 0 if {where}.start is set")
+            require(not sizes, f"{where}.stepped", sizes, f"empty if {where}.start is set")
+        few = f"a list of at most {MAX_SIZES - 1} sizes (each one is compiled)"
+        require(len(sizes) < MAX_SIZES, f"{where}.stepped", sizes, few)
         before = 0
         for index, size in enumerate(self.stepped):
             require(size.until > before, f"{where}.stepped.{index}.until", size.until, f"greater than {before}")
@@ -91,9 +89,8 @@ class BatchConfig:
         most = self.tokens // self.start
         count = min(most, MAX_SIZES)
         multiples = [1 + round(index * (most - 1) / (count - 1)) for index in range(count)]
-        ends: list[int | None] = []
-        for low, high in itertools.pairwise(multiples):
-            ends.append(self.ramp_tokens * (low + high - 2) // (2 * (most - 1)))
+        middles = (low + high - 2 for low, high in itertools.pairwise(multiples))
+        ends = [self.ramp_tokens * middle // (2 * (most - 1)) for middle in middles]
         return list(zip([*ends, None], [multiple * self.start for multiple in multiples], strict=True))
 
 
@@ -105,9 +102,8 @@ class PhaseConfig:
     name: str = "train"  # unique; names the phase in overrides, messages and RUN_DIR@PHASE
     context: Positive[int] | None = None  # tokens per row; null: data.context
     rope_base: Positive[float] | None = None  # RoPE base of full layers; null: model.rope_base
-    mixture: Table[float] = field(
-        default_factory=Table[float]
-    )  # relative share of each source in the rows, 0 to only evaluate it; empty: in proportion to their tokens
+    # relative share of each source in the rows, 0 to only evaluate it; empty: in proportion to their tokens
+    mixture: Table[float] = field(default_factory=Table[float])
     # how documents fill rows; windows: concatenated, then cut; bins: whole documents, best fit
     packing: Packing = "windows"
     over_length: OverLength = "split"  # policy for documents longer than a row
@@ -119,13 +115,12 @@ class PhaseConfig:
 
     def check(self, where: str) -> None:
         """Raise `InputError` if a value is out of range; `where` is the phase's key."""
-        require(is_name(self.name), f"{where}.name", self.name, "a name of at most 200 letters, digits, _ and -")
+        require(is_name(self.name), f"{where}.name", self.name, NAME)
         for name, weight in self.mixture.items():
             require(weight >= 0, f"{where}.mixture.{name}", weight, "at least 0 (0 only evaluates the source)")
-        require(not self.mixture or any(self.mixture.values()), f"{where}.mixture", dict(self.mixture),
-                "a table in which at least one source has a weight greater than 0")  # fmt: skip
-        if self.template is not None:
-            require_path(f"{where}.template", self.template)
+        is_read, one = not self.mixture or any(self.mixture.values()), "at least one source has a weight greater than 0"
+        require(is_read, f"{where}.mixture", dict(self.mixture), f"a table in which {one}")
+        require_path(f"{where}.template", self.template)
         if self.schedule is not None:
             self.schedule.check(f"{where}.schedule")
         if self.batch is not None:

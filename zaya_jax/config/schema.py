@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zaya_jax.config.bounds import NonNegative, Positive, check_bounds
-from zaya_jax.config.checks import item_keys, require, require_path
+from zaya_jax.config.checks import field_check, item_keys, require, require_path
 from zaya_jax.config.data import DataConfig
-from zaya_jax.config.lora import LoraConfig
 from zaya_jax.config.model import ModelConfig
-from zaya_jax.config.optimizer import ComputeDtype, Matrices, OptimizerConfig
+from zaya_jax.config.optimizer import ComputeDtype, LoraConfig, Matrices, OptimizerConfig
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
 from zaya_jax.config.table import Table
@@ -75,10 +74,9 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raise `InputError` if a value is out of range."""
-        require(self.local_dir is None or self.verify != "none", "checkpoint.local_dir", self.local_dir,
-                "null if checkpoint.verify is none: local copies need checksums")  # fmt: skip
-        if self.local_dir is not None:
-            require_path("checkpoint.local_dir", self.local_dir)
+        allowed = "null if checkpoint.verify is none: local copies need checksums"
+        field_check(self, "checkpoint")("local_dir", self.local_dir is None or self.verify != "none", allowed)
+        require_path("checkpoint.local_dir", self.local_dir)
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,10 @@ class SampleConfig:
 
     def check(self) -> None:
         """Raise `InputError` if a value is out of range."""
-        require(len(self.prompt) > 0, "sample.prompt", self.prompt, "at least one character long")
-        require(not any(0xD800 <= ord(c) < 0xE000 for c in self.prompt), "sample.prompt", self.prompt,
-                "text without lone surrogates")  # fmt: skip
-        allowed = "at least 0 (0 picks the most likely token)"
-        require(self.temperature >= 0, "sample.temperature", self.temperature, allowed)
+        must = field_check(self, "sample")
+        must("prompt", len(self.prompt) > 0, "at least one character long")
+        must("prompt", not any(0xD800 <= ord(c) < 0xE000 for c in self.prompt), "text without lone surrogates")
+        must("temperature", self.temperature >= 0, "at least 0 (0 picks the most likely token)")
 
 
 @dataclass(frozen=True)
@@ -145,70 +142,64 @@ class Config:
         for section in (self.model, self.data, self.checkpoint, self.sample):
             section.check()
         self.train.batch.check("train.batch")
-        require(len({*self.train.sinks}) == len(self.train.sinks), "train.sinks", list(self.train.sinks),
-                "a list that names each sink once")  # fmt: skip
-        require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2147483648")
-        require(self.run_dir != "", "run_dir", self.run_dir, "the path of a folder")
-        require_path("run_dir", self.run_dir)
-        require(self.preset is None or self.preset in PRESETS, "preset", self.preset,
-                f"null or one of {', '.join(PRESETS)}")  # fmt: skip
-        if self.measurements is not None:
-            require(self.measurements != "", "measurements", self.measurements, "null or the path of a folder")
-            require_path("measurements", self.measurements)
-        if self.init_from is not None:
-            path = parse_source(self.init_from).path
-            require(path != "", "init_from", self.init_from, f"the path of a run or a checkpoint, or {HF}FOLDER")
-            require_path("init_from", path.rpartition("@")[0] or path)
-        if self.resume_from is not None:
-            require(self.resume_from != "", "resume_from", self.resume_from, "the path of a run or a checkpoint")
-            require_path("resume_from", self.resume_from.rpartition("@")[0] or self.resume_from)
-            require(self.init_from is None, "resume_from", self.resume_from,
-                    f"null if init_from is set (it is {self.init_from!r}): resume_from continues another run with its "
-                    "complete state and position, init_from starts a new run from its parameters and optimizer state"
-                    )  # fmt: skip
-            require(parse_source(self.resume_from).kind == "checkpoint", "resume_from", self.resume_from,
-                    f"a run or a checkpoint: {HF}FOLDER has no optimizer state to resume; use init_from")  # fmt: skip
-        if self.lora is not None:
-            require(self.init_from is not None, "init_from", self.init_from,
-                    "set if lora is set: adapters modify an existing model")  # fmt: skip
-        longest = f"at most model.max_positions ({self.model.max_positions})"
-        require(self.data.context <= self.model.max_positions, "data.context", self.data.context, longest)
-        prompt = 1 + len(self.sample.prompt.encode())  # upper bound on its tokens with any tokenizer
-        require(prompt < self.model.max_positions, "sample.prompt", self.sample.prompt,
-                f"at most {self.model.max_positions - 2} bytes long (model.max_positions - 2)")  # fmt: skip
+        sinks, prompt = self.train.sinks, self.sample.prompt
+        require(len({*sinks}) == len(sinks), "train.sinks", sinks, "a list that names each sink once")
+        must = field_check(self, "")
+        must("seed", 0 <= self.seed < 2**31, "at least 0 and below 2147483648")
+        must("preset", self.preset is None or self.preset in PRESETS, f"null or one of {', '.join(PRESETS)}")
+        require_path("run_dir", self.run_dir, "the path of a folder")
+        require_path("measurements", self.measurements, "null or the path of a folder")
+        self._check_weights()
+        longest = self.model.max_positions
+        few = f"at most {longest - 2} bytes long (model.max_positions - 2)"  # upper bound on tokens with any tokenizer
+        require(1 + len(prompt.encode()) < longest, "sample.prompt", prompt, few)
+        fits = f"at most model.max_positions ({longest})"
+        require(self.data.context <= longest, "data.context", self.data.context, fits)
         for index, phase in enumerate(self.phases):
             phase.check(self.phase_key(index))
-        names = [phase.name for phase in self.phases]
+        names, sources = [phase.name for phase in self.phases], self.data.source_names
         for index, phase in enumerate(self.phases):
-            where = self.phase_key(index)
+            where, context = self.phase_key(index), self.context_for(phase)
             require(phase.name not in names[:index], f"{where}.name", phase.name, "unique among the phases")
-            require(self.context_for(phase) <= self.model.max_positions, f"{where}.context", self.context_for(phase),
-                    longest)  # fmt: skip
+            require(context <= longest, f"{where}.context", context, fits)
             for source in phase.mixture:
-                require(source in self.data.source_names, f"{where}.mixture", source,
-                        f"a configured source: {', '.join(self.data.source_names)}")  # fmt: skip
-            self._check_batch(phase, where)
-            contexts = {self._context_key(phase, where): self.context_for(phase)}
-            self.parallel_for(phase).check(self.parallel_key(phase), self.model, contexts)
-        require(self.start_phase is None or self.start_phase in names, "start_phase", self.start_phase,
-                f"one of {', '.join(names)}")  # fmt: skip
+                known = f"a configured source: {', '.join(sources)}"
+                require(source in sources, f"{where}.mixture", source, known)
+            context_key = "data.context" if phase.context is None else f"{where}.context"
+            self._check_batch(phase, where, context_key)
+            self.parallel_for(phase).check(self.parallel_key(phase), self.model, {context_key: context})
+        is_phase = self.start_phase is None or self.start_phase in names
+        must("start_phase", is_phase, f"one of {', '.join(names)}")
         self._check_schedules()
 
-    def _check_batch(self, phase: PhaseConfig, where: str) -> None:
+    def _check_weights(self) -> None:
+        must, checkpoint = field_check(self, ""), "the path of a run or a checkpoint"
+        if self.init_from is not None:
+            path = parse_source(self.init_from).path
+            must("init_from", path != "", f"{checkpoint}, or {HF}FOLDER")
+            require_path("init_from", path.rpartition("@")[0] or path)
+        if self.resume_from is not None:
+            require_path("resume_from", self.resume_from.rpartition("@")[0] or self.resume_from, checkpoint)
+            starts = "init_from starts a new run from its parameters and optimizer state"
+            continues = "resume_from continues another run with its complete state and position"
+            null = f"null if init_from is set (it is {self.init_from!r}): {continues}, {starts}"
+            must("resume_from", self.init_from is None, null)
+            complete = f"a run or a checkpoint: {HF}FOLDER has no optimizer state to resume; use init_from"
+            must("resume_from", parse_source(self.resume_from).kind == "checkpoint", complete)
+        has_base = self.lora is None or self.init_from is not None
+        must("init_from", has_base, "set if lora is set: adapters modify an existing model")
+
+    def _check_batch(self, phase: PhaseConfig, where: str, context_key: str) -> None:
         batch, context, key = self.batch_for(phase), self.context_for(phase), self.batch_key(phase)
-        whole = f"a multiple of {self._context_key(phase, where)} ({context}): a step consists of whole rows"
+        must, whole = field_check(batch, key), f"a multiple of {context_key} ({context}): a step consists of whole rows"
         for index, size in enumerate(batch.stepped):
             require(size.tokens % context == 0, f"{key}.stepped.{index}.tokens", size.tokens, whole)
-        require(batch.tokens % context == 0, f"{key}.tokens", batch.tokens, whole)
-        require((batch.start or 0) % context == 0, f"{key}.start", batch.start, whole)
-        for _, size in batch.sizes():
-            require(batch.micro_batch is None or (size // context) % batch.micro_batch == 0, f"{key}.micro_batch",
-                    batch.micro_batch,
-                    f"a divisor of the {size // context} sequences per step of {where}")  # fmt: skip
-
-    @staticmethod
-    def _context_key(phase: PhaseConfig, where: str) -> str:
-        return "data.context" if phase.context is None else f"{where}.context"
+        must("tokens", batch.tokens % context == 0, whole)
+        must("start", (batch.start or 0) % context == 0, whole)
+        for _, tokens in batch.sizes():
+            rows = tokens // context
+            divides = batch.micro_batch is None or rows % batch.micro_batch == 0
+            must("micro_batch", divides, f"a divisor of the {rows} sequences per step of {where}")
 
     def _check_schedules(self) -> None:
         """Reject a warm-up or a decay longer than the phases that its schedule spans."""
@@ -216,14 +207,11 @@ class Config:
             schedule = self.phases[first].schedule
             if schedule is None:
                 continue
-            budget = sum(phase.tokens for phase in self.phases[first:after])
-            where = f"{self.phase_key(first)}.schedule"
-            warmup, decay = schedule.warmup_tokens, schedule.decay_tokens or 0
-            require(warmup <= budget, f"{where}.warmup_tokens", warmup,
-                    f"at most {budget:,}, the tokens of the phases that the schedule spans")  # fmt: skip
-            require(warmup + decay <= budget, f"{where}.decay_tokens", decay,
-                    f"at most {budget - warmup:,}: the schedule spans {budget:,} tokens, and its warm-up takes "
-                    f"{warmup:,}")  # fmt: skip
+            budget, warmup = sum(phase.tokens for phase in self.phases[first:after]), schedule.warmup_tokens
+            must, rest = field_check(schedule, f"{self.phase_key(first)}.schedule"), budget - warmup
+            must("warmup_tokens", rest >= 0, f"at most {budget:,}, the tokens of the phases that the schedule spans")
+            spans = f"the schedule spans {budget:,} tokens, and its warm-up takes {warmup:,}"
+            must("decay_tokens", (schedule.decay_tokens or 0) <= rest, f"at most {rest:,}: {spans}")
 
     def phase_key(self, index: int) -> str:
         """Return the key of a phase for messages: by its name, or by its index if the name is not unique."""

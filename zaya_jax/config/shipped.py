@@ -17,26 +17,14 @@ def shipped(name: str) -> Path:
 
 
 def shipped_names(kind: str = ".") -> list[str]:
-    """Return the names of shipped files, such as `configs/tiny.yaml`.
-
-    Args:
-      kind: the sub-folder, such as `evals` for suites of tasks; "." for configurations of runs, "**" for all files.
-    """
+    """Return names such as `configs/tiny.yaml`, of the sub-folder `kind`: `evals`, "." (of runs) or "**" (all)."""
     return sorted(f"{FOLDER}/{file.relative_to(_SHIPPED)}" for file in _SHIPPED.glob(f"{kind}/*.yaml"))
 
 
 def find(name: str | Path, folder: Path = Path()) -> Path:
-    """Find a configuration file by the path that a user wrote.
+    """Find a configuration by the path that a user wrote, relative to `folder`, or else among the shipped files.
 
-    Args:
-      name: the path. If a path that starts with `configs/` does not exist, it names the shipped file.
-      folder: what the path is relative to.
-
-    Returns:
-      The path of the file.
-
-    Raises:
-      InputError: there is no such file, and none of that name is shipped.
+    `InputError` if there is none.
     """
     require_path("The configuration", str(name))
     path, names = folder / os.path.expanduser(name), shipped_names("**")
@@ -45,9 +33,7 @@ def find(name: str | Path, folder: Path = Path()) -> Path:
     if str(Path(name)) in names:
         return shipped(str(Path(name).relative_to(FOLDER)))
     alike = [each for each in names if Path(each).parent == Path(name).parent] or shipped_names()
-    hint = nearest_path(path)
-    same_name = f"{FOLDER}/{path.name}"
+    hint, same_name = nearest_path(path) or did_you_mean(str(name), names), f"{FOLDER}/{path.name}"
     if same_name in names and not hint.endswith(f"/{path.name}?"):
         hint = f" Did you mean {same_name}?"
-    hint = hint or did_you_mean(str(name), names)
     raise InputError(f"The configuration {path} does not exist.{hint} zaya_jax ships {', '.join(alike)}.")

@@ -41,13 +41,9 @@ class Span(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def stages(config: Config) -> tuple[BatchStage, ...]:
-    """List the stages of a run in order; none is empty.
+    """List the stages of a run in order, of which none is empty; `InputError` if int32 cannot count its steps.
 
-    The position of a step's first token sets its batch size. A phase ends with the first step that reaches its
-    budget, so it overshoots by less than one step.
-
-    Raises:
-      InputError: the run has more steps than an int32 can count.
+    The position of a step's first token sets its batch size. A phase ends with the first step that reaches its budget.
     """
     batch_stages: list[BatchStage] = []
     step = row = token = 0
@@ -59,8 +55,8 @@ def stages(config: Config) -> tuple[BatchStage, ...]:
             if count:
                 batch_stages.append(BatchStage(index, step, count, context, size // context, row, token))
             step, row, token = step + count, row + count * (size // context), token + count * size
-        require(step < 2**31, f"{config.phase_key(index)}.tokens", phase.tokens,
-                f"small enough for the run to have fewer than {2**31} steps (it would have {step})")  # fmt: skip
+        fewer = f"small enough for the run to have fewer than {2**31} steps (it would have {step})"
+        require(step < 2**31, f"{config.phase_key(index)}.tokens", phase.tokens, fewer)
     return tuple(batch_stages)
 
 

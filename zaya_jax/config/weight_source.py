@@ -1,19 +1,15 @@
 """Names of a model's weights, as in `init_from` and on command lines."""
 
 import os
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 HF = "hf:"  # prefix of a transformers folder
 
 
-@dataclass(frozen=True)
-class WeightSource:
+class WeightSource(NamedTuple):
     """A source of weights, classified by its prefix."""
 
-    # 'transformers' for hf:FOLDER, else 'checkpoint' for RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP
-    # (`run.checkpoints.checkpoint_folder` resolves them on disk)
-    kind: Literal["checkpoint", "transformers"]
+    kind: Literal["checkpoint", "transformers"]  # `checkpoint_folder` resolves a checkpoint's path
     path: str  # the text after the prefix, as the user typed it
 
 

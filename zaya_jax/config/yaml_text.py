@@ -1,6 +1,5 @@
 """Parse and write YAML, in bounded time and memory even for hostile text."""
 
-from datetime import datetime
 from typing import Any
 
 import yaml
@@ -15,14 +14,9 @@ _BREAKS = "\x85\u2028\u2029"  # YAML 1.1 treats these as line breaks, so an unqu
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML text into plain values.
+    """Parse YAML 1.1 without tags and merge keys; `source` is the subject of messages ("The configuration run.yaml").
 
-    Args:
-      text: YAML 1.1 without language-specific tags and merge keys.
-      source: the subject of error messages, such as "The configuration run.yaml".
-
-    Raises:
-      InputError: the text is not YAML, repeats a key, or exceeds the limits on depth and number of values.
+    `InputError` if the text is not YAML, repeats a key, or exceeds the limits on depth and number of values.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
@@ -39,14 +33,7 @@ def dump_yaml(tree: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes floats and text so that YAML 1.1 reads back the same."""
-
-
-def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
-    text = repr(value)
-    if "e" in text and "." not in text:
-        text = text.replace("e", ".0e")  # YAML reads 1.0e-05 as a float, Python's 1e-05 as text
-    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+    """Writes text so that YAML 1.1 reads back the same."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
@@ -54,7 +41,6 @@ def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
 
 
-_Dumper.add_representer(float, _represent_float)
 _Dumper.add_representer(str, _represent_text)
 
 
@@ -94,8 +80,8 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = Fal
             loader.constructed_objects[key_node] = key
         if not isinstance(key, str):
             typed = f"key {key_node.value!r}" if isinstance(key_node, yaml.ScalarNode) else "key"
-            raise InputError(f"YAML reads the {typed} on line {line} as {kind(key)}, but it must be a name; put it in "
-                             "quotes.")  # fmt: skip
+            must = "but it must be a name; put it in quotes."
+            raise InputError(f"YAML reads the {typed} on line {line} as {kind(key)}, {must}")
         if key in seen:
             raise InputError(f"The key {shown(key)} appears twice; the second one is on line {line}.")
         seen.add(key)
@@ -107,6 +93,6 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _constru
 
 def kind(value: Any) -> str:
     """Name the type of a value in YAML's words, with an article."""
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list",
-             dict: "a section", type(None): "null", bytes: "binary data", datetime: "a date with a time"}  # fmt: skip
-    return names.get(type(value), f"a {type(value).__name__}")
+    names = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "dict": "a section"}
+    names |= {"list": "a list", "NoneType": "null", "bytes": "binary data", "datetime": "a date with a time"}
+    return names.get(type(value).__name__, f"a {type(value).__name__}")

@@ -11,11 +11,9 @@ from zaya_jax.hardware.presets import Preset
 
 
 def prepare_jax(config: Config, platform: str | None = None) -> Preset:
-    """Set the environment and jax's flags for a run, which must happen before jax initializes its backend.
+    """Set the environment and jax's flags for a run, before jax initializes its backend; return the machine's preset.
 
-    Args:
-      config: configuration of the run.
-      platform: value of JAX_PLATFORMS; None for the environment of the machine's preset, which is returned.
+    A `platform` becomes JAX_PLATFORMS, in place of the environment of the preset.
     """
     preset = select_preset(config.preset)
     if "jax" not in sys.modules:  # once jax is imported, XLA may have read its flags already

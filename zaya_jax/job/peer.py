@@ -13,36 +13,24 @@ _LONGEST = 2**16  # bytes of a line
 
 
 class Peer:
-    """A non-blocking connection to another process, over which both send lines.
-
-    Attributes:
-      connection: the connection.
-      process: index of the other process; None until it has proved that it belongs to the job.
-      host: where it runs, printable.
-      tunnel: a second connection to it, for the traffic of jax's coordination service; None without one.
-    """
+    """A non-blocking connection to another process, over which both send lines."""
 
     def __init__(
         self, connection: socket.socket, process: int | None = None, host: str = "", tunnel: socket.socket | None = None
     ) -> None:
-        """Wrap a connection to `process` on `host`."""
-        connection.setblocking(False)
-        self.connection, self.process, self.host, self.tunnel = connection, process, host, tunnel
+        self.connection = connection
+        self.process = process  # index of the other process; None until it has proved that it belongs to the job
+        self.host = host  # where it runs, printable
+        self.tunnel = tunnel  # a second connection, for the traffic of jax's coordination service
+        self.fileno = connection.fileno  # for selectors
         self._unsent = self._partial_line = b""
+        connection.setblocking(False)
 
     def __str__(self) -> str:
-        """Index and host, for messages."""
         return f"{self.process} on {self.host}"
 
-    def fileno(self) -> int:
-        """File descriptor, for selectors."""
-        return self.connection.fileno()
-
     def send(self, line: str) -> None:
-        """Send a line, ignoring errors: the peer timeout detects a lost process.
-
-        What a peer that does not read has no room for goes before the next line.
-        """
+        """Send a line, or as much as fits, and the rest before the next line; the peer timeout detects a lost peer."""
         self._unsent += f"{line}\n".encode(errors="backslashreplace")
         with contextlib.suppress(OSError):
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
@@ -61,17 +49,14 @@ class Peer:
         return [line.decode(errors="replace") for line in lines]
 
     def close(self) -> None:
-        """Close the connection, and the tunnel."""
+        """Close both connections."""
         self.connection.close()
         if self.tunnel is not None:
             self.tunnel.close()
 
 
 def end_connections(peers: Iterable[Peer], line: str, seconds: float) -> None:
-    """Send a last line, wait until the peers have closed, then close.
-
-    Closing with unread data would reset the connection, and the peer might lose the line.
-    """
+    """Send a last line and close, once the peers have closed: to close before would reset, and might lose the line."""
     peers = list(peers)
     with selectors.DefaultSelector() as selector:
         for peer in peers:

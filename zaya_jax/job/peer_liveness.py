@@ -20,43 +20,29 @@ from zaya_jax.run.signals import exit_at_once, print_error
 
 _DONE = "done"
 _BEAT = 5.0  # seconds at most between two heartbeats
-_LAST_WORD = 2.0  # seconds at most that the others have to read this process' last message
-_AGAIN = ("Start all processes again with the same command: training resumes from the newest checkpoint, if there is "
-          "one.")  # fmt: skip
+_EXIT_SECONDS = 2.0  # that the others have at most to read the message with which this process exits
+_AGAIN = "Start all processes again with the same command, to resume from the newest checkpoint, if there is one."
 
 
 class PeerLiveness:
-    """A thread that sends heartbeats, and ends the process when another is lost.
-
-    Attributes:
-      stop_step: agreement of all processes on the step after which they stop; the thread receives its messages.
-    """
+    """A thread that sends heartbeats, and ends the process when a peer is silent for `peer_timeout` seconds."""
 
     def __init__(self, peers: Sequence[Peer], peer_timeout: float, progress: ProgressRecord | None = None) -> None:
-        """Start the thread.
-
-        Args:
-          peers: connections to the processes to watch.
-          peer_timeout: seconds that another process may be silent.
-          progress: receives the exit record; None for no record.
-        """
+        """Start the thread; `progress` receives the exit record."""
         self._peers, self._timeout, self._progress = list(peers), peer_timeout, progress or ProgressRecord()
-        self.stop_step = StopStep(self._peers)
+        self.stop_step = StopStep(self._peers)  # its messages arrive in the thread
         self._last_seen = dict.fromkeys(peers, time.monotonic())
         self._done: set[Peer] = set()
-        self._last_word = threading.Lock()
+        self._exiting = threading.Lock()
         threading.Thread(target=self._listen, name="peer-liveness", daemon=True).start()
         atexit.register(self._send_done)  # before jax's own, which was registered earlier and waits for the others
 
     def leave(self, sentence: str, status: int) -> NoReturn:
-        """Print a message, send it to the other processes, and exit at once.
-
-        A normal exit would wait for other processes, which may be lost or busy.
-        """
-        self._last_word.acquire()  # never released: the first message is the last one
+        """Print and send a message, and exit at once: a normal exit waits for processes that may be lost or busy."""
+        self._exiting.acquire()  # never released: only the first message is sent
         self._progress.end(status, sentence, is_origin=False)  # ignored if this process has left its own
         print_error(sentence)
-        end_connections(self._peers, f"{EXIT}{status} {sentence}", min(self._timeout, _LAST_WORD))
+        end_connections(self._peers, f"{EXIT}{status} {sentence}", min(self._timeout, _EXIT_SECONDS))
         exit_at_once(status)
 
     def wait(self) -> None:

@@ -11,21 +11,14 @@ from zaya_jax.run.signals import NAMES, Listener, exit_status, warn
 class Preemption(Listener):
     """Turns the first Ctrl-C, SIGTERM or SIGHUP in a `with` block, once `arm`ed, into a request to save and exit.
 
-    Before that, and from the second signal on, the process exits at once, as it would without this class. In a job of
-    several processes, a signal to any of them makes all save and exit.
+    Before that, and from the second signal on, the process exits at once, as it would without this class. A signal to
+    any process of a job makes all save and exit, as agreed through `stop_step`.
 
-    Under a supervisor, later signals change nothing: a scheduler may signal the supervisor and the trainer, and the
-    supervisor passes its own on, so a second one is no second request. The supervisor kills a trainer that must not
-    finish.
+    Under a supervisor, which kills a trainer that must not finish, later signals change nothing: a scheduler may signal
+    both, and the supervisor passes its own on, so a second one is no second request.
     """
 
     def __init__(self, stop_step: StopStep | None = None, *, is_supervised: bool = False) -> None:
-        """Create a listener; `with` activates it.
-
-        Args:
-          stop_step: agreement with the other processes of the job; None if this process is alone.
-          is_supervised: whether a supervisor kills this process if it takes too long.
-        """
         super().__init__(self._announce, self._handle_signal)
         self._stop_step, self._is_supervised = stop_step, is_supervised
         self._armed = self._announced = False

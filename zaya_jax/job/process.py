@@ -1,6 +1,5 @@
 """The process of a training command: its progress record, and its end, with which its job ends."""
 
-import os
 import threading
 import traceback
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from zaya_jax.errors import ExitCode, Preempted, exit_message, exit_reason
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
+from zaya_jax.run.files import expanded
 from zaya_jax.run.progress_record import record_from_environment
 from zaya_jax.run.signals import NAMES, exit_status, say_and_exit, warn
 from zaya_jax.run.status import mark_stopped
@@ -25,13 +25,17 @@ class TrainingProcess:
         self.peers: PeerLiveness | None = None  # the other processes of the job
         self.progress = record_from_environment()
 
+    def finish(self, status: int, sentence: str) -> None:
+        """Record how this process ends."""
+        self.progress.end(status, sentence, is_origin=True)
+
     def stop(self, number: int) -> None:
         """Exit at once: there is nothing to save, or this is the second signal."""
         sentence, status = f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number)
-        self.progress.end(status, sentence, is_origin=True)
+        self.finish(status, sentence)
         if self.run_dir:
-            folder = Path(os.path.expanduser(self.run_dir))
-            writer = threading.Thread(target=mark_stopped, args=(folder, status, sentence), daemon=True)
+            run = expanded(self.run_dir)
+            writer = threading.Thread(target=mark_stopped, args=(run, status, sentence), daemon=True)
             writer.start()
             writer.join(1)  # not longer, since the file system may hang
         self.leave(Preempted(sentence, status))
@@ -40,30 +44,32 @@ class TrainingProcess:
         """Print why the run ends, and return the exit status."""
         if self.peers is not None:
             self.leave(error)
-        sentence, status = exit_message(error)
-        self.progress.end(status, sentence, is_origin=True, reason=exit_reason(error))
+        sentence, status = self._record(error)
         warn(sentence)
         return status
 
     def leave(self, error: BaseException) -> NoReturn:
         """Print why the run ends, and end the job at once, from any thread."""
-        sentence, status = exit_message(error)
-        self.progress.end(status, sentence, is_origin=True, reason=exit_reason(error))  # ignored if `stop` has left it
         leave = say_and_exit if self.peers is None else self.peers.leave
-        leave(sentence, status)
+        leave(*self._record(error))
+
+    def _record(self, error: BaseException) -> tuple[str, int]:
+        sentence, status = exit_message(error)
+        self.progress.end(status, sentence, is_origin=True, reason=exit_reason(error))  # only the first call counts
+        return sentence, status
 
     def fail(self, error: Exception) -> NoReturn:
         """End the whole job after an error in this process, which the loss of another process may have caused."""
         if self.peers is None:
-            self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=True)
+            self.finish(ExitCode.STOPPED, _describe(error))
             raise error
         from zaya_jax.job.multihost import is_peer_loss
 
-        if is_peer_loss(error):
+        if is_lost := is_peer_loss(error):
             self.peers.wait()  # until the peer timeout names the lost process, and ends this one
         else:
             traceback.print_exc()
-        self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=not is_peer_loss(error))
+        self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=not is_lost)
         why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
         self.peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
 
@@ -78,7 +84,7 @@ def _saved(run_dir: str) -> str:
     """Name the newest checkpoint, for the message of a run that ends without saving."""
     if not run_dir:
         return ""
-    steps = named_steps(Path(os.path.expanduser(run_dir)) / CHECKPOINTS)
+    steps = named_steps(expanded(run_dir) / CHECKPOINTS)
     if not steps:
         return f" {run_dir} has no checkpoint yet: rerunning the command starts from the first step."
     return f" The newest checkpoint in {run_dir} is step {steps[-1]}: rerunning the command resumes from it."

@@ -31,10 +31,7 @@ def private_address() -> Iterator[str]:
 def relay(tunnel: socket.socket, path: str, *, is_service_here: bool) -> None:
     """Forward between a tunnel and the Unix socket at `path`, without ever closing the connection of a client.
 
-    Args:
-      tunnel: connection to process 0, or from process 0 to another one.
-      path: where the service listens, or will; in the other processes, where the client will connect.
-      is_service_here: whether this is process 0.
+    In process 0 (`is_service_here`) the service listens at `path`, or will; in the others the client will connect.
     """
     tunnel.setblocking(True)
     tunnel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as gRPC does

@@ -24,8 +24,9 @@ import selectors
 import socket
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError, PeersMissing, printable
 from zaya_jax.job.peer import Peer, end_connections
 from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secret_path, share_secret
@@ -39,11 +40,12 @@ _REFUSALS = {"missing ": PeersMissing, "invalid ": InputError}  # starts process
 _LINES, _SERVICE = "lines", "service"  # the two connections
 _MOST_STRANGERS = 64  # connections at a time
 _LONGEST = 2**14  # bytes of a line of process 0
-_PATIENCE = 10.0  # seconds that either side may take to prove that it belongs to the job
+_PATIENCE = 10.0  # seconds that a proof may take, or that a name server may be busy
 _ANSWER = 2.0  # seconds to wait for an answer from a process that already has the port
-_BUSY = 10.0  # seconds that a name server may be busy
 _RETRY = 0.2  # seconds
 _MARGIN = 5.0  # seconds to wait longer than process 0, which knows who is missing
+_BIND = "set JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host"
+T = TypeVar("T")
 
 
 class Job(NamedTuple):
@@ -76,19 +78,11 @@ def split_address(text: str, source: str) -> tuple[str, int]:
 
 
 def connect_processes(job: Job, seconds: float) -> list[Peer]:
-    """Wait until all processes of the job are connected.
-
-    Args:
-      job: the job, and the index of this process.
-      seconds: how long to wait.
-
-    Returns:
-      In process 0, connections to all others; in the others, the connection to process 0.
+    """Wait for `seconds` until all processes are connected; return process 0's peers, or in the others process 0.
 
     Raises:
       PeersMissing: a process is missing or lost, or the address is in use.
-      InputError: two processes have the same index, their numbers of processes or secrets differ, or the address
-        cannot be used.
+      InputError: the indices, numbers of processes or secrets contradict, or the address cannot be used.
     """
     if job.processes == 1:
         return []
@@ -104,7 +98,7 @@ def connect_processes(job: Job, seconds: float) -> list[Peer]:
 
 
 class _Members:
-    """The processes that have proved to process 0 that they belong to the job, and strangers."""
+    """Process 0's view: the processes that have proved that they belong to the job, and strangers."""
 
     def __init__(self, job: Job, seconds: float) -> None:
         self._job, self._seconds, self._secret, self._start = job, seconds, "", time.monotonic()
@@ -114,7 +108,6 @@ class _Members:
         self._selector = selectors.DefaultSelector()
 
     def wait(self) -> list[Peer]:
-        """Wait for the other processes, and return the connections to them."""
         others = range(1, self._job.processes)
         with self._selector, contextlib.ExitStack() as stack:
             stack.callback(lambda: self._drop(*self._strangers))
@@ -127,10 +120,7 @@ class _Members:
                 now = time.monotonic()
                 self._drop(*[peer for peer, (_, arrival) in self._strangers.items() if now - arrival > _PATIENCE])
                 for key, _ in self._selector.select(min(left, 1.0)):
-                    if isinstance(key.fileobj, Peer):
-                        self._receive(key.fileobj)
-                    elif isinstance(key.fileobj, socket.socket):
-                        self._accept(key.fileobj)
+                    key.data(key.fileobj)
         if self._rejection:
             warn(self._rejection)
         for process in others:  # only now that nothing listens at the port
@@ -147,31 +137,27 @@ class _Members:
             addresses = _resolve(self._job, host, self._start, self._seconds)
             for address in addresses:
                 if listener := self._open_listener(address, port):
-                    self._selector.register(stack.enter_context(listener), selectors.EVENT_READ)
+                    self._selector.register(stack.enter_context(listener), selectors.EVENT_READ, self._accept)
             if self._selector.get_map():
                 is_local = all(address == "::1" or address.startswith("127.") for address in addresses)
                 if is_local and host not in (*addresses, "localhost"):
-                    warn_once(f"{host} is {' and '.join(addresses)} on this host, where only its own processes reach "
-                              "process 0. If the job has others, set JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT "
-                              "of this host.")  # fmt: skip
+                    where = f"{host} is {' and '.join(addresses)} on this host, which other hosts cannot reach"
+                    warn_once(f"{where}. If the job has others, {_BIND}.")
                 return
             # A name may still lead to the host of an earlier start, and an address may come up late.
             problem = f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host"
             warn_once(f"{problem} yet. It tries again for {self._seconds:g} s.")
             if time.monotonic() >= self._start + self._seconds:
-                raise PeersMissing(f"{problem}. Start process 0 on that host. If the address is translated, set "
-                                   "JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host.")  # fmt: skip
+                raise PeersMissing(f"{problem}. Start process 0 there. If the address is translated, {_BIND}.")
             time.sleep(_RETRY)
 
     def _open_listener(self, address: str, port: int) -> socket.socket | None:
         """Listen at an address, if this host has it. If another process 0 of the job has the port, both end."""
-        end = time.monotonic() + _ANSWER
+        end, family = time.monotonic() + _ANSWER, socket.AF_INET6 if ":" in address else socket.AF_INET
         while True:
             try:
-                return socket.create_server(
-                    (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET,
-                    backlog=socket.SOMAXCONN, dualstack_ipv6=address == "::",
-                )  # fmt: skip
+                backlog, dual = socket.SOMAXCONN, address == "::"
+                return socket.create_server((address, port), family=family, backlog=backlog, dualstack_ipv6=dual)
             except OSError as error:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     return None  # as ::1 of localhost without IPv6
@@ -181,11 +167,10 @@ class _Members:
                     if time.monotonic() < end:  # two that start in the same moment can find the port in use, both
                         time.sleep(random.uniform(0, _RETRY))
                         continue
-                raise PeersMissing(
-                    f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the "
-                    f"program that uses port {self._job.port}, or choose another port"
-                    f"{'' if self._job.source.startswith('--') else ' (JAX_COORDINATOR_PORT)'}."
-                ) from error
+                problem = f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}"
+                other = "another port" if self._job.source.startswith("--") else "another port (JAX_COORDINATOR_PORT)"
+                remedy = f"End the program that uses port {self._job.port}, or choose {other}."
+                raise PeersMissing(f"{problem}. {remedy}") from error
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -198,7 +183,7 @@ class _Members:
             self._drop(next(iter(self._strangers)))
         peer, nonce = Peer(connection, host=address[0]), secrets.token_hex(16)
         self._strangers[peer] = nonce, time.monotonic()
-        self._selector.register(peer, selectors.EVENT_READ)
+        self._selector.register(peer, selectors.EVENT_READ, self._receive)
         peer.send(_HELLO + nonce)
 
     def _drop(self, *strangers: Peer) -> None:
@@ -214,8 +199,8 @@ class _Members:
         elif peer in self._strangers and lines is None:
             self._drop(peer)
         elif peer.process is not None and lines is None:
-            self._refuse(PeersMissing(f"Process {peer} was lost before all {self._job.processes} processes had "
-                                      "connected. Start all of them again."))  # fmt: skip
+            before = f"before all {self._job.processes} processes had connected"
+            self._refuse(PeersMissing(f"Process {peer} was lost {before}. Start all of them again."))
 
     def _check_proof(self, peer: Peer, line: str) -> None:
         body, _, proof = line.rpartition(" ")
@@ -225,45 +210,47 @@ class _Members:
             self._admit(peer, json.loads(body))
             return
         self._rejected += 1
-        self._rejection = (f"Process 0 rejected {self._rejected:,} connection{'s' * (self._rejected > 1)} without the "
-                           f"secret of this job ({VARIABLE}), the last from {peer.host}.")  # fmt: skip
+        count = counted(self._rejected, "connection")
+        problem = f"Process 0 rejected {count} without the secret of this job ({VARIABLE})"
+        self._rejection = f"{problem}, the last from {peer.host}."
         peer.send(_REJECTED)
         self._drop(peer)
 
     def _admit(self, peer: Peer, hello: dict[str, Any]) -> None:
-        """Make a stranger that has proved to know the secret a member."""
         process, processes, key = hello["process"], hello["processes"], (hello["process"], hello["channel"])
         peer.process, peer.host = process, printable(hello["host"], 255)
         peer.send(_ADMITTED + prove(self._secret, "admit", hello["nonce"]))
         if processes != self._job.processes or not 0 <= process < processes:
-            self._refuse(InputError(f"Process {peer} was started with --processes {processes}, but process 0 with "
-                                    f"--processes {self._job.processes}. Start all processes with the same "
-                                    "number."))  # fmt: skip
+            own = f"but process 0 with --processes {self._job.processes}. Start all with the same number."
+            self._refuse(InputError(f"Process {peer} was started with --processes {processes}, {own}"))
         if process == 0 or key in self._members:
             first = self._members[key].host if process else socket.gethostname()
-            self._refuse(InputError(f"Two processes have --process {process}, on {first} and {peer.host}. Give each of "
-                                    f"the {processes} processes a different --process, 0 to {processes - 1}, and each "
-                                    "job a different port."))  # fmt: skip
+            twice = f"Two processes have --process {process}, on {first} and {peer.host}"
+            remedy = f"a different --process, 0 to {processes - 1}, and each job a different port"
+            self._refuse(InputError(f"{twice}. Give each of the {processes} processes {remedy}."))
         self._members[key] = peer
 
     def _describe_missing(self) -> str:
         job, absent = self._job, [n for n in range(1, self._job.processes) if (n, _SERVICE) not in self._members]
-        present = [process for process in range(job.processes) if process not in absent]
-        listeners = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
-        addresses = " and ".join(listener.getsockname()[0] for listener in listeners)
-        return (f"{_list_processes(absent)} of {job.processes} did not reach {job.coordinator} within "
-                f"{self._seconds:g} s; {_list_processes(present).lower()} did. Start every process with this address "
-                f"and a different --process. Process 0 listened at {addresses}; if other hosts do not reach that, set "
-                f"JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host. {self._rejection}").strip()  # fmt: skip
+        present = list_processes([process for process in range(job.processes) if process not in absent]).lower()
+        addresses = " and ".join(listener.getsockname()[0] for listener in self._connections(socket.socket))
+        return (
+            f"{list_processes(absent)} of {job.processes} did not reach {job.coordinator} within {self._seconds:g} s; "
+            f"{present} did. Start every process with this address and a different --process. Process 0 listened at "
+            f"{addresses}; if other hosts do not reach that, {_BIND}. {self._rejection}"
+        ).strip()
 
     def _refuse(self, error: InputError) -> NoReturn:
-        peers = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, Peer)]
+        members = [peer for peer in self._connections(Peer) if peer.process is not None]
         start = next(start for start, kind in _REFUSALS.items() if isinstance(error, kind))
-        end_connections([peer for peer in peers if peer.process is not None], f"{start}{error}", _ANSWER)
+        end_connections(members, f"{start}{error}", _ANSWER)
         raise error
 
+    def _connections(self, kind: type[T]) -> list[T]:
+        return [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, kind)]
 
-def _list_processes(numbers: list[int]) -> str:
+
+def list_processes(numbers: list[int]) -> str:
     """Format indices as 'Process 3' or 'Processes 1, 2 and 3 more'."""
     listed = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"Process{'es' if len(numbers) > 1 else ''} {listed}"
@@ -273,17 +260,17 @@ def _resolve(job: Job, host: str, start: float, seconds: float) -> list[str]:
     """Return the addresses of a host; `InputError` if its name cannot be resolved."""
     while True:
         try:
-            found: list[Any] = [each[4] for each in socket.getaddrinfo(host, None)]
-            return list(dict.fromkeys(f"{each[0]}%{each[3]}" if any(each[3:]) else str(each[0]) for each in found))
+            addresses: list[Any] = [info[4] for info in socket.getaddrinfo(host, None)]  # IPv6: with a scope at the end
+            return list(dict.fromkeys(f"{ip}%{rest[2]}" if any(rest[2:]) else str(ip) for ip, *rest in addresses))
         except socket.gaierror as error:
             # Kubernetes registers a pod's name only once it is scheduled; a name server may be busy for a moment.
-            late = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else _BUSY * (error.errno == socket.EAI_AGAIN)
+            late = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else _PATIENCE * (error.errno == socket.EAI_AGAIN)
             if time.monotonic() >= start + late:
-                raise PeersMissing(f"The host of {job.coordinator} could not be resolved ({error.strerror}). Correct "
-                                   "the name, or use an IP address.") from error  # fmt: skip
+                problem = f"The host of {job.coordinator} could not be resolved ({error.strerror})"
+                raise PeersMissing(f"{problem}. Correct the name, or use an IP address.") from error
         except UnicodeError as error:  # a name that the idna codec cannot encode
-            raise InputError(f"{job.coordinator} has an invalid host name: each part between dots must have 1 to 63 "
-                             "characters.") from error  # fmt: skip
+            must = "each part between dots must have 1 to 63 characters"
+            raise InputError(f"{job.coordinator} has an invalid host name: {must}.") from error
         time.sleep(_RETRY)
 
 
@@ -310,9 +297,8 @@ def _enter(job: Job, channel: str, start: float, seconds: float, lines: socket.s
             if poll.poll(0):
                 _wait_until_ready(lines, job, _ANSWER)
         if time.monotonic() >= start + seconds:
-            raise PeersMissing(f"Process {job.process} could not reach process 0 at {job.coordinator} within "
-                               f"{seconds:g} s ({problem}). Start process 0 on that host, or correct the "
-                               "address.")  # fmt: skip
+            failed = f"Process {job.process} could not reach process 0 at {job.coordinator} within {seconds:g} s"
+            raise PeersMissing(f"{failed} ({problem}). Start process 0 on that host, or correct the address.")
         time.sleep(_RETRY)
 
 
@@ -325,10 +311,10 @@ def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> None:
     if not challenge.startswith(_HELLO):
         raise OSError("another program uses the port")
     if secret is None:
-        raise OSError(f"it has not written {path}, the secret of the job. If the processes share no folder, set "
-                      f"{VARIABLE} for all")  # fmt: skip
-    body = json.dumps({"process": job.process, "processes": job.processes, "host": socket.gethostname(),
-                       "channel": channel, "nonce": nonce})  # fmt: skip
+        remedy = f"If the processes share no folder, set {VARIABLE} for all"
+        raise OSError(f"it has not written {path}, the secret of the job. {remedy}")
+    hello = {"process": job.process, "processes": job.processes, "host": socket.gethostname()}
+    body = json.dumps({**hello, "channel": channel, "nonce": nonce})
     connection.sendall(f"{body} {prove(secret, 'enter', challenge.removeprefix(_HELLO), body)}\n".encode())
     answer = _read_line(connection, deadline)
     if answer == _REJECTED and job.process and os.environ.get(VARIABLE):
@@ -356,8 +342,8 @@ def _wait_until_ready(lines: socket.socket, job: Job, seconds: float) -> None:
     try:
         line = _read_line(lines, time.monotonic() + seconds)
     except OSError as error:
-        raise PeersMissing(f"Process {job.process} received no answer from process 0 at {job.coordinator} ({error}). "
-                           "Start all processes again.") from error  # fmt: skip
+        problem = f"Process {job.process} received no answer from process 0 at {job.coordinator} ({error})"
+        raise PeersMissing(f"{problem}. Start all processes again.") from error
     for start, kind in _REFUSALS.items():
         if line.startswith(start):
             raise kind(printable(line.removeprefix(start)))

@@ -17,14 +17,9 @@ _REQUEST, _QUESTION, _ANSWER, _DECISION = "stop", "finished?", "finished", "stop
 
 
 class StopStep:
-    """One process's part of the agreement; thread-safe."""
+    """One process's part of the agreement; thread-safe. Process 0 has all others as `peers`, these only process 0."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
-        """Start without a request.
-
-        Args:
-          peers: in process 0, connections to all others; in the others, the connection to process 0.
-        """
         self._peers = peers
         self._changed = threading.Condition()
         self._finished = 0  # steps
@@ -47,7 +42,7 @@ class StopStep:
             return self._stop_after is not None and self._finished >= self._stop_after
 
     def receive(self, line: str) -> None:
-        """Handle a line from a peer; any other than those of the agreement is ignored."""
+        """Handle a line from a peer; ignore those that are not of the agreement."""
         kind, _, text = line.partition(" ")
         number = parse_number(text)
         with self._changed:

@@ -11,13 +11,15 @@ Names in it:
 A file `PINNED` in a checkpoint protects it from removal. A file `VERIFIED` records that all its checksums matched.
 """
 
+import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.run import writing
 from zaya_jax.run.fencing import is_current, read_token
@@ -62,11 +64,12 @@ def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoi
             manifest = read_manifest(path, check_files=check_files)
         except InputError as error:
             return Checkpoint(step, problem=f"{'damaged' if isinstance(error, Damaged) else 'unreadable'}: {error}")
-        metadata, verified = manifest.metadata, manifest.read_back or (path / VERIFIED).exists()
+        metadata, pinned = manifest.metadata, (path / PINNED).exists()
+        verified = manifest.read_back or (path / VERIFIED).exists()
         superseded = token is not None and not token.accepts(step, manifest.fencing_token)
-        return Checkpoint(step, metadata.get("heldout_loss"), (path / PINNED).exists(), verified, superseded,
-                          metadata.get("phase", "-"), metadata.get("tokens_seen", 0), sum(manifest.files.values()),
-                          manifest=manifest)  # fmt: skip
+        loss, phase, tokens = map(metadata.get, ("heldout_loss", "phase", "tokens_seen"), (None, "-", 0))
+        size = sum(manifest.files.values())
+        return Checkpoint(step, loss, pinned, verified, superseded, phase, tokens, size, manifest=manifest)
 
     return [describe(step) for step in named_steps(folder)]
 
@@ -139,8 +142,8 @@ def current_tokens(folder: Path, newest: int | None, say: Callable[[str], object
                 target = quarantine(folder, step, "stale")
             except FileNotFoundError:  # a superseded process has removed it meanwhile
                 continue
-            say(f"The checkpoint of step {step} was saved by superseded processes; it was quarantined as "
-                f"{target.name}.")  # fmt: skip
+            what = f"The checkpoint of step {step} was saved by superseded processes"
+            say(f"{what}; it was quarantined as {target.name}.")
     return tokens
 
 
@@ -159,15 +162,10 @@ def phase_ends(run: Path) -> dict[str, int]:
 
 
 def checkpoint_folder(path: str, what: str = "init_from") -> Path:
-    """Resolve a path to the folder of one checkpoint.
+    """Resolve a path to the folder of one checkpoint; `InputError` about the key or argument `what` if there is none.
 
-    Args:
-      path: RUN_DIR for the newest checkpoint of a run, RUN_DIR@PHASE for the last one of a phase, or the checkpoint
-        itself, RUN_DIR/checkpoints/STEP.
-      what: the key or argument that `path` comes from, for messages.
-
-    Raises:
-      InputError: there is no such checkpoint.
+    The path is RUN_DIR for the newest checkpoint of a run, RUN_DIR@PHASE for the last one of a phase, or the checkpoint
+    itself, RUN_DIR/checkpoints/STEP.
     """
     run, at, phase = path.rpartition("@") if not os.path.exists(expanded(path)) else (path, "", "")
     named = expanded(run if at else path)
@@ -176,8 +174,8 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
     if at:
         ends = phase_ends(folder)
         if phase not in ends:
-            raise InputError(f"{what} is {path!r}, but the finished phases of {folder} are: "
-                             f"{', '.join(ends) or 'none'}.{did_you_mean(phase, ends, f'{run}@')}")  # fmt: skip
+            finished = f"{', '.join(ends) or 'none'}.{did_you_mean(phase, ends, f'{run}@')}"
+            raise InputError(f"{what} is {path!r}, but the finished phases of {folder} are: {finished}")
         folder = folder / CHECKPOINTS / str(ends[phase])
     elif listed := list_checkpoints(folder / CHECKPOINTS, check_files=False):
         usable = next((each.step for each in reversed(listed) if each.is_usable), None)
@@ -187,5 +185,25 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
             return folder / CHECKPOINTS / str(usable)
     if folder.parent.name == CHECKPOINTS and folder.name.isdecimal() and has_manifest(folder):
         return folder
-    raise InputError(f"{what} is {path!r}, but must be a run folder with a checkpoint (RUN_DIR), one checkpoint "
-                     f"(RUN_DIR/{CHECKPOINTS}/100) or the last one of a phase (RUN_DIR@PHASE).")  # fmt: skip
+    allowed = f"one checkpoint (RUN_DIR/{CHECKPOINTS}/100) or the last one of a phase (RUN_DIR@PHASE)"
+    raise InputError(f"{what} is {path!r}, but must be a run folder with a checkpoint (RUN_DIR), {allowed}.")
+
+
+def steps_to_keep(
+    checkpoints: Collection[Checkpoint], config: CheckpointConfig, verified: Collection[int] = ()
+) -> set[int]:
+    """Return the steps of the checkpoints to keep.
+
+    These are the newest `config.keep`, multiples of `config.keep_every` steps, the `config.keep_best` with the lowest
+    held-out loss, all pinned ones, and always the newest one that is marked as verified, or in `verified`.
+    """
+    steps = sorted(x.step for x in checkpoints)
+    kept = set(steps[-config.keep :]) | {x.step for x in checkpoints if x.is_pinned}
+    if config.keep_every is not None:
+        kept |= {step for step in steps if step % config.keep_every == 0}
+    if config.keep_best:
+        losses = [(math.nan if x.heldout_loss is None else x.heldout_loss, -x.step) for x in checkpoints]
+        best = sorted((loss, step) for loss, step in losses if not math.isnan(loss))
+        kept |= {-step for _, step in best[: config.keep_best]}
+    intact = sorted(x.step for x in checkpoints if x.is_verified or x.step in verified)
+    return kept | set(intact[-1:])

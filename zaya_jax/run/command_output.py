@@ -1,9 +1,12 @@
 """Start and end of every command: output that cannot fail it, and one sentence for what ends it."""
 
+import atexit
 import errno
+import faulthandler
 import io
 import os
 import select
+import signal
 import stat
 import sys
 import warnings
@@ -11,21 +14,18 @@ from collections.abc import Callable
 from typing import Any
 
 from zaya_jax.errors import ExitCode, as_sentence, exit_message, is_expected, visible
-from zaya_jax.run.signals import flush_output, warn
+from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.run.progress_record import record_from_environment
+from zaya_jax.run.signals import NAMES, Listener, exit_status, flush_output, ignore_signals, say_and_exit, warn
 
 _GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
 _outputs: dict[int, "_Output"] = {}  # by descriptor
 
 
 class _Output(io.FileIO):
-    """Writes to a descriptor until nobody can read it any more, and then to nowhere; what else is refused is lost.
+    """Writes to a descriptor until nobody can read it any more, and then to nowhere; what else is refused is lost."""
 
-    Attributes:
-      gone: whether nobody can read it any more.
-      lost: whether something was refused, as by a full disk.
-    """
-
-    gone = lost = False
+    gone = lost = False  # nobody can read it any more; something was refused, as by a full disk
 
     def write(self, content: Any, /) -> int:
         try:
@@ -76,10 +76,9 @@ def prepare_streams() -> None:
     """Make the standard streams of this process safe, whatever they are connected to.
 
     A stream that was closed is /dev/null from now on, or the next file that is opened would take its place. What a
-    closed pipe, a terminal that is gone or a full disk cannot take is dropped, and what an encoding lacks is written as
-    an escape: neither ends the work of a command. What would steer a terminal is escaped, see `visible`. Bytes of the
-    input that are not in its encoding become lone surrogates. What asyncio says beside the error by which it lacks a
-    descriptor is left out.
+    closed pipe, a terminal that is gone or a full disk cannot take is dropped, what an encoding lacks or what would
+    steer a terminal (`visible`) is escaped, and input that is not in its encoding becomes lone surrogates. What asyncio
+    says beside the error by which it lacks a descriptor is left out.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     sys.unraisablehook = _print_unraisable
@@ -92,13 +91,29 @@ def prepare_streams() -> None:
         stream = getattr(sys, name) or open(number, "w", 1, "utf-8", closefd=False)  # noqa: SIM115
         if isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
             raw, at_once = _outputs.setdefault(number, _Output(number, "w", closefd=False)), stream.write_through
-            safe = _Text(raw if at_once else io.BufferedWriter(raw), stream.encoding, "backslashreplace",
-                                    line_buffering=stream.line_buffering, write_through=at_once)  # fmt: skip
+            target = raw if at_once else io.BufferedWriter(raw)
+            safe = _Text(target, stream.encoding, "backslashreplace", None, stream.line_buffering, at_once)
             setattr(sys, name, safe)
             setattr(sys, f"__{name}__", safe)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (as long as the process)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def prepare_process() -> None:
+    """Prepare output, signals and memory of a training process before its imports, which could swallow Ctrl-C."""
+    prepare_streams()
+    record = record_from_environment()  # a supervisor sees that a trainer has started, also if an import fails
+    use_huge_pages()
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, even of a process that hangs
+    atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
+
+    def stop(number: int) -> None:
+        sentence, status = f"Stopped by {NAMES[number]}.", exit_status(number)
+        record.end(status, sentence, is_origin=True)
+        say_and_exit(sentence, status)
+
+    Listener(stop).__enter__()
 
 
 def _print_unraisable(unraisable: Any) -> None:
@@ -119,11 +134,7 @@ def status_of_output() -> ExitCode:
 
 
 def run_command(run: Callable[[], int | None]) -> int:
-    """Call `run`; print what ends it in one sentence.
-
-    Returns:
-      The exit status: what `run` returns, or that of the error, see `ExitCode`. `STOPPED` if output is lost.
-    """
+    """Call `run`, print what ends it in one sentence, and return its exit status, or `STOPPED` if output is lost."""
     try:
         return run() or status_of_output()
     except BaseException as error:

@@ -44,22 +44,13 @@ class Fence:
     """The token that this process holds. Once another process takes a newer one, this one must not write any more."""
 
     def __init__(self, folder: Path, leave: Callable[[Superseded], object] = lambda error: None) -> None:
-        """Hold no token yet.
-
-        Args:
-          folder: of the checkpoints.
-          leave: ends this process at once, from any thread, so that nothing of what it has begun is written; by
-            default, `check` only raises.
-        """
+        """Hold no token of the checkpoint folder yet; `leave` ends a superseded process at once, from any thread."""
         self._folder, self._leave = folder, leave
         self._number, self._content = 0, b""  # of the token, and of the file that has it
         self._lock = threading.Lock()  # only one thread leaves
 
     def take(self, checkpoints: Mapping[int, int]) -> FencingToken:
-        """Take the next token, which supersedes all other processes of this run.
-
-        Args:
-          checkpoints: steps of the checkpoints to accept → tokens that saved them.
+        """Take the next token, which accepts `checkpoints` (step → token) and supersedes other processes of this run.
 
         Raises:
           Superseded: another process has superseded this one.
@@ -68,22 +59,18 @@ class Fence:
         self.check()
         previous, newest = read_token(self._folder), max(checkpoints.values(), default=0)
         # Only the file knows tokens that have saved nothing yet. If it is lost, skip past them.
-        last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
+        number = 1 + (max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints))
         accepted = {str(step): number for step, number in checkpoints.items()}
-        tree = {"generation": last + 1, "accepted": accepted, **_TAKER}
+        tree = {"generation": number, "accepted": accepted, **_TAKER}
         text = json.dumps({**tree, "digest": digest(json.dumps(tree).encode())}) + "\n"
         write_atomically(self._folder / FENCE, text)
-        self._number, self._content = last + 1, text.encode()
-        return FencingToken(last + 1, dict(checkpoints), _TAKER)
+        self._number, self._content = number, text.encode()
+        return FencingToken(number, dict(checkpoints), _TAKER)
 
     def check(self) -> str:
-        """Compare this process's token with the newest one; do nothing if it has none.
+        """Raise `Superseded` if another process has taken a newer token; do nothing if this one has none.
 
-        Returns:
-          Why they cannot be compared, in which case this process is not superseded; empty if they are equal.
-
-        Raises:
-          Superseded: another process has taken a newer one.
+        Returns why they cannot be compared, in which case this process is not superseded; empty if they are equal.
         """
         with self._lock:
             with contextlib.suppress(OSError):  # `read_token` explains it
@@ -93,18 +80,16 @@ class Fence:
             if newest is None or newest.number < self._number:
                 return f"The fencing token of {self._folder} cannot be read; restart the run."
             taker = "Process {pid} on {host}, started at {started}, took it. " if newest.taker else ""
-            error = Superseded(f"Other processes have resumed this run: its fencing token is now {newest.number}, this "
-                               f"process has {self._number}. {taker.format_map(newest.taker)}This process writes "
-                               "nothing more.")  # fmt: skip
+            numbers = f"its fencing token is now {newest.number}, this process has {self._number}"
+            by = taker.format_map(newest.taker)
+            error = Superseded(
+                f"Other processes have resumed this run: {numbers}. {by}This process writes nothing more."
+            )
             self._leave(error)
             raise error
 
     def watch(self) -> Callable[[], None]:
-        """Also `check` every 10 s in a thread, since steps, compilations and saves may take hours.
-
-        Returns:
-          A function that ends the thread.
-        """
+        """Also `check` every 10 s in a thread, since steps and saves may take hours; return a function that ends it."""
         ended = threading.Event()
 
         def look() -> None:
@@ -123,15 +108,15 @@ def read_token(folder: Path) -> FencingToken | None:
         tree = read_json(path)
         if tree.pop("digest") != digest(json.dumps(tree).encode()):
             raise InputError(f"{path} does not match its checksum.")
-        token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()},
-                             {key: tree[key] for key in _TAKER} if "pid" in tree else {})  # fmt: skip
-        if any(type(number) is not int for number in (token.number, *token.accepted.values())):
+        accepted = {int(step): number for step, number in tree["accepted"].items()}
+        if any(type(number) is not int for number in (tree["generation"], *accepted.values())):
             raise InputError(f"{path} has tokens that are no numbers.")
-        return token
+        return FencingToken(tree["generation"], accepted, {key: tree[key] for key in _TAKER if "pid" in tree})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if os.path.lexists(path):
-            warn_once(f"Warning: {error if isinstance(error, InputError) else f'{path} is damaged.'} Without it, "
-                       "checkpoints that superseded processes saved count as current.")  # fmt: skip
+            problem = error if isinstance(error, InputError) else f"{path} is damaged."
+            effect = "Without it, checkpoints that superseded processes saved count as current."
+            warn_once(f"Warning: {problem} {effect}")
         return None
 
 

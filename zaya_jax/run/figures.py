@@ -11,23 +11,17 @@ from typing import Any
 from zaya_jax.errors import printable
 from zaya_jax.run.files import write_atomically
 
+Size = tuple[float, float]  # width and height in inches
 FAINT = 0.25  # opacity of raw values behind smoothed ones
 
 
 @contextlib.contextmanager
-def panels(path: Path, title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5), *,
-           shared: bool = True) -> Iterator[list[Any]]:  # fmt: skip
-    """Write a matplotlib figure with vertically stacked panels as PNG, atomically, at the end of the block.
+def panels(
+    path: Path, title: str, heights: Sequence[float] = (1.0,), size: Size = (7.5, 4.5), *, shared: bool = True
+) -> Iterator[list[Any]]:
+    """Yield the vertically stacked panels of a matplotlib figure, written as PNG, atomically, at the end of the block.
 
-    Args:
-      path: PNG file to write.
-      title: title of the figure.
-      heights: relative heights of the panels.
-      size: width and height in inches.
-      shared: whether the panels share the x axis.
-
-    Yields:
-      The panels.
+    The relative `heights` of the panels, which may have a `shared` x axis, add up to the `size`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,11 +38,11 @@ def panels(path: Path, title: str, heights: Sequence[float] = (1.0,), size: tupl
     write_atomically(path, picture.getvalue())
 
 
-def legend_beside(panel: Any, title: str | None = None) -> None:
+def legend_beside(panel: Any) -> None:
     """Put the legend to the right of a panel, outside the data; a panel without labels gets no legend."""
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False,
-                     fontsize="small")  # fmt: skip
+        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
+        panel.legend(frameon=False, fontsize="small", **place)
 
 
 def integer_steps(panel: Any) -> None:

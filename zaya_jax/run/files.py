@@ -19,10 +19,7 @@ LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B, and 
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file so that readers see either the old or the new content, never a part.
-
-    Lone surrogates, which stand for bytes of paths, become escapes, which JSON has, too. The umask limits `mode`.
-    """
+    """Write a file as `new_file` does; lone surrogates, which stand for bytes of paths, become escapes."""
     with new_file(path, mode) as file:
         file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
@@ -54,23 +51,16 @@ def require_regular(path: Path) -> None:
 
 
 def require_existing(path: Path, named: str) -> None:
-    """Raise `InputError` if a path does not exist, and suggest an existing one with a similar name.
+    """Raise `InputError` if a path cannot be checked or does not exist, and suggest one with a similar name.
 
-    Args:
-      path: the path.
-      named: how the message names it, such as 'init_from is runs/tiny, which'.
-
-    Raises:
-      InputError: the path does not exist, or cannot be checked.
+    The message starts with `named`, such as 'init_from is runs/tiny, which'.
     """
     try:
         path.stat()
-        return
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        pass
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise InputError(f"{named} does not exist.{nearest_path(path)}") from error
     except OSError as error:
         raise InputError(f"{named} cannot be read: {error.strerror}.") from error
-    raise InputError(f"{named} does not exist.{nearest_path(path)}")
 
 
 def nearest_path(path: Path) -> str:
@@ -116,11 +106,7 @@ def open_regular(path: str | Path) -> IO[bytes]:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file that may be damaged or hostile, in bounded time and memory.
-
-    Raises:
-      InputError: the file cannot be read, is larger than 64 MiB, or is not JSON.
-    """
+    """Parse a JSON file of at most 64 MiB that may be damaged or hostile; `InputError` if that fails."""
     try:
         with open_regular(path) as file:
             raw = file.read(LONGEST_JSON + 1)
@@ -152,28 +138,26 @@ class Unlockable(InputError):
 
 @contextlib.contextmanager
 def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterator[None]:
-    """Hold a file lock; the operating system releases it when the process ends, even after a kill.
+    """Hold a file lock, which the operating system releases when the process ends, even after a kill.
 
-    Args:
-      path: the lock file; it and its folder are created if missing.
-      what: subject of error messages, such as 'The folder data.cache_dir'.
-      wait: wait for another holder instead of raising.
+    The lock file at `path` and its folder are created if missing. Messages begin with `what`.
 
     Raises:
-      InputError: the folder cannot be written, or another process holds the lock.
+      InputError: the folder cannot be written, or another process holds the lock and this one does not `wait`.
       Unlockable: the file system has no locks.
     """
+    subject = f"{what} ({path.parent})"
     if os.path.lexists(path.parent) and not path.parent.is_dir():
         kind = "a file" if path.parent.is_file() else "a pipe, a device or a link without a target"
-        raise InputError(f"{what} ({path.parent}) is {kind}, but must be a folder.")
+        raise InputError(f"{subject} is {kind}, but must be a folder.")
     try:
         file = _locked_file(path, wait)
     except BlockingIOError as error:
-        raise InputError(f"{what} ({path.parent}) is in use by another process; wait until it finishes.",
-                         Reason.PEERS_MISSING) from error  # fmt: skip
+        busy = f"{subject} is in use by another process; wait until it finishes."
+        raise InputError(busy, Reason.PEERS_MISSING) from error
     except OSError as error:
         kind = Unlockable if error.errno in (errno.ENOLCK, errno.ENOSYS) else InputError
-        raise kind(f"{what} ({path.parent}) cannot be written: {error.strerror}.") from error
+        raise kind(f"{subject} cannot be written: {error.strerror}.") from error
     with file:
         yield
 
@@ -182,24 +166,16 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
     """Open and lock the file at `path`; retry if its last owner removed it or its folder meanwhile."""
     for _ in range(_MOST_TRIES):
         make_folder(path.parent)
-        try:
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             # Whoever can read a file can lock it: only those who can write the folder may.
             mode = 0o660 if path.parent.stat().st_mode & stat.S_IWGRP else 0o600
-            file = open(open_file(path, os.O_RDWR, mode), "a")  # noqa: SIM115 (the caller closes it)
+            file = stack.enter_context(open(open_file(path, os.O_RDWR, mode), "a"))
             with contextlib.suppress(OSError):  # another member's
                 os.fchmod(file.fileno(), mode)
-        except FileNotFoundError:
-            continue
-        try:
             _lock(file, wait)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                stack.pop_all()  # the caller closes it
                 return file
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            file.close()
-            raise
-        file.close()
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from zaya_jax.config.yaml_text import MAX_BYTES, parse_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, write_atomically
+from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, read_start, write_atomically
 from zaya_jax.run.manifest import Unreadable
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
@@ -31,6 +31,7 @@ CHANGES = "changes.jsonl"
 STATUS = "status.json"
 PROFILE = "profile"
 _LOCK = ".lock"
+_ABSENT = object()  # value of a key that a configuration does not have, and of an empty section
 _MAX_CONFIG = 4 * MAX_BYTES  # a file and those that it extends, with all defaults and rows to skip
 # Mount options with which locks hold on one node only: nfs(5), mount.lustre(8), mount.cifs(8), and Linux's
 # documentation of afs, gfs2 and ocfs2.
@@ -40,9 +41,9 @@ _LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock", "n
 # which phases and rows to skip may change.
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.", "data.skip_rows")
 # The other keys that may change affect at most the last bits of the results, as a change of devices does.
-_FREE = (*_RECORDED, "run_dir", "preset", "measurements", "ops.", "parallel.", "train.batch.micro_batch", "train.remat",
-         "train.deterministic", "train.log_every", "train.sinks", "checkpoint.", "sample.", "profile", "data.cache_dir",
-         "data.workers")  # fmt: skip
+_FREE_OF_RUN = ("run_dir", "preset", "measurements", "profile", "ops.", "parallel.", "checkpoint.", "sample.")
+_FREE_OF_TRAIN = ("train.batch.micro_batch", "train.remat", "train.deterministic", "train.log_every", "train.sinks")
+_FREE = (*_RECORDED, *_FREE_OF_RUN, *_FREE_OF_TRAIN, "data.cache_dir", "data.workers")
 
 
 def run_folder(config: Config) -> Path:
@@ -51,19 +52,12 @@ def run_folder(config: Config) -> Path:
 
 
 def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[None]:
-    """Hold the lock of a run, so that only one process at a time trains it or removes checkpoints.
-
-    Raises:
-      InputError: another process holds the lock, or the folder cannot be written; `what` is the message's subject.
-    """
+    """Hold the lock of a run, so that only one process at a time trains it or removes checkpoints; see `locked`."""
     return locked(folder / _LOCK, what, wait=False)
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares.
-
-    None if this user may not test the lock.
-    """
+    """Return whether a process holds the lock of a run, here or where the file system shares it; None if untestable."""
     try:
         with open_regular(folder / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
@@ -88,10 +82,9 @@ def why_unlocked(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
 
 @contextmanager
 def lock_run(config: Config) -> Iterator[Path]:
-    """Create and lock `config.run_dir` for the duration of the block, and return it.
+    """Create and lock `config.run_dir` during the block, and remove partial files of killed processes from it.
 
-    Removes partial files of killed processes. At the end, removes the folder if this call created it and it holds only
-    the lock, as after a refused run.
+    At the end, removes the folder if this call created it and it holds only the lock, as after a refused run.
 
     Raises:
       InputError: another process holds the lock, or the folder contains a run with a different configuration, without
@@ -103,8 +96,9 @@ def lock_run(config: Config) -> Iterator[Path]:
         with suppress(Unlockable):
             stack.enter_context(lock_folder(folder, "run_dir"))
         if why := why_unlocked(folder):
-            warn(f"Warning: {why} in run_dir ({folder}), so nothing refuses a second training of this run; instead, "
-                 "the first one stops when the second one takes the next fencing token.")  # fmt: skip
+            problem = f"{why} in run_dir ({folder}), so nothing refuses a second training of this run"
+            instead = "the first one stops when the second one takes the next fencing token"
+            warn(f"Warning: {problem}; instead, {instead}.")
         _compare(folder, config)
         _require_checkpoints(folder)
         remove_partials(folder)
@@ -139,8 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        with open_regular(path) as file:
-            text = file.read(_MAX_CONFIG + 1)
+        text = read_start(path, _MAX_CONFIG + 1)
         if len(text) > _MAX_CONFIG:
             raise InputError(f"{path} is larger than the limit of {_MAX_CONFIG:,} bytes.")
         tree = with_current_keys(parse_yaml(text.decode(), str(path)))
@@ -159,8 +152,7 @@ def record_changes(folder: Path, config: Config, step: int) -> None:
     A line is `{"step": …, "changes": {key: [old, new], …}}`. Called once the new settings are known to work.
     """
     old, new = (_recorded(tree) for tree in (read_config(folder), to_dict(config)))
-    changes = {key: [old.get(key), new.get(key)] for key in [*new, *(key for key in old if key not in new)]
-               if old.get(key) != new.get(key)}  # fmt: skip
+    changes = {key: [old.get(key), new.get(key)] for key in {**new, **old} if old.get(key) != new.get(key)}
     if not changes:
         return
     path, line = folder / CHANGES, json.dumps({"step": step, "changes": changes}) + "\n"
@@ -188,26 +180,38 @@ def write_phase_ends(folder: Path, config: Config, steps: Collection[int]) -> No
 def _compare(folder: Path, config: Config) -> None:
     path = folder / CONFIG
     if not path.exists():
-        for name in (METRICS, CHECKPOINTS):
-            if (folder / name).exists():
-                raise InputError(f"{folder} contains {name} but no {CONFIG}, so its run cannot be identified; choose "
-                                 "another run_dir.")  # fmt: skip
+        if names := [name for name in (METRICS, CHECKPOINTS) if (folder / name).exists()]:
+            problem = f"{folder} contains {names[0]} but no {CONFIG}, so its run cannot be identified"
+            raise InputError(f"{problem}; choose another run_dir.")
         return
-    old, new = (dict(flatten_keys(tree)) for tree in (read_config(folder), to_dict(config)))
-    differing = [key for key in [*new, *(key for key in old if key not in new)]
-                 if not _is_free(key, config) and (key in old, old.get(key)) != (key in new, new.get(key))]  # fmt: skip
+    differing = [each for each in _differences(read_config(folder), to_dict(config)) if not _is_free(each[0], config)]
     if not differing:
         return
-    key, *rest = dict.fromkeys(_missing_section(name, old, new) for name in differing)
-    was, becomes = (shown(values[key]) if key in values else "set" if _has_section(key, values) else "absent"
-                    for values in (old, new))  # fmt: skip
+    (key, was, becomes), *others = differing
+    rest = [other for other, *_ in others]
     listed = [*rest[:5], *([f"{len(rest) - 5} more"] if len(rest) > 5 else [])]
-    others = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
+    more = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
     weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
     raise InputError(
-        f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{others} "
+        f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{more} "
         f"Restore the old value{'s' if rest else ''} to resume that run, or choose another run_dir{weights}."
     )
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield key, old and new value for a message; what only one configuration has is one difference."""
+    for key in {**new, **old}:
+        was, becomes = (_ABSENT if tree.get(key, {}) == {} else tree[key] for tree in (old, new))
+        if isinstance(was, dict) and isinstance(becomes, dict):
+            yield from _differences(was, becomes, f"{where}{key}.")
+        elif was != becomes:
+            yield f"{where}{key}", _describe(was), _describe(becomes)
+
+
+def _describe(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    return "set" if isinstance(value, dict) else shown(value)
 
 
 def _require_checkpoints(folder: Path) -> None:
@@ -219,22 +223,11 @@ def _require_checkpoints(folder: Path) -> None:
     if ends or (rows and not (checkpoints / FENCE).exists()):  # which is written before the first row
         without = f"{METRICS} has {counted(len(rows), 'step')}, and the run's {FENCE} is missing there, too"
         why = f"{PHASES} names that of step {max(ends.values())}" if ends else without
-        raise Unreadable(f"{checkpoints} has no checkpoint, but {why}. Mount its file system or restore its content, "
-                         "then rerun the command; to start over, choose another run_dir.")  # fmt: skip
-
-
-def _missing_section(key: str, *configs: Mapping[str, Any]) -> str:
-    """Return the outermost section of `key` that one of the configurations lacks; else the key."""
-    parts = key.split(".")
-    sections = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((section for section in sections if not all(_has_section(section, keys) for keys in configs)), key)
-
-
-def _has_section(section: str, keys: Mapping[str, Any]) -> bool:
-    return any(key.startswith(f"{section}.") for key in keys)
+        remedy = "Mount its file system or restore its content, then rerun; to start over, choose another run_dir."
+        raise Unreadable(f"{checkpoints} has no checkpoint, but {why}. {remedy}")
 
 
 def _is_free(key: str, config: Config) -> bool:
     moved = key.startswith("data.sources.") and key.endswith(".path")  # checkpoints identify sources by content
     unread = bool(config.data.sources) and key.removeprefix("data.") in CORPUS_KEYS
-    return moved or unread or key.startswith(_FREE)
+    return moved or unread or f"{key}.".startswith(_FREE)  # also of a section that only one configuration has

@@ -30,12 +30,7 @@ def control_groups(root: Path = ROOT, own: Path = OWN) -> list[int]:
 
 
 def memory_groups(root: Path = ROOT, own: Path = OWN) -> list[tuple[Path, int]]:
-    """Return candidate folders of this process' memory groups, from the inside, and their version: 2 first.
-
-    Args:
-      root: where control groups are mounted.
-      own: file with the control groups of this process.
-    """
+    """Return candidate folders of this process' memory groups (in the file `own`), inner first, and their version."""
     groups = []
     for line in sorted(read_group(own).splitlines()):  # `0::/group`, or `4:memory:/group`
         _, controllers, name = [*line.split(":", 2), "", ""][:3]

@@ -46,30 +46,30 @@ def secret_path(folder: Path | None, address: str) -> Path:
 def read_secret(path: Path) -> str | None:
     """Return the secret: that of the environment, or in the file at `path`; None if there is neither.
 
-    Raises:
-      InputError: others than this user could have written the file, or can read it.
-      OSError: the file cannot be read, or is a link.
+    `InputError` if others than this user could have written the file, or can read it; `OSError` if it is a link.
     """
     if secret := os.environ.get(VARIABLE):
         return secret
     try:
-        with open(path, errors="surrogateescape",
-                  opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:  # fmt: skip
+        with open(path, errors="surrogateescape", opener=_open_unlinked) as file:
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
                 return file.read()
     except FileNotFoundError:
         return None
-    raise InputError(f"The job secret {path} must be a file that belongs to you and that nobody else can read. Remove "
-                     f"it, or set {VARIABLE} for all processes.")  # fmt: skip
+    must = "must be a file that belongs to you and that nobody else can read"
+    raise InputError(f"The job secret {path} {must}. Remove it, or set {VARIABLE} for all processes.")
+
+
+def _open_unlinked(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager
 def share_secret(path: Path) -> Iterator[str]:
     """Yield the secret of the environment, or a new one, which is in the file at `path` meanwhile.
 
-    Raises:
-      InputError: the file cannot be written, or the file system does not keep it from other users.
+    `InputError` if the file cannot be written, or the file system does not keep it from other users.
     """
     if secret := os.environ.get(VARIABLE):
         yield secret
@@ -79,8 +79,8 @@ def share_secret(path: Path) -> Iterator[str]:
         make_folder(path.parent)
         write_atomically(path, secret, mode=0o600)
     except OSError as error:
-        raise InputError(f"The job secret {path} cannot be written: {error.strerror}. Set {VARIABLE} to the same text "
-                         "for all processes instead.") from error  # fmt: skip
+        instead = f"Set {VARIABLE} to the same text for all processes instead"
+        raise InputError(f"The job secret {path} cannot be written: {error.strerror}. {instead}.") from error
     try:
         yield read_secret(path) or secret
     finally:

@@ -14,8 +14,7 @@ _TASKS = {
 def detect_launcher(environment: Mapping[str, str]) -> str | None:
     """Return the launcher of a multi-process job ('Slurm', 'Open MPI' or 'Kubernetes'); None for a single process.
 
-    Raises:
-      InputError: the launcher's number of tasks is not a number.
+    `InputError` if the launcher's number of tasks is not a number.
     """
     for name, (rank, size) in _TASKS.items():
         tasks = environment.get(size, "1")

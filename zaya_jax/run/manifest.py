@@ -22,10 +22,10 @@ DIGESTS = "digests"  # folder of the digests, one file per process
 _VALUES = f"{STATE}/ocdbt.process_"
 _NAME = "manifest-{}.json"  # the name contains the digest of the content
 _ON_DISK = {"metadata": "about", "fencing_token": "generation"}  # field → its name on disk
-_TYPES = {"step": {int}, "fencing_token": {int}, "metadata": {dict}, "leaves": {dict}, "files": {dict},
-          "digests": {dict}, "read_back": {bool}}  # fmt: skip
-_METADATA_TYPES = {"config": {dict}, "environment": {dict}, "versions": {dict}, "phase": {str}, "tokens_seen": {int},
-                   "heldout_loss": {int, float, type(None)}}  # fmt: skip
+_TYPES = {"metadata": {dict}, "leaves": {dict}, "files": {dict}, "digests": {dict}}
+_TYPES |= {"step": {int}, "fencing_token": {int}, "read_back": {bool}}
+_METADATA_TYPES = {"config": {dict}, "environment": {dict}, "versions": {dict}, "phase": {str}, "tokens_seen": {int}}
+_METADATA_TYPES |= {"heldout_loss": {int, float, type(None)}}
 
 
 class Damaged(InputError):
@@ -94,9 +94,7 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
       InputError: the format is newer, or a file cannot be read.
     """
     manifest = _read(folder)
-    if not check_files:
-        return manifest
-    for name, size in manifest.files.items():
+    for name, size in manifest.files.items() if check_files else ():
         path = folder / name
         with _reading(path):
             there = path.stat()
@@ -104,7 +102,7 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
             raise Damaged(f"{path} is not a file.")
         if there.st_size != size:
             raise Damaged(f"{path} has {there.st_size} bytes, but must have {size}.")
-    for name, text in manifest.digests.items():
+    for name, text in manifest.digests.items() if check_files else ():
         if digest(_bytes(folder / name)) != text:
             raise Damaged(f"{folder / name} does not match its checksum.")
     return manifest
@@ -120,22 +118,17 @@ def _read(folder: Path) -> Manifest:
         raise Damaged(f"{paths[0]} does not match its checksum.")
     try:
         tree = json.loads(content)
-        newer = tree["format"] > FORMAT
-        renamed = {} if newer else {key: with_current_keys(tree.pop(name)) for key, name in _ON_DISK.items()}
-        manifest = None if newer else _checked(Manifest(**renamed, **tree))
+        if tree["format"] <= FORMAT:
+            renamed = {key: with_current_keys(tree.pop(name)) for key, name in _ON_DISK.items()}
+            return _checked(Manifest(**renamed, **tree))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"{paths[0]} is not a checkpoint manifest: {str(error)[:200]}.") from error
-    if manifest is None:
-        raise InputError(f"{folder} is a checkpoint of format {tree['format']}, but this zaya_jax reads formats up to "
-                         f"{FORMAT}; install a newer version.")  # fmt: skip
-    return manifest
+    newer = f"{folder} is a checkpoint of format {tree['format']}, but this zaya_jax reads formats up to {FORMAT}"
+    raise InputError(f"{newer}; install a newer version.")
 
 
 def _checked(manifest: Manifest) -> Manifest:
-    """Return the manifest if its fields have the expected types; ValueError otherwise.
-
-    The digest detects damage, but a hostile file can have a matching digest.
-    """
+    """Check types, since a hostile file can have a matching digest; ValueError if one is not the expected one."""
     for tree, types in ((vars(manifest), _TYPES), (manifest.metadata, _METADATA_TYPES)):
         for key in types.keys() & tree.keys():
             if type(tree[key]) not in types[key]:
@@ -164,9 +157,9 @@ def read_digests(folder: Path, manifest: Manifest, reader: int = 0, readers: int
         digests = joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
         for where in (where for parts in digests.values() for where in parts):
             read_slice(where)
+    except InputError:
+        raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise Damaged(f"{folder / DIGESTS} does not contain checkpoint digests: {str(error)[:200]}.") from error
     return digests
 
@@ -200,8 +193,8 @@ def list_names(folder: Path) -> list[str]:
 
 def list_files(folder: Path) -> dict[str, int]:
     """Return path → size in bytes for all files of a checkpoint."""
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*"))
-            if path.is_file()}  # fmt: skip
+    files = filter(Path.is_file, sorted(folder.rglob("*")))
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def _bytes(path: Path) -> bytes:

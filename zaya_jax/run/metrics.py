@@ -25,13 +25,8 @@ class DiskGuard:
     """Turns failures to write non-critical files of the run folder into one warning instead of ending the run."""
 
     def __init__(self, say: Callable[[str], object], check: Callable[[], object] = lambda: None) -> None:
-        """Guard the files of a run folder.
-
-        Args:
-          say: reports when writing starts to fail, and when every file is written again.
-          check: is called before a file is written; raises `Superseded` if other processes have resumed the run.
-        """
-        self.say, self._check = say, check
+        self.say = say  # reports when writing starts to fail, and when every file is written again
+        self._check = check  # raises `Superseded` if other processes have resumed the run
         self._failed: dict[Path, str] = {}
 
     @contextlib.contextmanager
@@ -47,8 +42,7 @@ class DiskGuard:
             error.filename = None  # the message has `path`
             self._failed[path] = f"{path} cannot be written: {as_sentence(error)}"
             if not failing:
-                self.say(f"{self._failed[path]} Training continues; unwritten rows stay in memory until the disk "
-                         "accepts them.")  # fmt: skip
+                self.say(f"{self._failed[path]} Training continues; rows wait in memory until the disk accepts them.")
         else:
             self._failed.pop(path, None)
             if failing and not self._failed:
@@ -64,7 +58,6 @@ class MetricSink(Protocol):
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """Write the row of a step; `timings` contains what depends on time and machine load."""
-        ...
 
     def sync(self) -> str:
         """Flush all rows to disk before a checkpoint is saved; return a message if that fails."""
@@ -72,14 +65,12 @@ class MetricSink(Protocol):
 
     def close(self) -> None:
         """Write pending rows; no row follows."""
-        ...
 
 
 class JsonlSink:
     """`metrics.jsonl` and `timings.jsonl` of a run."""
 
     def __init__(self, metrics: "JsonlFile", timings: "JsonlFile") -> None:
-        """Take over both files."""
         self._metrics, self._timings = metrics, timings
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
@@ -164,32 +155,28 @@ class JsonlFile(LineFile):
     """
 
     def __init__(self, path: Path, step: int, first: int, disk: DiskGuard, *, complete: bool = False) -> None:
-        """Open or create the file.
+        """Open or create the file of a run that started after step `first` and resumes after `step`.
 
-        Args:
-          path: of the file.
-          step: the run resumes after this step.
-          first: the run started after this step.
-          disk: reports failures.
-          complete: require a row for every step from `first` to `step`.
-
-        Raises:
-          InputError: a required row is missing or damaged; the file is left unchanged.
+        If it must be `complete` up to there, but is not, this raises `InputError` and leaves it unchanged.
         """
         rows = list(_parse(read_file(path))) if path.exists() else []
         # Until its first checkpoint a run starts over, and `resume_from` may then name a checkpoint of another step.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
         steps = itertools.zip_longest(range(first + 1, step + 1), (row["step"] for row, _ in kept))
-        if complete and (missing := next((expected for expected, found in steps if expected != found), None)):
-            raise InputError(f"{path} must have a row for each of the {step - first} steps up to the newest "
-                             f"checkpoint, but the row of step {missing} is missing or damaged. Restore the file, or "
-                             "choose another run_dir.")  # fmt: skip
+        if complete and (missing := next((expected for expected, actual in steps if expected != actual), None)):
+            required = f"{path} must have a row for each of the {step - first} steps up to the newest checkpoint"
+            remedy = "Restore the file, or choose another run_dir."
+            raise InputError(f"{required}, but the row of step {missing} is missing or damaged. {remedy}")
         self.dropped = len(rows) - len(kept)
         super().__init__(path, kept[-1][1] if kept else 0, disk)
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row, with null for numbers that are not finite."""
-        self.append_line((json.dumps(finite(row), allow_nan=False) + "\n").encode())
+        self.append_line(_line(row))
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return (json.dumps(finite(row), allow_nan=False) + "\n").encode()
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
@@ -198,7 +185,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     with open(open_file(path, os.O_RDWR | os.O_APPEND), "ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
-        file.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
+        file.write(_line(row))
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,6 +1,7 @@
 """The command line of `zaya_jax.main`, which a supervisor reads, too, to find the run of a command."""
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from zaya_jax.config import Config, load_config
@@ -17,18 +18,15 @@ Rerunning a command resumes from the newest checkpoint in run_dir."""
 
 
 def parse_training(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a training command, whose overrides may stand anywhere; exits with status 2 if it is invalid.
-
-    Args:
-      arguments: command-line arguments; None for `sys.argv[1:]`.
-    """
+    """Parse a training command, whose overrides may stand anywhere; exits with status 2 if it is invalid."""
     parser = training_parser()
     options = parser.parse_intermixed_args(arguments)
     named = [text for text in options.overrides if _is_file(text, bool(options.config))]
     options.overrides = [text for text in options.overrides if text not in named]
-    if len(files := [*options.config, *named]) != 1:
-        parser.error(f"{len(files)} configurations are named ({', '.join(files)}); name one" if files else
-                     "the configuration is missing; add its file, such as configs/tiny.yaml")  # fmt: skip
+    if not (files := [*options.config, *named]):
+        parser.error("the configuration is missing; add its file, such as configs/tiny.yaml")
+    if len(files) > 1:
+        parser.error(f"{len(files)} configurations are named ({', '.join(files)}); name one")
     (options.config,) = files
     return options
 
@@ -41,30 +39,25 @@ def _is_file(text: str, is_named: bool) -> bool:
 
 def training_parser() -> Parser:
     """Return the parser of the training command."""
-    parser = Parser(
-        prog="python -m zaya_jax.main", description="Train a ZAYA1 model, or resume its training.", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    kind = argparse.RawDescriptionHelpFormatter
+    description = "Train a ZAYA1 model, or resume its training."
+    parser = Parser(prog="python -m zaya_jax.main", description=description, epilog=_EXAMPLES, formatter_class=kind)
     add = parser.add_argument
-    add("--config", action="append", default=[], metavar="FILE", help="configuration file, such as configs/tiny.yaml "
-        "(required; --config may be left out)")  # fmt: skip
+    text = "configuration file, such as configs/tiny.yaml (required; --config may be left out)"
+    add("--config", action="append", default=[], metavar="FILE", help=text)
     add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
-    add(
-        "--hardware",
-        metavar="NAME",
-        help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}, or a folder with "
-        "results of zaya machine gemm, memory and collectives",
-    )
-    add("--compile-for", metavar="GPU", help="compile with XLA's compiler for this GPU, without having one (dry run "
-        f"only): {', '.join(HARDWARE)}")  # fmt: skip
-    add("--suggest", action="store_true", help="search layouts, remat and micro-batches for the fastest step that fits "
-        "(dry run only)")  # fmt: skip
+    names, results = ", ".join(HARDWARE), "or a folder with results of zaya machine gemm, memory and collectives"
+    add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {names}, {results}")
+    text = "compile with XLA's compiler for this GPU, without having one (dry run only)"
+    add("--compile-for", metavar="GPU", help=f"{text}: {names}")
+    text = "search layouts, remat and micro-batches for the fastest step that fits (dry run only)"
+    add("--suggest", action="store_true", help=text)
     add("--json", action="store_true", help="print the result as JSON (dry run only)")
     add_job(parser)
-    add("--peer-timeout", type=float, metavar="SECONDS", help="stop when another process has been silent for this long "
-        "(default: set by the preset)")  # fmt: skip
+    text = "stop when another process has been silent for this long (default: set by the preset)"
+    add("--peer-timeout", type=float, metavar="SECONDS", help=text)
     add("overrides", nargs="*", metavar="section.key=value", help="configuration value to override, such as seed=1")
     return parser
 
@@ -82,9 +75,9 @@ def training_config(options: argparse.Namespace) -> Config:
     if options.dry_run and options.devices is None:
         raise InputError("--dry-run needs --devices N, the number of devices to simulate.")
     only_dry = (options.devices, options.hardware, options.compile_for)
-    if not options.dry_run and (options.json or options.suggest or any(option is not None for option in only_dry)):
-        raise InputError("--devices, --hardware, --compile-for, --suggest and --json require --dry-run: add it, or "
-                         "remove them.")  # fmt: skip
-    if options.peer_timeout is not None and not 0 < options.peer_timeout < float("inf"):
+    if not options.dry_run and (options.json or options.suggest or only_dry != (None, None, None)):
+        flags = "--devices, --hardware, --compile-for, --suggest and --json"
+        raise InputError(f"{flags} require --dry-run: add it, or remove them.")
+    if options.peer_timeout is not None and not 0 < options.peer_timeout < math.inf:
         raise InputError(f"--peer-timeout is {options.peer_timeout:g}, but must be a finite number of seconds above 0.")
     return load_config(options.config, options.overrides)

@@ -7,14 +7,7 @@ import jinja2
 
 
 def render(template: Path, **values: Any) -> str:
-    """Return a page.
-
-    Args:
-      template: a Jinja template that extends `frame.html.j2`.
-      **values: its variables.
-    """
-    environment = jinja2.Environment(
-        autoescape=True, loader=jinja2.FileSystemLoader([template.parent, Path(__file__).parent]), trim_blocks=True,
-        lstrip_blocks=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    return environment.get_template(template.name).render(values)
+    """Return a page from a Jinja template that extends `frame.html.j2`, and the values of its variables."""
+    loader, strict = jinja2.FileSystemLoader([template.parent, Path(__file__).parent]), jinja2.StrictUndefined
+    blocks = jinja2.Environment(autoescape=True, loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=strict)
+    return blocks.get_template(template.name).render(values)

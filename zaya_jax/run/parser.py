@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See `argparse.ArgumentParser`; commands in texts have the name that was typed."""
-        super().__init__(*args, **{key: typed_name(value) if isinstance(value, str) else value
-                                   for key, value in options.items()})  # fmt: skip
+        texts = {key: typed_name(value) for key, value in options.items() if isinstance(value, str)}
+        super().__init__(*args, **options | texts)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -49,8 +49,7 @@ class Parser(argparse.ArgumentParser):
         if unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message):
             message += f".{self._suggest(unknown[1])}"
         elif wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            choices = re.findall(r"[\w-]+", wrong[2])
-            message += f".{did_you_mean(wrong[1], choices)}"
+            message += "." + did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         if path := next((text for text in self._typed if text.startswith("-") and os.path.lexists(text)), ""):
             message = f"{message.removesuffix('.')}. A path that begins with - is written ./{path}."
         verb = [*self._used()][:2][-1]  # or this parser, if no verb was typed

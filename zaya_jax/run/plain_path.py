@@ -16,9 +16,7 @@ def plain_path(folder: Path) -> Path:
     """Return an absolute path of letters, digits and a few signs: that of `folder`, or of a descriptor of this process.
 
     The descriptor is the same in all processes of a job, as Orbax wants, unless they have opened hundreds of files.
-
-    Raises:
-      OSError: the path is not plain, and the folder cannot be opened.
+    `OSError` if the folder cannot be opened.
     """
     path = folder.resolve()
     is_plain = _PLAIN.fullmatch(str(path))

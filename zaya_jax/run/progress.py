@@ -7,17 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Self, TextIO, TypeVar, cast
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.text import Text
 
 from zaya_jax.errors import printable
@@ -33,24 +24,25 @@ def _console() -> Console:
     return Console(file=cast(TextIO, Unescaped(sys.stderr)), highlight=False, soft_wrap=True)
 
 
+def _bar(console: Console, show: bool, *columns: progress.ProgressColumn) -> progress.Progress:
+    """Return a bar, shown on terminals only, with a label, some columns, and the remaining time."""
+    all_columns = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), *columns
+    left, hidden = progress.TimeRemainingColumn(), not (show and console.is_terminal)
+    return progress.Progress(*all_columns, left, console=console, disable=hidden, transient=True)
+
+
 class WorkProgress:
     """Shows bytes done of a total on stderr, with rate and ETA; a context manager, safe to use from several threads."""
 
     def __init__(self, label: str, total: int, *, log: str = "", show: bool = True) -> None:
-        """Create the bar.
+        """Create the bar of `total` bytes to do, labelled with what is being done, such as 'verifying'.
 
-        Args:
-          label: what is being done, such as 'verifying'.
-          total: bytes to do.
-          log: start of lines printed every half minute without a terminal, and at the end; empty for no lines.
-          show: false hides the bar, as in all processes but one.
+        Without a terminal, and at the end, lines that begin with `log` are printed every half minute, unless it is
+        empty. All processes but one hide the bar (`show`).
         """
         console = _console()
         self._label, self._total, self._done = printable(label), total, 0
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            TimeRemainingColumn(), console=console, disable=not (show and console.is_terminal), transient=True,
-        )  # fmt: skip
+        self._bar = _bar(console, show, progress.DownloadColumn(), progress.TransferSpeedColumn())
         self._task = self._bar.add_task(self._label, total=total)
         self._log, self._is_terminal, self._lock = log, console.is_terminal, threading.Lock()
         self._started = self._reported = time.monotonic()
@@ -98,9 +90,9 @@ class WorkProgress:
             self.reach(poll())
 
     def _line(self, state: str) -> None:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        print(f"{self._log}: {self._label}: {state}, {self._done / 1e6:,.1f} MB in {seconds:.1f} s "
-              f"({self._done / 1e6 / seconds:,.1f} MB/s)", file=sys.stderr, flush=True)  # fmt: skip
+        seconds, megabytes = max(time.monotonic() - self._started, 1e-9), self._done / 1e6
+        done = f"{megabytes:,.1f} MB in {seconds:.1f} s ({megabytes / seconds:,.1f} MB/s)"
+        print(f"{self._log}: {self._label}: {state}, {done}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -117,14 +109,11 @@ def track(label: str, items: Sequence[T], name: Callable[[T], str]) -> Iterator[
     Without a terminal, prints a line for each item.
     """
     console = _console()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with _bar(console, True, progress.MofNCompleteColumn(), progress.TimeElapsedColumn()) as bar:
         task = bar.add_task(label, total=len(items))
         for item in items:
-            if console.is_terminal:
-                bar.update(task, description=printable(f"{label} {name(item)}"))
-            else:
+            bar.update(task, description=printable(f"{label} {name(item)}"))
+            if not console.is_terminal:
                 print(f"{label} {name(item)}", file=sys.stderr, flush=True)
             yield item
             bar.advance(task)

@@ -4,7 +4,7 @@ A supervisor makes a record for each process, a file in memory whose path is in 
 `ZAYA_PROGRESS`. Without one, the record is memory that nobody reads. Only the training loop writes it, never a helper
 thread, which would keep writing while the loop hangs.
 
-The head is written in one piece with a checksum, so that a reader recognizes a write in progress. A process that takes
+It is written in one piece with a checksum, so that a reader recognizes a write in progress. A process that takes
 over a record keeps a copy of what the one before it left, which a supervisor may not have read yet.
 """
 
@@ -72,78 +72,54 @@ class Progress(NamedTuple):
     run: int = 0  # number that stands for the run folder; 0 before training
 
 
-_MAGIC = b"ZAYA\x00\x00\x00\x03"
-_HEAD = struct.Struct("<QIIqqddI")  # writes, pid, phase, step, first_step, loss, grad_norm, run
-_CHECKSUM = struct.Struct("<I")
-_DOUBLE = struct.Struct("<d")
-_TIMES = struct.Struct(f"<{2 * len(Phase)}d")
-_EXIT = struct.Struct("<iBBqHI")  # status, is_origin, reason, time_ns, bytes of the sentence, its checksum
+_MAGIC = b"ZAYA\x00\x00\x00\x04"
 _LONGEST_SENTENCE = 1024  # bytes
-_HEAD_AT = 16
-_TIMES_AT = _HEAD_AT + 64
-_EXIT_AT = _TIMES_AT + _TIMES.size
-_RECORD = _EXIT_AT + _EXIT.size + _LONGEST_SENTENCE  # bytes
-SIZE = 2 * _RECORD  # bytes of the file: the record, and a copy of what the process before the current one left
+# Magic; writes, pid, phase, step, first_step, loss, grad_norm, run; seconds and longest; and of the exit record status,
+# is_origin, reason, time_ns, bytes of the sentence, and the sentence.
+_RECORD = struct.Struct(f"<8s QIIqqddI {2 * len(Phase)}d iBBqH{_LONGEST_SENTENCE}s")
+_CHECKSUM = struct.Struct("<I")
+_BYTES = _RECORD.size + _CHECKSUM.size
+SIZE = 2 * _BYTES  # bytes of the file: the record, and a copy of what the process before the current one left
 
 
 class ProgressRecord:
-    """The writing side; each write takes about a microsecond and cannot block or fail.
-
-    Attributes:
-      is_supervised: whether a supervisor reads it.
-    """
+    """The writing side; each write takes about 10 microseconds and cannot block or fail."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Write to the record at `path`, which must have `SIZE` bytes; None writes to memory that nobody reads.
+        """Write to the record at `path`; None writes to memory that nobody reads.
 
-        Raises:
-          OSError: the file cannot be opened.
-          ValueError: it is too small.
+        `OSError` if the file cannot be opened, `ValueError` if it has less than `SIZE` bytes.
         """
-        self.is_supervised = path is not None
+        self.is_supervised = path is not None  # a supervisor reads it
+        self._pid = os.getpid()
         if path is None:
             self._memory = mmap.mmap(-1, SIZE)
         else:
             with path.open("r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), SIZE)
-            if _HEAD.unpack_from(self._memory, _HEAD_AT)[1] != os.getpid():  # which may open it again
-                self._memory[_RECORD:] = self._memory[:_RECORD]
-        self._writes, self._phase, self._step, self._first_step = 0, Phase.START, 0, -1
+            if _RECORD.unpack_from(self._memory)[2] != self._pid:  # which may open it again
+                self._memory[_BYTES:] = self._memory[:_BYTES]
+        self._writes, self.phase, self.step, self._first_step, self._run = 0, Phase.START, 0, -1, 0
         self._loss = self._grad_norm = math.nan
-        self._run = 0
-        self._pid = os.getpid()
         self._seconds, self._longest = [0.0] * len(Phase), [0.0] * len(Phase)
+        self._exit: tuple[int, bool, int, int, int, bytes] = (0, False, 0, 0, 0, b"")
         self._since = time.monotonic()
-        self._memory[: len(_MAGIC)] = _MAGIC
         self._write()
-
-    @property
-    def phase(self) -> Phase:
-        """The current phase."""
-        return self._phase
-
-    @property
-    def step(self) -> int:
-        """The number of steps done."""
-        return self._step
 
     def enter(self, phase: Phase) -> None:
         """Enter `phase`, unless the exit record is written."""
-        if self._phase is Phase.END:
+        if self.phase is Phase.END:
             return
-        now, left = time.monotonic(), self._phase
-        stay, self._since, self._phase = now - self._since, now, phase
+        now, left = time.monotonic(), self.phase
+        stay, self._since, self.phase = now - self._since, now, phase
         self._seconds[left] += stay
-        _DOUBLE.pack_into(self._memory, _TIMES_AT + 8 * left, self._seconds[left])
-        if stay > self._longest[left]:
-            self._longest[left] = stay
-            _DOUBLE.pack_into(self._memory, _TIMES_AT + 8 * (len(Phase) + left), stay)
+        self._longest[left] = max(stay, self._longest[left])
         self._write()
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """Be in `phase` during the block, then in the phase before it."""
-        before = self._phase
+        before = self.phase
         self.enter(phase)
         try:
             yield
@@ -152,29 +128,29 @@ class ProgressRecord:
 
     def start_training(self, step: int, folder: Path) -> None:
         """Record that training of the run in `folder` starts after `step` steps."""
-        self._step = self._first_step = step
+        self.step = self._first_step = step
         self._run = zlib.crc32(os.fsencode(folder.absolute()))
         self._write()
 
     def complete_step(self, step: int, loss: float, grad_norm: float) -> None:
         """Record that `step` steps are done, and the results of the last one."""
-        self._step, self._loss, self._grad_norm = step, loss, grad_norm
+        self.step, self._loss, self._grad_norm = step, loss, grad_norm
         self._write()
 
     def end(self, status: int, sentence: str, *, is_origin: bool, reason: Reason = Reason.OTHER) -> None:
         """Write the exit record; later ones are ignored."""
-        if self._phase is Phase.END:
+        if self.phase is Phase.END:
             return
         content = sentence.encode(errors="backslashreplace")[:_LONGEST_SENTENCE]
-        record = _EXIT.pack(status, is_origin, reason, time.monotonic_ns(), len(content), zlib.crc32(content)) + content
-        self._memory[_EXIT_AT : _EXIT_AT + len(record)] = record
+        self._exit = (status, is_origin, reason, time.monotonic_ns(), len(content), content)
         self.enter(Phase.END)
 
     def _write(self) -> None:
         self._writes += 1
-        head = _HEAD.pack(self._writes, self._pid, self._phase, self._step, self._first_step, self._loss,
-                          self._grad_norm, self._run)  # fmt: skip
-        self._memory[_HEAD_AT : _HEAD_AT + len(head) + 4] = head + _CHECKSUM.pack(zlib.crc32(head))
+        counts = self._writes, self._pid, self.phase, self.step, self._first_step
+        results, times = (self._loss, self._grad_norm), (*self._seconds, *self._longest)
+        record = _RECORD.pack(_MAGIC, *counts, *results, self._run, *times, *self._exit)
+        self._memory[:_BYTES] = record + _CHECKSUM.pack(zlib.crc32(record))
 
 
 def record_from_environment(environment: Mapping[str, str] = os.environ) -> ProgressRecord:
@@ -199,25 +175,15 @@ def read_progress(file: int, *, before: bool = False) -> Progress | None:
     `before` reads the copy of what the process before the current one left.
     """
     for _ in range(3):  # a write may be in progress
-        content = os.pread(file, _RECORD, _RECORD if before else 0)
-        if len(content) < _RECORD or not content.startswith(_MAGIC):
+        content = os.pread(file, _BYTES, _BYTES if before else 0)
+        if len(content) < _BYTES or not content.startswith(_MAGIC):
             return None
-        head = content[_HEAD_AT : _HEAD_AT + _HEAD.size]
-        if _CHECKSUM.unpack_from(content, _HEAD_AT + _HEAD.size)[0] == zlib.crc32(head):
-            writes, pid, phase, step, first, loss, norm, run = _HEAD.unpack(head)
-            if phase >= len(Phase):
-                return None
-            times = _TIMES.unpack_from(content, _TIMES_AT)
-            record = _exit_record(content) if phase == Phase.END else None
-            return Progress(writes, pid, Phase(phase), step, first, loss, norm, times[: len(Phase)],
-                            times[len(Phase) :], record, run)  # fmt: skip
+        record, checksum = content[: _RECORD.size], content[_RECORD.size :]
+        if checksum == _CHECKSUM.pack(zlib.crc32(record)):
+            _, writes, pid, phase, step, first, loss, norm, run, *rest = _RECORD.unpack(record)
+            *times, status, is_origin, reason, time_ns, length, sentence = rest
+            text = sentence[:length].decode(errors="replace")
+            end = ExitRecord(status, text, bool(is_origin), time_ns, Reason(reason)) if phase == Phase.END else None
+            seconds, longest = tuple(times[: len(Phase)]), tuple(times[len(Phase) :])
+            return Progress(writes, pid, Phase(phase), step, first, loss, norm, seconds, longest, end, run)
     return None
-
-
-def _exit_record(content: bytes) -> ExitRecord | None:
-    status, is_origin, reason, time_ns, length, checksum = _EXIT.unpack_from(content, _EXIT_AT)
-    start = _EXIT_AT + _EXIT.size
-    sentence = content[start : start + min(length, _LONGEST_SENTENCE)]
-    if zlib.crc32(sentence) != checksum or reason >= len(Reason):
-        return None
-    return ExitRecord(status, sentence.decode(errors="replace"), bool(is_origin), time_ns, Reason(reason))

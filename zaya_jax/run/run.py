@@ -32,8 +32,9 @@ class Run:
         path = self.folder / CHANGES
         try:
             rows = [json.loads(line) for line in read_file(path).splitlines()] if path.exists() else []
-            return [row | {"changes": {current_key(key): values for key, values in row["changes"].items()}}
-                    for row in rows]  # fmt: skip
+            for row in rows:
+                row["changes"] = {current_key(key): values for key, values in row["changes"].items()}
+            return rows
         except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise InputError(f"{path} cannot be read: {str(error)[:200]}.") from error
 
@@ -75,11 +76,7 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """Open the run in the folder `path`.
-
-    Raises:
-      InputError: the folder is not a run folder.
-    """
+    """Open the run in the folder `path`; `InputError` if that is no run folder."""
     folder = expanded(path)
     require_existing(folder, str(path))
     if not any((folder / name).exists() for name in (CONFIG, CHECKPOINTS)):

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Self
 from zaya_jax.errors import ExitCode, printable
 from zaya_jax.run.typed_name import typed_name
 
+Handler = Callable[[int, FrameType | None], object]
 # SIGHUP comes when the terminal or the ssh session of a run is lost.
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
@@ -28,30 +29,19 @@ def exit_status(number: int) -> ExitCode:
 
 
 class Listener:
-    """Calls a function in a separate thread for each signal that arrives inside a `with` block; blocks can nest.
+    """Calls `answer` in a separate thread for each signal of `NAMES` inside a `with` block; blocks can nest.
 
-    Outside the main thread it does nothing, because only the main thread can set signal handlers.
+    Later, `handler` is called in the main thread, as a regular signal handler. Outside the main thread a listener does
+    nothing, because only the main thread can set signal handlers.
     """
 
-    def __init__(
-        self, answer: Callable[[int], object],
-        handler: Callable[[int, FrameType | None], object] = lambda number, frame: None,
-        numbers: tuple[int, ...] = tuple(NAMES),
-    ) -> None:  # fmt: skip
-        """Create a listener; `with` activates it.
-
-        Args:
-          answer: called immediately with the signal's number, in another thread.
-          handler: called later in the main thread, as a regular signal handler.
-          numbers: of the signals to handle.
-        """
-        self._answer, self._handler, self._numbers = answer, handler, numbers
+    def __init__(self, answer: Callable[[int], object], handler: Handler = lambda number, frame: None) -> None:
+        self._answer, self._handler = answer, handler
         self.before: dict[int, Any] = {}  # previous handlers
         self._open = False
         self._outer = -1  # the pipe of the enclosing listener
 
     def __enter__(self) -> Self:
-        """Start listening."""
         if threading.current_thread() is not threading.main_thread():
             return self
         self._open = True
@@ -61,13 +51,12 @@ class Listener:
         self._thread.start()
         self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # Keep ignored signals ignored: shells make background jobs ignore Ctrl-C.
-        handled = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        handled = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._handler) for number in handled}
         os.register_at_fork(after_in_child=self._leave_to_child)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the previous handlers."""
         if not self._open:
             return
         self._open = False
@@ -92,7 +81,7 @@ class Listener:
 
     def _read(self) -> None:
         while (number := os.read(self._reader, 1)[0]) != 0:
-            if number in self._numbers:
+            if number in NAMES:
                 self._answer(number)
 
     def _leave_to_child(self) -> None:
@@ -105,10 +94,7 @@ class Listener:
 
 
 def ignore_signals() -> None:
-    """Ignore the signals of `NAMES` during shutdown, when the exit status is already decided.
-
-    Python restores the default handlers during finalization, so a late signal would replace the status.
-    """
+    """Ignore late signals: at the end Python restores the default handlers, which would replace the exit status."""
     for number in NAMES:
         signal.signal(number, signal.SIG_IGN)
 
@@ -149,7 +135,7 @@ def flush_output() -> None:
 
 
 def say_and_exit(sentence: str, status: int) -> NoReturn:
-    """Print a sentence and end this process and its children immediately, from any thread."""
+    """Print a sentence and `exit_at_once`, from any thread."""
     print_error(sentence)
     exit_at_once(status)
 

@@ -33,9 +33,7 @@ class Status(NamedTuple):
 def track_status(folder: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Write `status.json` at the start and the end of the block; the caller must hold the run's lock.
 
-    Args:
-      folder: of the run.
-      check: raises `Superseded` if other processes have resumed the run, whose status the file then has.
+    If other processes have resumed the run, whose status the file then has, `check` raises `Superseded`.
     """
     _write(folder, RUNNING)
     try:
@@ -51,10 +49,7 @@ def track_status(folder: Path, check: Callable[[], object] = lambda: None) -> It
 
 
 def mark_stopped(folder: Path, exit_status: int, message: str) -> None:
-    """Record in `status.json` that this process has stopped, if it says that it runs.
-
-    For exits that bypass `track_status`.
-    """
+    """Record in `status.json` that this process has stopped, if it is running there: for exits past `track_status`."""
     status = read_status(folder)
     if status is not None and (status.state, status.host, status.pid) == (RUNNING, os.uname().nodename, os.getpid()):
         _write(folder, STOPPED, exit_status, message)

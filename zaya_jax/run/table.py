@@ -26,14 +26,7 @@ class Table(NamedTuple):
 
 
 def make_table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell], *remarks: str) -> Table:
-    """Make a table from rows.
-
-    Args:
-      title: what it shows.
-      rows: values by key.
-      columns: by head, a key, or a function of the row.
-      remarks: sentences below the table.
-    """
+    """Make a table from rows; each column has a head, and a key or a function of the row."""
 
     def cell(row: Row, column: str | Cell) -> str:
         if not isinstance(column, str):
@@ -48,9 +41,9 @@ def make_table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell
 def format_table(rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a text table, the first column to the left and the others to the right; heads come first."""
     rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip()
-            for first, *others in rows]  # fmt: skip
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
+    return list(map(str.rstrip, lines))
 
 
 def make_pairs(title: str, pairs: Mapping[str, str]) -> Table:

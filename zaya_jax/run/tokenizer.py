@@ -74,7 +74,7 @@ class TrainedTokenizer(NamedTuple):
 def write_tokenizer_files(run: Path, tokenizer: TrainedTokenizer, say: Callable[[str], object] = print) -> None:
     """Write missing tokenizer files into the run folder, and the chat template if the configuration changed it.
 
-    A failure, as on a full disk, is reported through `say` and does not stop the run; the next start tries again.
+    A failure, as on a full disk, is reported (`say`) and does not stop the run; the next start tries again.
     """
     target = run / TOKENIZER_FOLDER
     try:
@@ -85,8 +85,8 @@ def write_tokenizer_files(run: Path, tokenizer: TrainedTokenizer, say: Callable[
                 write_atomically(path, text)
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error).removesuffix(".")
-        say(f"Warning: the tokenizer could not be written to {target}: {why}. Training continues; exports can add a "
-            "tokenizer with export-hf --carry.")  # fmt: skip
+        remedy = "Training continues; exports can add a tokenizer with export-hf --carry."
+        say(f"Warning: the tokenizer could not be written to {target}: {why}. {remedy}")
 
 
 def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
@@ -112,16 +112,16 @@ def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
     for text in tokenizer.stops:
         if (stop := token_id(text)) not in (None, *stops):
             stops.append(stop)
-    defaults = {"bos_token_id": None if tokenizer.bos is None else token_id(tokenizer.bos),
-            "pad_token_id": token_id(tokenizer.stops[0])}  # fmt: skip
+    bos = None if tokenizer.bos is None else token_id(tokenizer.bos)
+    defaults = {"bos_token_id": bos, "pad_token_id": token_id(tokenizer.stops[0])}
     generation = defaults | generation | {"eos_token_id": stops[0] if len(stops) == 1 else stops}
     return files | {GENERATION: json_text(_known(generation))}
 
 
 def tokenizer_settings(bos: str | None, eos: str | None, pad: str) -> dict[str, Any]:
     """Return the content of `tokenizer_config.json` for a `tokenizer.json` without one."""
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-            "bos_token": bos, "eos_token": eos, "pad_token": pad}  # fmt: skip
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {**kind, "bos_token": bos, "eos_token": eos, "pad_token": pad}
 
 
 def _known(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,5 +137,5 @@ def _object(text: str) -> dict[str, Any]:
 
 def _texts(folder: Path) -> dict[str, str]:
     """Read the text files of a tokenizer; binary ones (`tokenizer.model`) are not needed."""
-    return {path.name: path.read_bytes().decode("utf-8") for path in tokenizer_files(folder)
-            if path.suffix in (".json", ".jinja", ".txt")}  # fmt: skip
+    texts = [path for path in tokenizer_files(folder) if path.suffix in (".json", ".jinja", ".txt")]
+    return {path.name: path.read_bytes().decode("utf-8") for path in texts}

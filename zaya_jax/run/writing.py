@@ -1,18 +1,10 @@
 """Create, replace, append to and delete files where other users can prepare names: the only module that does so.
 
-Others can foretell most names in a run folder, a cache or an export, and put links, pipes, files or folders there. What
-this module accepts:
+Others can foretell most names in a run folder, a cache or an export, and put links, pipes, files or folders there.
+"Share a run folder" in docs/cluster.md lists what is accepted. In a folder that its group may write, a file may belong
+to anybody, because only members of the group could put it there.
 
-- A link in a path is followed if it belongs to this user or to root, or if it and its folder have one owner and nobody
-  else may write that folder. A link in place of a file is never followed.
-- A file that is appended to or locked is a regular file with one name (no hard links) that belongs to this user or to
-  root. In a folder that not everybody may write, it may also belong to the folder's owner and, if the group of the
-  folder may write it, to anybody: only members of that group could put it there. So a team shares a run.
-- A new file gets a random name in its folder, and its final name once it is complete.
-- A private folder belongs to this user, and nobody else may write it.
-- What is deleted is a name in its folder: a file, a folder or the link itself, never what a link points to.
-
-A file server may map this user to another one: a file is this user's if new files of this user get the same owner.
+A file is this user's if new files of this user get the same owner: a file server may map this user to another one.
 
 Every path is walked from its start with one descriptor a folder, so renaming a folder meanwhile changes nothing.
 """
@@ -46,12 +38,7 @@ def resolved(path: Path) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and those above it, unless they exist.
-
-    Raises:
-      PermissionError: another user placed a link in the path; the message says which.
-      OSError: a folder cannot be created; the target of a link never is.
-    """
+    """Create a folder and those above it, unless they exist; never a link's target, and not beyond another user's."""
     with _opened(path, path, create=0o777):
         pass
 
@@ -82,13 +69,8 @@ def hidden_folder(path: Path) -> None:
 def private_folder(path: Path, *, by_name: bool = False) -> Iterator[Path]:
     """Create or open a folder that this user alone may write, and yield a path to it that renaming does not change.
 
-    Args:
-      path: of the folder.
-      by_name: it is used by its name, too, so only this user may enter the folders above it that are created.
-
-    Raises:
-      PermissionError: at `path` is a link, or anything that others own or may write.
-      OSError: the folder cannot be created or opened.
+    If it is used `by_name`, too, only this user may enter the folders above it that are created. `PermissionError` if
+    at `path` is a link, or anything that others own or may write.
     """
     with _opened(path.parent, path, create=0o700 if by_name else 0o777) as parent:
         with contextlib.suppress(FileExistsError):
@@ -120,14 +102,10 @@ def _is_own_group(group: int) -> bool:
 
 @contextlib.contextmanager
 def new_file(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[IO[bytes]]:
-    """Yield a file that takes the name `path` at the end of the block.
+    """Yield a file that takes the name `path`, in an existing folder, at the end of the block.
 
-    Readers see either the old or the new content. After an error the old content stays.
-
-    Args:
-      path: of the file; its folder exists.
-      mode: permissions, less those that the umask removes.
-      sync: wait until the content is on disk.
+    Readers see either the old or the new content. After an error the old content stays. The umask limits `mode`;
+    `sync` waits until the content is on disk.
     """
     part = f"{path.name[:25]}.{secrets.token_hex(8)}.partial"  # a name has at most 255 bytes, and a character up to 4
     with _opened(path.parent, path) as folder:
@@ -147,14 +125,7 @@ def new_file(path: Path, mode: int = 0o666, *, sync: bool = True) -> Iterator[IO
 def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a file to append to it or lock it, and create it if it is missing; return its descriptor.
 
-    Args:
-      path: of the file.
-      flags: how to open it.
-      mode: permissions of a new file, less those that the umask removes.
-
-    Raises:
-      PermissionError: at `path` is a link, or anything else that another user may have prepared.
-      OSError: the file cannot be opened.
+    `PermissionError` if at `path` is a link, or anything else that another user may have prepared.
     """
     with _opened(path.parent, path) as folder:
         try:
@@ -212,7 +183,7 @@ def share(path: Path) -> None:
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a file, a link or a folder with its content, if it exists; never what a link points to."""
+    """Remove a file, a link (not its target) or a folder with its content, if it exists."""
     with contextlib.suppress(OSError if ignore_errors else FileNotFoundError), _opened(path.parent, path) as folder:
         if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
             shutil.rmtree(path.name, ignore_errors, dir_fd=folder)
@@ -273,8 +244,8 @@ def _closing(descriptor: int) -> Iterator[int]:
 
 
 def _refusal(path: Path, status: os.stat_result, must: str, remedy: str = "Remove it") -> PermissionError:
-    found = f"{status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
+    owner = f"{status.st_uid} ({stat.filemode(status.st_mode)}, hard links: {status.st_nlink})"
     is_backup = stat.S_ISREG(status.st_mode) and status.st_nlink > 1 and status.st_uid == os.geteuid()
     remedy = "Replace it by a copy" if is_backup else remedy
-    text = f"{printable(str(path))} belongs to user {found}, but must be {must}. {remedy}, or choose another folder"
+    text = f"{printable(str(path))} belongs to user {owner}, but must be {must}. {remedy}, or choose another folder"
     return PermissionError(errno.EPERM, text)

@@ -1,11 +1,23 @@
-"""jax's compilation cache in jobs of several processes on CPUs."""
+"""Private names of jax that connecting processes needs."""
 
+import os
 from typing import Any
 
 import numpy as np
-from jax._src import cache_key
+from jax._src import cache_key, clusters, distributed
 
 from zaya_jax.hardware.detection import cpu_name
+
+
+def detect_job(seconds: int) -> tuple[str | None, int | None, int | None]:
+    """Return coordinator, number of processes and index of this process, as the launcher's environment has them."""
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, seconds)[:3]
+
+
+def key_value_store() -> Any:
+    """Return the key-value store of jax's coordination service."""
+    return distributed.global_state.client
 
 
 def share_compilation_cache() -> None:
