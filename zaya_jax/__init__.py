@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from zaya_jax.model.zaya import Zaya as Zaya
     from zaya_jax.model.zaya import logits as logits
     from zaya_jax.optim.muon import muon as muon
-    from zaya_jax.train.loop import TrainResult as TrainResult
-    from zaya_jax.train.loop import run_training as run_training
+    from zaya_jax.train.fit import TrainResult as TrainResult
+    from zaya_jax.train.fit import run_training as run_training
     from zaya_jax.weights.load import load_model as load_model
 
 _HOMES = {
     "Config": "zaya_jax.config",
     "ModelOutput": "zaya_jax.model.zaya",
-    "TrainResult": "zaya_jax.train.loop",
+    "TrainResult": "zaya_jax.train.fit",
     "Zaya": "zaya_jax.model.zaya",
     "Sampling": "zaya_jax.generate.sampling",
     "capture": "zaya_jax.model.capture",
@@ -47,7 +47,7 @@ _HOMES = {
     "load_model": "zaya_jax.weights.load",
     "logits": "zaya_jax.model.zaya",
     "muon": "zaya_jax.optim.muon",
-    "run_training": "zaya_jax.train.loop",
+    "run_training": "zaya_jax.train.fit",
     "save_pretrained": "zaya_jax.hf.exporter",
 }
 

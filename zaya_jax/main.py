@@ -64,7 +64,7 @@ def _train(config: Config, options: argparse.Namespace, process: TrainingProcess
     preset = prepare_jax(config)
     from zaya_jax.job.multihost import is_primary, join
     from zaya_jax.train.final_report import report
-    from zaya_jax.train.loop import run_training
+    from zaya_jax.train.fit import run_training
 
     timeout = preset.peer_timeout if options.peer_timeout is None else options.peer_timeout
     progress = process.progress

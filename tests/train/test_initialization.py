@@ -24,6 +24,7 @@ from zaya_jax.config import Config, LoraConfig, ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.train import run_tokenizer
+from zaya_jax.train.fit import run_training
 from zaya_jax.train.initialization import (
     NO_BASE,
     FrozenBase,
@@ -33,7 +34,6 @@ from zaya_jax.train.initialization import (
     open_init_from,
     record_base,
 )
-from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import make_programs
 from zaya_jax.train.trainer import Trainer
 from zaya_jax.weights.interop import import_hf
@@ -116,8 +116,9 @@ def test_a_fresh_run_finds_what_init_from_names_once(tmp_path, quick, monkeypatc
     config = small_run(tmp_path)
     write(tmp_path / "model", config)
     monkeypatch.setattr(run_tokenizer, "tokenizer_folder", lambda source: pytest.fail(f"{source} is looked for again"))
-    monkeypatch.setattr(Trainer, "run", lambda trainer: None)
-    run_training(with_folder(tmp_path / "model", config))
+    monkeypatch.setattr(Trainer, "record_changes", lambda trainer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_training(with_folder(tmp_path / "model", config))
 
 
 def start_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:

@@ -14,7 +14,7 @@ from zaya_jax.config import PhaseConfig, SourceConfig, Table
 from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.train import step_logger as module
 from zaya_jax.train import throughput as throughput_module
-from zaya_jax.train.console import ConsoleReport, _clock
+from zaya_jax.train.sinks.console import ConsoleReport, _clock
 from zaya_jax.train.step_logger import StepLogger
 from zaya_jax.train.throughput import throughput
 

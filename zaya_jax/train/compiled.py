@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 
 from zaya_jax.config.stages import BatchStage, stages
-from zaya_jax.train.memory_errors import check_compiled
+from zaya_jax.train.memory import check_compiled
 from zaya_jax.train.program import PhaseProgram, Programs
 
 # Stages of the same program and batch shape share a compiled step.

@@ -15,8 +15,8 @@ from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import SUMMARY
 from zaya_jax.run.metrics import finite
-from zaya_jax.train.loop import TrainResult
-from zaya_jax.train.memory_errors import out_of_memory
+from zaya_jax.train.fit import TrainResult
+from zaya_jax.train.memory import out_of_memory
 
 
 def report(config: Config, result: TrainResult) -> str:

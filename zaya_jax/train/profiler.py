@@ -31,6 +31,13 @@ class StepProfiler:
         self._window, self._folder, self._say = window, folder / PROFILE, say
         self._started: tuple[int, float] | None = None  # steps done before the window, and when it began
 
+    def warn_outside(self, done: int, last: int) -> None:
+        """Say so if no step after `done` up to `last` is traced."""
+        if self._window is not None and not done < self._window.start <= last:
+            self._say(
+                f"profile.start={self._window.start} traces nothing: this command trains steps {done + 1} to {last}."
+            )
+
     def starts(self, done: int) -> bool:
         """True if the step after `done` steps is the first of the window."""
         return self._window is not None and done + 1 == self._window.start

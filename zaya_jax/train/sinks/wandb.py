@@ -11,7 +11,7 @@ from zaya_jax.config import Config, to_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.writing import make_folder
-from zaya_jax.train.mirror import scalars
+from zaya_jax.train.sinks.mirror import scalars
 
 wandb: Any = importlib.import_module("wandb")  # an extra, which is not installed where types are checked
 

@@ -9,25 +9,21 @@ from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink
-from zaya_jax.train.mirror import Mirror
+from zaya_jax.train.sinks.mirror import Mirror
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # sink → package; the extra has the name of the sink
 
 
 def require_sinks(config: Config) -> None:
-    """Raise `InputError` if the package of a sink is not installed."""
+    """Raise `InputError` if the package of a sink is not installed, or W&B would ask process 0 for a login."""
     for name in config.train.sinks:
         if find_spec(_PACKAGES[name]) is None:
             raise InputError(f"train.sinks has {name}, but the package {_PACKAGES[name]} is not installed. Install it "
                              f"with pip install 'zaya-jax[{name}]', or remove {name} from train.sinks.")  # fmt: skip
-
-
-def require_login(config: Config) -> None:
-    """Raise `InputError` if W&B would ask for a login; does nothing in processes other than the primary."""
     if is_primary() and "wandb" in config.train.sinks:
-        from zaya_jax.train import wandb_sink
+        from zaya_jax.train.sinks.wandb import require_login
 
-        wandb_sink.require_login()
+        require_login()
 
 
 def open_sinks(config: Config, folder: Path, step: int, first: int, disk: DiskGuard) -> list[MetricSink]:
@@ -58,10 +54,10 @@ def open_sinks(config: Config, folder: Path, step: int, first: int, disk: DiskGu
 def _open_mirror(config: Config, name: str, folder: Path, step: int, first: int, disk: DiskGuard) -> Mirror:
     def open_sink(after: int) -> MetricSink:
         if name == "tensorboard":
-            from zaya_jax.train.tensorboard_sink import TensorBoardSink
+            from zaya_jax.train.sinks.tensorboard import TensorBoardSink
 
             return TensorBoardSink(folder / name, after)
-        from zaya_jax.train.wandb_sink import WandbSink
+        from zaya_jax.train.sinks.wandb import WandbSink
 
         return WandbSink(folder / name, config)
 
