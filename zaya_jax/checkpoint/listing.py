@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from zaya_jax.errors import printable
 from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.run import open_run
 from zaya_jax.run.table import size_text
 
 
-def list_run(path: Path) -> str:
+def list_run(path: Path) -> list[str]:
     """Return one line per checkpoint and per quarantined checkpoint of a run, and its status."""
     run = open_run(path)
     lines = [f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes",
@@ -17,7 +16,7 @@ def list_run(path: Path) -> str:
         end = "" if status.exit_status is None else f" with exit status {status.exit_status}"
         message = f": {status.message}" if status.message else ""
         lines.append(f"{status.state}{end} (process {status.pid} on {status.host}, {status.time}){message}")
-    return "\n".join(map(printable, lines))
+    return lines
 
 
 def _line(checkpoint: Checkpoint) -> str:

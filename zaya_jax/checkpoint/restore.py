@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 
+from zaya_jax.checkpoint.arrays import like, named
 from zaya_jax.checkpoint.digest import assemble, differing
-from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader, retried, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, Reason, RunStopped
@@ -22,6 +22,8 @@ from zaya_jax.run.progress import WorkProgress
 
 _PATIENCE = 3600  # seconds that the slowest process may take to read its part
 _THREADS = 8
+_KINDS = (InputError, Unreadable, Damaged)
+T = TypeVar("T")
 
 
 class Restored(NamedTuple):
@@ -70,9 +72,9 @@ def read_checkpoint(
 
     Args:
       folder: of the checkpoint.
-      prepare: returns the abstract state for a manifest.
+      prepare: returns the abstract state with its shardings for a manifest; can raise `InputError`.
       part: whether the state may omit arrays of the checkpoint.
-      manifest: of the checkpoint, if it was read before; None reads it.
+      manifest: of the checkpoint, if it was read before.
 
     Raises:
       InputError: the checkpoint is damaged, cannot be read, or does not match the state.
@@ -92,35 +94,37 @@ def _quarantine(folder: Path, step: int) -> str:
                          f"{error.strerror}.") from error  # fmt: skip
 
 
-def _manifest(folder: Path, step: int, manifest: Manifest | None = None) -> Manifest:
-    """Read the manifest of a checkpoint unless given; all processes agree on whether it can be used."""
-    path, problem = folder / str(step), None
-    try:
-        manifest = manifest or retried(lambda: read_manifest(path))
+def _manifest(folder: Path, step: int, known: Manifest | None = None) -> Manifest:
+    """Read the manifest of a checkpoint unless it is known; all processes agree on whether it can be used."""
+    path = folder / str(step)
+
+    def read() -> Manifest:
+        manifest = known or retried(lambda: read_manifest(path))
         if manifest.step != step:
             raise Damaged(f"{path} contains the checkpoint of step {manifest.step}, not of step {step}.")
         if not is_current(folder, step, manifest.fencing_token):
             raise Damaged(f"{path} was saved by superseded processes, after others had resumed the run.")
-    except InputError as error:
-        problem = error
-    _raise_everywhere(problem)
-    if manifest is None:
-        raise RuntimeError("The processes agreed on a manifest that could not be read.")
-    return manifest
+        return manifest
+
+    return _everywhere(read)
 
 
-def _raise_everywhere(problem: Exception | None) -> None:
-    """Raise the error of any process in every process.
+def _everywhere(read: Callable[[], T]) -> T:
+    """Return what `read` returns in each process, or raise the error of any process in every process.
 
     Other `InputError`s take precedence over `Damaged`, so a checkpoint that one process cannot read is not
     quarantined.
     """
-    kinds = (InputError, Unreadable, Damaged)
-    own = [place for place, kind in enumerate(kinds) if isinstance(problem, kind)]
-    every: list[Any] = all_gather("restore", [own[-1], str(problem)] if own else None, _PATIENCE)
-    if found := list(filter(None, every)):
-        place, text = min(found)
-        raise kinds[place](text)
+    result, own = None, None
+    try:
+        result = read()
+    except InputError as error:
+        own = [max(place for place, kind in enumerate(_KINDS) if isinstance(error, kind)), str(error)]
+    every: list[Any] = all_gather("restore", own, _PATIENCE)
+    if errors := list(filter(None, every)):
+        place, text = min(errors)
+        raise _KINDS[place](text)
+    return cast("T", result)
 
 
 def _restore(
@@ -128,27 +132,24 @@ def _restore(
 ) -> Restored:
     expected = named(abstract)
     _check_arrays(folder, manifest, expected, part)
-    arrays: dict[str, jax.Array] | None = None
-    problem, digests = None, {}
-    try:
+
+    def read_local() -> tuple[Digests, dict[str, jax.Array] | None]:
         digests = {name: parts for name, parts in read_digests(folder, manifest).items() if name in expected}
-        if store is not None and digests:
-            arrays = store.local.read(manifest.step, expected, digests)
-    except InputError as error:
-        problem = error
-    _raise_everywhere(problem)
+        return digests, store.local.read(manifest.step, expected, digests) if store is not None and digests else None
+
+    def read() -> dict[str, jax.Array]:
+        arrays = _load(CheckpointReader(folder, manifest.leaves, manifest.files), expected)
+        if digests:
+            _compare(folder, manifest, arrays, digests)
+        return arrays
+
+    digests, arrays = _everywhere(read_local)
     # Either all processes use their local copies or none does.
     if not all(all_gather("restore", arrays is not None, _PATIENCE)) or arrays is None:
-        arrays = {}
-        try:
-            arrays = _load(CheckpointReader(folder, manifest.leaves, manifest.files), expected)
-            if digests:
-                _compare(folder, manifest, arrays, digests)
-        except InputError as error:
-            problem = error
-        _raise_everywhere(problem)
+        arrays = None  # frees it
+        arrays = _everywhere(read)
         if store is not None and digests:
-            store.mark_verified(manifest.step)
+            store.verified.add(manifest.step)
     return Restored(like(abstract, arrays), manifest)
 
 

@@ -9,10 +9,9 @@ import numpy as np
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import from_hf
-from zaya_jax.hf.legacy import is_legacy, legacy_tensors
 from zaya_jax.hf.legacy_config import from_legacy
 from zaya_jax.hf.safetensors import TensorFile, read_header
-from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.hf.tensors import Tensor, is_legacy, legacy_tensors, tensors
 from zaya_jax.run.files import expanded, read_object, require_existing
 
 INDEX = "model.safetensors.index.json"

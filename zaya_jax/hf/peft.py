@@ -13,8 +13,7 @@ import jax
 
 from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.hf.config import to_hf
-from zaya_jax.hf.exporter import Read, stored_dtype, write_tensors
-from zaya_jax.hf.output import output_folder
+from zaya_jax.hf.exporter import Read, output_folder, stored_dtype, write_tensors
 from zaya_jax.hf.tensors import Tensor, tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.experts import HF_EXPERTS

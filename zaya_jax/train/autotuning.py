@@ -15,6 +15,7 @@ from zaya_jax.errors import printable
 from zaya_jax.run.files import open_regular, write_atomically
 
 FILE = "autotuning.txt"  # in the run folder
+Call = Callable[[], object]
 _LONGEST = 2**26  # bytes that are read
 _READ, _WRITE = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
 
@@ -22,17 +23,11 @@ _READ, _WRITE = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_res
 class Autotuning:
     """The choices that a run's programs were compiled with."""
 
-    def __init__(
-        self, folder: Path, is_kept: bool, writes: bool, check: Callable[[], object], say: Callable[[str], object]
-    ) -> None:
-        """Let this process choose as the run did, if that was with this jaxlib on such a device.
+    def __init__(self, folder: Path, is_kept: bool, writes: bool, check: Call, say: Callable[[str], object]) -> None:
+        """Let this process choose as the run in `folder` did, if that was with this jaxlib on such a device.
 
-        Args:
-          folder: run folder.
-          is_kept: whether XLA chooses by time, and its choices are kept.
-          writes: whether this process writes them.
-          check: called before they are written; see `run.fencing.Fence.check`.
-          say: called with a sentence about choices that cannot be used or kept.
+        Choices are kept if `is_kept`: if XLA chooses by time. This process writes them if `writes`, after `check`; it
+        `say`s if they cannot be used or kept.
         """
         self._path, self._writes, self._check, self._say = folder / FILE, is_kept and writes, check, say
         # A comment of XLA's text format.

@@ -63,9 +63,10 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
       `data`: what of each source is used and left out, see `data.account.account`.
       `samples`: list of `prompt` and `continuation`.
     """
-    by_source = {name: _heldout(loss, text) for name, loss in result.heldout_by_source.items()
-                 if (text := heldout_text(config, result.prepared, name, config.evaluation.batches)) is not None
-                 }  # fmt: skip
+    by_source, batches = {}, config.evaluation.batches
+    for name, loss in result.heldout_by_source.items():
+        if (text := heldout_text(config, result.prepared, name, batches)) is not None:
+            by_source[name] = _heldout(loss, text)
     total, sample = result.heldout, config.sample
     return {
         "steps": total_steps(config),
@@ -90,7 +91,11 @@ def continuation(config: Config, result: TrainResult) -> str:
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     room = config.model.max_positions - len(prompt)
     # With the kernels that all processes agreed on, and so in the dtype in which they were validated.
-    (row,) = generate_tokens(result.compute_model(), [prompt], min(sample.tokens, room), Sampling(sample.temperature),
-                             seeds=[config.seed], stop_tokens=[tokenizer.eot],
-                             placement=result.program.placement.replicated)  # fmt: skip
+    model, placement, sampling = (
+        result.compute_model(),
+        result.program.placement.replicated,
+        Sampling(sample.temperature),
+    )
+    options = {"seeds": [config.seed], "stop_tokens": [tokenizer.eot], "placement": placement}
+    (row,) = generate_tokens(model, [prompt], min(sample.tokens, room), sampling, **options)
     return tokenizer.decode_after(prompt, row.tokens)

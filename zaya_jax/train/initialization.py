@@ -18,8 +18,7 @@ from zaya_jax.parallel.mesh import replicated
 from zaya_jax.train.program import PhaseProgram, known_options
 from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_values, warn_about_positions
 from zaya_jax.train.state import TrainState, init_counters, init_state
-from zaya_jax.weights.adapters import read_base_fingerprint, write_base_note
-from zaya_jax.weights.load import open_weights
+from zaya_jax.weights.load import open_weights, read_base_fingerprint, write_base_note
 from zaya_jax.weights.sources import Weights
 
 
@@ -38,11 +37,7 @@ _COMPILED_QUICKLY = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_em
 
 
 def open_init_from(config: Config) -> Weights | None:
-    """Open the weights that `init_from` names; None if it is null.
-
-    Raises:
-      InputError: they cannot be opened, have another architecture, or are adapters.
-    """
+    """Open the weights of `init_from`, if any; InputError if that fails, or for another architecture or adapters."""
     if config.init_from is None:
         return None
     weights, name = open_weights(config.init_from, "init_from"), f"init_from={config.init_from}"
@@ -54,13 +49,10 @@ def open_init_from(config: Config) -> Weights | None:
 
 
 def initialize(program: PhaseProgram, weights: Weights | None = None, base: FrozenBase = NO_BASE) -> TrainState:
-    """Make the state before the first step, sharded for the first phase.
+    """Make the state before the first step, sharded for the phase of `program`, in which the run starts.
 
-    Args:
-      program: program of the phase that the run starts in.
-      weights: `init_from`: parameters, balancing biases and, if saved, the optimizer state. None to draw everything
-        from the seed.
-      base: the frozen model under adapters.
+    Parameters, balancing biases and, if saved, the optimizer state are those of `weights` (`init_from`), or drawn from
+    the seed. Adapters are drawn, and their balancing biases are those of `base`.
 
     Raises:
       InputError: the optimizer state does not fit, or the weights are damaged.
@@ -75,9 +67,11 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
         state = jax.jit(lambda: init_state(program), out_shardings=placed, compiler_options=options)()
         return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
     if weights.optimizer_config is not None:
-        check_values(config, weights.optimizer_config, f"init_from={config.init_from}", OPTIMIZER_KEYS,
-                     "The optimizer state does not fit. Set the same value, or export that run and set init_from to "
-                     "the exported folder")  # fmt: skip
+        advice = "Set the same value, or export that run and set init_from to the exported folder"
+        name = f"init_from={config.init_from}"
+        check_values(
+            config, weights.optimizer_config, name, OPTIMIZER_KEYS, f"The optimizer state does not fit. {advice}"
+        )
     kinds = ("params", "balance", "opt_state", "balance_state")
     learned = weights.load_state({kind: getattr(abstract, kind) for kind in kinds})
     names = [field.name for field in dataclasses.fields(TrainState) if field.name not in learned]
@@ -92,11 +86,7 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
 
 
 def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBase:
-    """Load the frozen model under adapters, sharded for the phase; `NO_BASE` without adapters.
-
-    Raises:
-      InputError: the weights are damaged.
-    """
+    """Load the frozen model under adapters, sharded for the phase; `NO_BASE` without adapters."""
     config = program.config
     if config.lora is None or weights is None:
         return NO_BASE

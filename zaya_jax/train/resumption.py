@@ -35,22 +35,12 @@ _POSITION_KEYS = ("seed", "start_phase")
 
 
 def checkpoint_metadata(
-    config: Config,
-    step: int,
-    data: dict[str, Any],
-    heldout_loss: float | None,
-    first: int,
-    kernels: str | None = None,
+    config: Config, step: int, data: dict[str, Any], heldout_loss: float | None, first: int, kernels: str | None = None
 ) -> dict[str, Any]:
-    """Make the metadata of a checkpoint, as a dict for JSON.
+    """Make the metadata of a checkpoint after `step`, as a dict for JSON.
 
-    Args:
-      config: configuration of the run.
-      step: number of steps done.
-      data: position in the data.
-      heldout_loss: nats/token after the step; None if it was not evaluated.
-      first: number of steps done before this run folder's first.
-      kernels: digest of `KernelSelection.table`.
+    `data` is the position in the data, `heldout_loss` in nats/token if it was evaluated, `first` the number of steps
+    done before this run folder's first, and `kernels` the digest of `KernelSelection.table`.
     """
     stage = stage_at(config, step - 1)
     return {

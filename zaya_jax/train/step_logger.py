@@ -10,10 +10,11 @@ import jax
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stage_at, step_rows, tokens_before
 from zaya_jax.errors import Reason, RunStopped
+from zaya_jax.hardware.data_sheets import peak_flops
+from zaya_jax.model.arithmetic import training_flops_per_token
 from zaya_jax.run.metrics import MetricSink
 from zaya_jax.run.progress_record import ProgressRecord
 from zaya_jax.train.spikes import REASONS
-from zaya_jax.train.throughput import throughput
 
 # Large metrics, which are logged every `train.log_every` steps only.
 _DETAILS = ("expert_counts", "grad_norm_by_role", "update_norm_by_role", "loss_by_source")
@@ -67,8 +68,8 @@ class StepLogger:
             rows = step_rows(config, step - 1)
             row |= {"skip": reason, "rows": [rows[0], rows[-1] + 1]}
         row |= scores
-        timings = {"step": step, "seconds": seconds, "data_wait": data_wait,
-                   **throughput(config, step, row["tokens"], seconds, *self._devices)}  # fmt: skip
+        timings = {"step": step, "seconds": seconds, "data_wait": data_wait}
+        timings |= throughput(config, step, row["tokens"], seconds, *self._devices)
         self._progress.complete_step(step, row["loss"], row["grad_norm"])
         for sink in self._sinks:
             sink.write(row, timings)
@@ -92,6 +93,21 @@ class StepLogger:
             return {**others, "loss_by_source": {names[0]: metrics["loss"]}}
         sums = zip(names, metrics["source_loss"], metrics["source_tokens"], strict=True)
         return {**others, "loss_by_source": {name: loss / tokens for name, loss, tokens in sums if tokens}}
+
+
+def throughput(
+    config: Config, step: int, tokens: float, seconds: float, device_kind: str, devices: int
+) -> dict[str, Any]:
+    """Compute the speed of a step that took `seconds`, counted from 1, with a number of `tokens` in the loss.
+
+    Returns:
+      `tokens_per_second`; `flops_per_second`, with head and attention, without recomputation; and `mfu`, None if the
+      peak of the devices is not known.
+    """
+    speed, context, peak = tokens / max(seconds, 1e-9), stage_at(config, step - 1).context, peak_flops(device_kind)
+    flops = speed * training_flops_per_token(config.model, context, frozen_head=config.lora is not None)
+    mfu = None if peak is None else flops / (peak * devices)
+    return {"tokens_per_second": speed, "flops_per_second": flops, "mfu": mfu}
 
 
 def _advice(config: Config, reason: str) -> str:

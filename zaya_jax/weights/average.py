@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from zaya_jax.checkpoint.digest import ArrayPart
-from zaya_jax.checkpoint.inspection import saved_slices
+from zaya_jax.checkpoint.reader import saved_slices
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import Read
@@ -16,9 +16,8 @@ from zaya_jax.model.zaya import abstract_model
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.tokenizer import copy_tokenizer
-from zaya_jax.weights.adapters import AdaptedWeights
 from zaya_jax.weights.interop import write_parameters
-from zaya_jax.weights.load import merge_adapters, open_checkpoint_weights
+from zaya_jax.weights.load import AdaptedWeights
 from zaya_jax.weights.sources import WEIGHTS, CheckpointWeights
 
 
@@ -32,7 +31,7 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     B is not the mean of A·B. The result has parameters only, in fp32 (fp64 for fp64 runs).
 
     Args:
-      sources: at least two checkpoints, see `open_checkpoint_weights`.
+      sources: at least two checkpoints, RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP.
       output: new run folder; `init_from` and `export_hf` accept it.
       base: base model of the adapters; None uses `init_from` of the newest checkpoint's run.
 
@@ -44,7 +43,7 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     """
     if len(sources) < 2:
         raise InputError(f"average got {len(sources)} checkpoint, but needs at least 2.")
-    opened = [open_checkpoint_weights(source, "CHECKPOINT") for source in sources]
+    opened = [CheckpointWeights(source, "CHECKPOINT") for source in sources]
     for weights in opened:
         weights.verify()
     opened.sort(key=lambda weights: weights.manifest.step)
@@ -57,7 +56,7 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     if full:
         _average_parameters(full, averaged, target)
     else:
-        _average_adapters([merge_adapters(weights, base) for weights in opened], averaged, target)
+        _average_adapters([AdaptedWeights(weights, base) for weights in opened], averaged, target)
     if newest.tokenizer is not None:
         copy_tokenizer(newest.tokenizer, output)
     return target

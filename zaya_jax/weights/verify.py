@@ -11,7 +11,7 @@ import numpy as np
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.model.zaya import Zaya, logits
-from zaya_jax.weights.load import open_folder_weights
+from zaya_jax.weights.sources import FolderWeights
 
 # "Hello! How can I assist you today?", encoded by the released tokenizer.
 PROMPT = (2, 9259, 236888, 2088, 740, 564, 6361, 611, 3124, 236881, 106)
@@ -56,7 +56,7 @@ def verify_hf(source: str | Path) -> Verification:
     Raises:
       InputError: the folder does not have the released 8B's architecture, or see `open_folder`; nothing is allocated.
     """
-    weights = open_folder_weights(source)
+    weights = FolderWeights(source)
     check_released(weights.config, weights.source)
     return compare(weights.load_model(jnp.bfloat16))
 
