@@ -28,12 +28,12 @@ def _argument(name: str, what: str, metavar: str | None = None, **options: Any) 
 def _parser() -> Parser:
     program = "python -m zaya_jax.checkpoint"
     plain = argparse.RawDescriptionHelpFormatter  # keeps the example on one line
-    parser = Parser(prog=program, description="Manage the checkpoints of runs.",
-                    epilog=f"example: {program} ls runs/tiny", formatter_class=plain)  # fmt: skip
+    what, example = "Manage the checkpoints of runs.", f"example: {program} ls runs/tiny"
+    parser = Parser(prog=program, description=what, epilog=example, formatter_class=plain)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (what, example, *options) in _verbs().items():
-        verb = verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", formatter_class=plain,
-                                epilog=f"example: {program} {name} {example}")  # fmt: skip
+        about, epilog = f"{what[0].upper()}{what[1:]}.", f"example: {program} {name} {example}"
+        verb = verbs.add_parser(name, help=what, description=about, epilog=epilog, formatter_class=plain)
         for option, settings in options:
             verb.add_argument(option, **settings)
     return parser
@@ -139,8 +139,8 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
             from zaya_jax.weights.interop import export_hf, export_peft
 
             if options.peft and options.layout != "hf":
-                raise InputError("--layout legacy cannot be combined with --peft: transformers loads adapters onto the "
-                                 "hf layout.")  # fmt: skip
+                why = "transformers loads adapters onto the hf layout"
+                raise InputError(f"--layout legacy cannot be combined with --peft: {why}.")
             source, carry, base = options.checkpoint, options.carry, options.base
             if options.peft:
                 return [export_peft(source, options.folder, options.dtype, carry, base)], True

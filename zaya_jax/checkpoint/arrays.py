@@ -27,8 +27,8 @@ def like(abstract: Any, arrays: Mapping[str, jax.Array]) -> Any:
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf)
-            for path, leaf in jax.tree.leaves_with_path(tree)]  # fmt: skip
+    paths = jax.tree.leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -42,8 +42,8 @@ def verify(path: str, every: bool) -> tuple[list[str], bool]:
             continue
         manifest = read_manifest(folder)
         checked = "all checksums match" if manifest.digests else "file sizes match (saved without checksums)"
-        lines.append(f"{folder}: OK, {checked} ({len(manifest.leaves)} arrays, "
-                     f"{size_text(sum(manifest.files.values()))})")  # fmt: skip
+        content = f"{len(manifest.leaves)} arrays, {size_text(sum(manifest.files.values()))}"
+        lines.append(f"{folder}: OK, {checked} ({content})")
     return lines or [f"{path} has no checkpoint."], intact
 
 
@@ -52,8 +52,8 @@ def inspect(path: str) -> Iterator[str]:
     folder = checkpoint_folder(path, "CHECKPOINT")
     manifest, _ = open_checkpoint(folder)
     metadata = manifest.metadata
-    yield (f"{folder}: step {manifest.step}, phase {metadata.get('phase', '-')}, "
-           f"{metadata.get('tokens_seen', 0):,} tokens")  # fmt: skip
+    phase, tokens = metadata.get("phase", "-"), metadata.get("tokens_seen", 0)
+    yield f"{folder}: step {manifest.step}, phase {phase}, {tokens:,} tokens"
     for key in ("environment", "versions"):
         yield f"{key}: {', '.join(f'{name} {value}' for name, value in metadata.get(key, {}).items())}"
     width = 2 + max(map(len, manifest.leaves), default=0)
@@ -69,26 +69,15 @@ def diff(first: str, second: str) -> Iterator[str]:
     folders = [checkpoint_folder(path, "CHECKPOINT") for path in (first, second)]
     for key, first_value, second_value in configurations(*(open_checkpoint(folder)[0] for folder in folders)):
         yield f"{key}: {shown(first_value)} vs {shown(second_value)}"
-    for distance in compare_checkpoints(*folders):
-        yield f"{distance.name}: " + (
-            distance.note or f"max abs diff {distance.largest:.6g}, relative norm {distance.relative:.3g}"
-        )
+    for name, largest, relative, note in compare_checkpoints(*folders):
+        yield f"{name}: " + (note or f"max abs diff {largest:.6g}, relative norm {relative:.3g}")
 
 
 def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
-    """Remove all checkpoints of a run except those to keep.
+    """Remove all checkpoints of a run, and perhaps those `quarantined`, except those to keep; say what was removed.
 
     The last checkpoint of each phase is always kept. Checkpoints are verified from the newest down until one is intact,
     which is never removed. Damaged checkpoints newer than it stay and do not count towards `config.keep`.
-
-    Args:
-      path: folder of the run; no process may be training it.
-      config: the retention policy.
-      quarantined: also remove quarantined checkpoints.
-      dry_run: only report what would be removed.
-
-    Returns:
-      A sentence that says what was removed.
 
     Raises:
       InputError: a number is out of range, the run is being trained, or no checkpoint is intact.
@@ -122,12 +111,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
 
 
 def rollback(path: Path, step: int) -> str:
-    """Quarantine the checkpoints after `step`, so that the run resumes from that step; nothing is removed.
-
-    No process may be training it. The checkpoint of `step` is read and verified first.
-
-    Returns:
-      A sentence that says what was quarantined.
+    """Quarantine the checkpoints after `step`, so that the run resumes from that step; say which.
 
     Raises:
       InputError: the run is being trained, or has no intact checkpoint of that step.
@@ -136,8 +120,8 @@ def rollback(path: Path, step: int) -> str:
     with lock_folder(folder.parent):
         usable = [checkpoint.step for checkpoint in checkpoints.usable_checkpoints(folder)]
         if step not in usable:
-            raise InputError(f"STEP is {step}, but must be one of the checkpoints of {path}: "
-                             f"{', '.join(map(str, usable)) or 'there is none'}.")  # fmt: skip
+            allowed = ", ".join(map(str, usable)) or "there is none"
+            raise InputError(f"STEP is {step}, but must be one of the checkpoints of {path}: {allowed}.")
         if damage := verify_checkpoint(folder / str(step)):
             raise InputError(f"{damage[0]} Choose another checkpoint; nothing was changed.")
         # From the newest down: if this is interrupted, the run resumes from the newest one left.
@@ -147,25 +131,22 @@ def rollback(path: Path, step: int) -> str:
 
 
 class Leaf(NamedTuple):
-    """Statistics of a saved array: `norm` is Euclidean, `largest` the maximum absolute value."""
+    """Statistics of a saved array."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    norm: float
-    largest: float
+    norm: float  # Euclidean
+    largest: float  # absolute value
     finite: bool
 
 
 class Distance(NamedTuple):
-    """Difference of an array between two checkpoints.
-
-    `largest` is the maximum absolute difference, `relative` the norm of the difference over the norm of the first.
-    """
+    """Difference of an array between two checkpoints."""
 
     name: str
-    largest: float
-    relative: float
+    largest: float  # absolute difference
+    relative: float  # norm of the difference over the norm of the first
     note: str = ""
 
 
@@ -193,12 +174,11 @@ def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Dis
         if left is None or right is None:
             yield Distance(name, math.nan, math.nan, f"only in the {'second' if left is None else 'first'}")
         elif (left["dtype"], left["shape"]) != (right["dtype"], right["shape"]):
-            yield Distance(name, math.nan, math.nan,
-                           f"{left['dtype']} {left['shape']} and {right['dtype']} {right['shape']}")  # fmt: skip
+            kinds = f"{left['dtype']} {left['shape']} and {right['dtype']} {right['shape']}"
+            yield Distance(name, math.nan, math.nan, kinds)
         elif left.get("digest") is None or left.get("digest") != right.get("digest"):
             distance = _distance(name, first_reader, second_reader, slices[name])
-            if distance is not None:
-                yield distance
+            yield from () if distance is None else (distance,)
 
 
 def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any, Any]]:

@@ -70,13 +70,9 @@ class Saving:
 
 
 def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
-    """Start writing arrays into the folder `work` in the background; the arrays can be donated at once.
+    """Start writing arrays into the new folder `work` in the background; the arrays can be donated at once.
 
-    Orbax's logging is silenced until the save ends, because its errors are raised here.
-
-    Args:
-      work: a new folder.
-      arrays: by name; process 0 writes numpy arrays.
+    Process 0 writes numpy arrays. Orbax's logging is silenced until the save ends, because its errors are raised here.
 
     Returns:
       A function that waits until this process's arrays are durable, and raises any error of writing them.

@@ -73,8 +73,8 @@ class CheckpointReader:
         # tensorstore says so of checksums and lengths that differ. Its errors are plain `ValueError`s.
         if type(error) is not ValueError or re.search(r"DATA_LOSS|Error decoding", str(error)):
             return True
-        return any(not path.is_file() or path.stat().st_size != size
-                   for path, size in ((self.folder / name, size) for name, size in self._files.items()))  # fmt: skip
+        sizes = ((self.folder / name, size) for name, size in self._files.items())
+        return any(not path.is_file() or path.stat().st_size != size for path, size in sizes)
 
     def _array(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
         if name not in self._open:

@@ -36,12 +36,9 @@ class Restored(NamedTuple):
 def restore_newest(
     store: CheckpointStore, prepare: Callable[[Manifest], Any], say: Callable[[str], object]
 ) -> Restored | None:
-    """Restore the newest intact checkpoint of a run; quarantine and report damaged ones.
+    """Restore the newest intact checkpoint of a run; quarantine damaged ones, and `say` so.
 
-    Args:
-      store: checkpoints of the run.
-      prepare: returns the abstract state with its shardings for a manifest; can raise `InputError`.
-      say: prints one sentence per quarantined checkpoint.
+    `prepare` returns the abstract state with its shardings for a manifest; it can raise `InputError`.
 
     Returns:
       The restored state; None if no checkpoint was ever finished.
@@ -60,21 +57,17 @@ def restore_newest(
             if is_primary():
                 say(f"{error} It was quarantined as {quarantined}. Trying the next older checkpoint.")
     if quarantined or broadcast(names.has_checkpoint(folder)):
-        raise RunStopped(f"Every checkpoint in {folder} is damaged. They are kept there; start again in another "
-                         "run_dir.", Reason.NO_CHECKPOINT)  # fmt: skip
+        advice = "They are kept there; start again in another run_dir."
+        raise RunStopped(f"Every checkpoint in {folder} is damaged. {advice}", Reason.NO_CHECKPOINT)
     return None
 
 
 def read_checkpoint(
     folder: Path, prepare: Callable[[Manifest], Any], *, part: bool = False, manifest: Manifest | None = None
 ) -> Restored:
-    """Restore one checkpoint of any run, without changing that run.
+    """Restore the checkpoint in `folder` of any run, without changing that run; see `restore_newest`.
 
-    Args:
-      folder: of the checkpoint.
-      prepare: returns the abstract state with its shardings for a manifest; can raise `InputError`.
-      part: whether the state may omit arrays of the checkpoint.
-      manifest: of the checkpoint, if it was read before.
+    With `part`, the state may omit arrays. `manifest` is that of the checkpoint, if it was read before.
 
     Raises:
       InputError: the checkpoint is damaged, cannot be read, or does not match the state.
@@ -90,8 +83,8 @@ def _quarantine(folder: Path, step: int) -> str:
     try:
         return names.quarantine(folder, step, "corrupt").name if is_primary() else ""
     except OSError as error:
-        raise InputError(f"{folder / str(step)} is damaged, but cannot be quarantined (renamed): "
-                         f"{error.strerror}.") from error  # fmt: skip
+        problem = f"cannot be quarantined (renamed): {error.strerror}"
+        raise InputError(f"{folder / str(step)} is damaged, but {problem}.") from error
 
 
 def _manifest(folder: Path, step: int, known: Manifest | None = None) -> Manifest:
@@ -164,8 +157,8 @@ def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any],
         if saved is None:
             raise mismatch(f"it has no array {name}.")
         if tuple(saved["shape"]) != leaf.shape or saved["dtype"] != str(leaf.dtype):
-            raise mismatch(f"its {name} is {saved['dtype']} {saved['shape']}, but must be {leaf.dtype} "
-                           f"{list(leaf.shape)}.")  # fmt: skip
+            ours = f"{leaf.dtype} {list(leaf.shape)}"
+            raise mismatch(f"its {name} is {saved['dtype']} {saved['shape']}, but must be {ours}.")
     if more := [name for name in manifest.leaves if name not in expected and not part]:
         raise mismatch(f"it has extra arrays: {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
 
@@ -177,8 +170,8 @@ def _load(reader: CheckpointReader, expected: Mapping[str, Any]) -> dict[str, ja
         leaf = expected[name]
         array = assemble(leaf, lambda where: reader.read(name, read_slice(where)))
         if array.dtype != leaf.dtype:  # 64 bits without JAX_ENABLE_X64
-            raise InputError(f"The array {name} in {reader.folder} is {leaf.dtype}, but jax would truncate it to "
-                             f"{array.dtype}; set JAX_ENABLE_X64=1.")  # fmt: skip
+            problem = f"is {leaf.dtype}, but jax would truncate it to {array.dtype}; set JAX_ENABLE_X64=1."
+            raise InputError(f"The array {name} in {reader.folder} {problem}")
         progress.add(sizes[name])
         return array
 
@@ -201,7 +194,8 @@ def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], 
     if wrong:
         raise Damaged(f"The array {wrong[0]} in {folder} does not match its checksum.")
     assigned = read_digests(folder, manifest, jax.process_index(), jax.process_count())
-    unread = {name: {where: text for where, text in parts.items() if where in not_held.get(name, ())}
-            for name, parts in assigned.items() if name in arrays}  # fmt: skip
+    unread: Digests = {}
+    for name, places in not_held.items():
+        unread[name] = {where: text for where, text in assigned.get(name, {}).items() if where in places}
     for sentence in wrong_parts(CheckpointReader(folder, manifest.leaves, manifest.files), unread):
         raise Damaged(sentence)

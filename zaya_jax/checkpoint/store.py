@@ -50,12 +50,8 @@ class CheckpointStore:
     ) -> None:
         """Open the folder, which need not exist and which all processes share; nothing is written yet.
 
-        Args:
-          folder: of the checkpoints.
-          config: when and what to save and keep.
-          pinned: steps whose checkpoints are never removed.
-          say: prints one sentence about a problem.
-          leave: ends this process if other processes resume the run, see `Fence`.
+        Checkpoints of `pinned` steps are never removed. `say` prints one sentence about a problem. `leave` ends this
+        process if other processes resume the run, see `Fence`.
         """
         self.folder, self.say = resolved(folder), say
         self.fence = Fence(self.folder, leave)
@@ -120,16 +116,12 @@ class CheckpointStore:
         return problem
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], ready: Callable[[], str] = str) -> None:
-        """Start saving; the arrays can be donated to the next step at once.
+        """Start saving a pytree of arrays; they can be donated to the next step at once. See `Manifest.metadata`.
 
         Waits for the previous save first. A failed save is reported; retry it when `due` returns true, except at the
-        end of a phase or of the process, which do not wait for the back-off (`backing_off`).
-
-        Args:
-          step: of the run; an existing checkpoint of this step is kept.
-          state: a pytree of arrays.
-          metadata: of the checkpoint, see `Manifest.metadata`; JSON.
-          ready: syncs files that must not be older than the checkpoint, in process 0; returns why that failed.
+        end of a phase or of the process, which do not wait for the back-off (`backing_off`). An existing checkpoint of
+        `step` is kept. In process 0, `ready` syncs files that must not be older than the checkpoint, and returns why
+        that failed.
 
         Raises:
           RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
@@ -245,10 +237,10 @@ class CheckpointStore:
         need = round(size * _SPARE)
         try:
             make_folder(self.folder)
-            if shutil.disk_usage(self.folder).free < need:
+            if (free := shutil.disk_usage(self.folder).free) < need:
                 names.clean(self.folder)
                 self._retain()
-            free = shutil.disk_usage(self.folder).free
+                free = shutil.disk_usage(self.folder).free
         except OSError as error:
             return f"{self.folder} cannot be used: {error.strerror}."
         return "" if free >= need else f"{self.folder} has {free:,} bytes free, but {need:,} are needed."

@@ -176,11 +176,12 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def header(config: ModelConfig, dtype: str, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Return the keys that start every `config.json`; `InputError` for ablations that the layouts cannot represent."""
     if unknown := set(config.layer_pattern).difference(_KINDS.values()):
-        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but only models whose layers are "
-                         f"{' and '.join(_KINDS.values())} can be exported to transformers.")  # fmt: skip
+        kinds = " and ".join(_KINDS.values())
+        only = f"only models whose layers are {kinds} can be exported to transformers"
+        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but {only}.")
     for key, value in _ONLY.items():
         if getattr(config, key) != value:
-            raise InputError(f"model.{key} is {shown(getattr(config, key))}, but must be {shown(value)} to export to "
-                             "transformers.")  # fmt: skip
-    return {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype,
-            **{key: values[0] for key, values in fixed.items()}}  # fmt: skip
+            values = f"{shown(getattr(config, key))}, but must be {shown(value)}"
+            raise InputError(f"model.{key} is {values} to export to transformers.")
+    own = {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype}
+    return own | {key: values[0] for key, values in fixed.items()}

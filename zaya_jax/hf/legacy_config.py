@@ -35,10 +35,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {  # supported values; the first is written
     "tie_word_embeddings": (True,),
     "rope_scaling": (False, None),
 }
-_READ = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_query_groups", "num_experts",
-         "num_query_groups_list", "ffn_hidden_size", "ffn_hidden_size_list", "zaya_layers", "zaya_mlp_expansion",
-         "cca_num_q_heads", "cca_time0", "cca_time1", "swa_layers", "swa_rotary_base", "rope_theta", "rotary_base",
-         "rope_pct"}  # fmt: skip
 # Keys without effect on the architecture.
 _OBSOLETE = {"zaya_high_prec", "num_experts_per_tok", "num_attention_heads_list", "rope_type"}
 _OWN = ("zaya_", "cca_", "moe_", "swa_", "rope_", "rotary_", "num_", "ffn_", "router_", "smoe_")
@@ -64,6 +60,19 @@ _WRITTEN = {  # theirs: ours
     "lm_head_bias": "head_bias",
     "norm_epsilon": "norm_eps",
     "initializer_range": "init_std",
+}
+
+_READ = {
+    *_WRITTEN,
+    "num_hidden_layers",
+    "num_query_groups_list",
+    "ffn_hidden_size",
+    "ffn_hidden_size_list",
+    "zaya_layers",
+    "cca_num_q_heads",
+    "swa_layers",
+    "rotary_base",
+    "rope_pct",
 }
 
 

@@ -88,11 +88,9 @@ def legacy_tensors(config: ModelConfig) -> Iterator[Tensor]:
         elif rest in HF_EXPERTS:
             layer = f"model.layers.{2 * int(head) + 1}.zaya_block.experts.local_experts"
             for expert in range(config.num_experts):
-                yield tensor._replace(
-                    name=f"{layer}.{expert}.{_EXPERT[rest]}.weight", shape=tensor.shape[1:],
-                    to_ours=lambda x: transposed(x)[None], to_theirs=lambda x: transposed(x[0]),
-                    part=slice(expert, expert + 1),
-                )  # fmt: skip
+                name, part = f"{layer}.{expert}.{_EXPERT[rest]}.weight", slice(expert, expert + 1)
+                changes = {"to_ours": lambda x: transposed(x)[None], "to_theirs": lambda x: transposed(x[0])}
+                yield tensor._replace(name=name, shape=tensor.shape[1:], part=part, **changes)
         else:
             yield tensor._replace(name=_name(int(head), rest, config.num_layers))
 

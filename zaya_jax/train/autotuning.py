@@ -34,8 +34,9 @@ class Autotuning:
         self._origin = f"# jaxlib {jaxlib.version.__version__}, {jax.devices()[0].device_kind}\n"
         self._kept = _read(self._path) if is_kept else ""
         if self._kept and not self._kept.startswith(self._origin):
-            self._say(f"The algorithms in {self._path} were chosen with {self._kept.split(chr(10), 1)[0][2:]}: results "
-                      "may differ in their last bits.")  # fmt: skip
+            origin = self._kept.split("\n", 1)[0].removeprefix("# ")
+            chosen = f"The algorithms in {self._path} were chosen with {origin}"
+            self._say(f"{chosen}: results may differ in their last bits.")
             self._kept = ""
         if self._kept:
             with tempfile.TemporaryDirectory() as private:

@@ -79,9 +79,9 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
 
 
 def _heldout(loss: HeldoutLoss, text: HeldoutText) -> dict[str, Any]:
-    return {"nats_per_token": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte(text.text_bytes),
-            "tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.use.used,
-            "all_bytes": text.all_bytes, "all_documents": text.use.documents}  # fmt: skip
+    losses = {"nats_per_token": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte(text.text_bytes)}
+    read = {"tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.use.used}
+    return {**losses, **read, "all_bytes": text.all_bytes, "all_documents": text.use.documents}
 
 
 @out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
@@ -91,11 +91,7 @@ def continuation(config: Config, result: TrainResult) -> str:
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     room = config.model.max_positions - len(prompt)
     # With the kernels that all processes agreed on, and so in the dtype in which they were validated.
-    model, placement, sampling = (
-        result.compute_model(),
-        result.program.placement.replicated,
-        Sampling(sample.temperature),
-    )
-    options = {"seeds": [config.seed], "stop_tokens": [tokenizer.eot], "placement": placement}
-    (row,) = generate_tokens(model, [prompt], min(sample.tokens, room), sampling, **options)
+    model, sampling = result.compute_model(), Sampling(sample.temperature)
+    options = {"stop_tokens": [tokenizer.eot], "placement": result.program.placement.replicated}
+    (row,) = generate_tokens(model, [prompt], min(sample.tokens, room), sampling, seeds=[config.seed], **options)
     return tokenizer.decode_after(prompt, row.tokens)

@@ -43,8 +43,8 @@ def open_init_from(config: Config) -> Weights | None:
     weights, name = open_weights(config.init_from, "init_from"), f"init_from={config.init_from}"
     check_architecture(weights.config, config.model, name, "Choose another one")
     if weights.holds_adapters:
-        raise InputError(f"{name} contains adapters. Merge them with export-hf, and set init_from to the exported "
-                         "folder.")  # fmt: skip
+        advice = "Merge them with export-hf, and set init_from to the exported folder."
+        raise InputError(f"{name} contains adapters. {advice}")
     return weights
 
 
@@ -67,18 +67,16 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
         state = jax.jit(lambda: init_state(program), out_shardings=placed, compiler_options=options)()
         return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
     if weights.optimizer_config is not None:
-        advice = "Set the same value, or export that run and set init_from to the exported folder"
-        name = f"init_from={config.init_from}"
-        check_values(
-            config, weights.optimizer_config, name, OPTIMIZER_KEYS, f"The optimizer state does not fit. {advice}"
-        )
+        name, advice = f"init_from={config.init_from}", "export that run and set init_from to the exported folder"
+        advice = f"The optimizer state does not fit. Set the same value, or {advice}"
+        check_values(config, weights.optimizer_config, name, OPTIMIZER_KEYS, advice)
     kinds = ("params", "balance", "opt_state", "balance_state")
     learned = weights.load_state({kind: getattr(abstract, kind) for kind in kinds})
     names = [field.name for field in dataclasses.fields(TrainState) if field.name not in learned]
 
     def rest(params: Arrays, balance: Arrays) -> dict[str, Any]:
-        fresh = {"opt_state": program.optimizer.init(params), "balance_state": program.balancer.init(balance),
-                 **init_counters(config)}  # fmt: skip
+        fresh = {"opt_state": program.optimizer.init(params), "balance_state": program.balancer.init(balance)}
+        fresh |= init_counters(config)
         return {name: fresh[name] for name in names}
 
     placed = {name: jax.tree.map(lambda x: x.sharding, getattr(abstract, name)) for name in names}
@@ -97,21 +95,18 @@ def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBa
     return FrozenBase(*({name: values[name] for name in kind} for kind in (program.abstract_base, balance)))
 
 
-def record_base(folder: Path, config: Config, base: FrozenBase) -> None:
-    """Record the fingerprint of the frozen model in the run folder, if there are adapters. All processes call it."""
+def check_base(folder: Path, config: Config, base: FrozenBase, *, is_new: bool) -> None:
+    """Raise `InputError` if `base` is not the frozen model under the adapters of the run in `folder`.
+
+    A new run records it. All processes call this.
+    """
     if config.lora is None:
         return
-    digest = fingerprint({**base.params, **base.balance})  # sums over all devices, so every process must take part
-    if is_primary():
-        write_base_note(folder, config.init_from, digest)
-
-
-def check_base(folder: Path, config: Config, base: FrozenBase) -> None:
-    """Raise `InputError` if `base` is not the frozen model that the run in `folder` started with."""
-    if config.lora is None:
-        return
-    before, now = read_base_fingerprint(folder), fingerprint({**base.params, **base.balance})
-    if before != now:
-        raise InputError(f"The parameters of init_from={config.init_from} are not the ones that the adapters in "
-                         f"{folder} were trained on (fingerprint {now}, not {before}). If that run has continued "
-                         "since, restore its earlier checkpoint; otherwise choose another run_dir.")  # fmt: skip
+    now = fingerprint({**base.params, **base.balance})  # sums over all devices, so every process must take part
+    if is_new:
+        if is_primary():
+            write_base_note(folder, config.init_from, now)
+    elif (before := read_base_fingerprint(folder)) != now:
+        what = f"the ones that the adapters in {folder} were trained on (fingerprint {now}, not {before})"
+        advice = "If that run has continued since, restore its earlier checkpoint; otherwise choose another run_dir."
+        raise InputError(f"The parameters of init_from={config.init_from} are not {what}. {advice}")

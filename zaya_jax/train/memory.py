@@ -42,8 +42,8 @@ def _check_phase(programs: Programs, phase: int, available: int) -> None:
 
     def check(needed: int, purpose: str, remedy: str) -> None:
         if needed > available:
-            raise InputError(f"{config.phase_key(phase)} needs at least {gigabytes(needed)} of memory per device for "
-                             f"{purpose}, but only {gigabytes(available)} is available. {remedy}.")  # fmt: skip
+            needs = f"{config.phase_key(phase)} needs at least {gigabytes(needed)} of memory per device for {purpose}"
+            raise InputError(f"{needs}, but only {gigabytes(available)} is available. {remedy}.")
 
     remedy = "Use more devices, which divide the state, or a smaller model"
     check(stored + master_weights * low // item, "parameters, gradients and optimizer state", remedy)
@@ -52,9 +52,8 @@ def _check_phase(programs: Programs, phase: int, available: int) -> None:
     rows = max(-(-sequences // batch_shards(mesh)) for _, sequences, _ in shapes)
     residual_stream = rows * context // spread * model.num_groups * model.hidden_size * item
     purpose = f"training state and the residual stream of {counted(rows, 'sequence')} of {context:,} tokens"
-    remedy = (
-        f"Lower {config.batch_key(phase_config)}.micro_batch, the number of sequences that a device processes at once"
-    )
+    key = f"{config.batch_key(phase_config)}.micro_batch"
+    remedy = f"Lower {key}, the number of sequences that a device processes at once"
     check(stored + residual_stream, purpose, remedy)
     rows = -(-config.evaluation.batch_size // batch_shards(mesh))
     evaluation_bytes = rows * context // spread * model.hidden_size * (item + low)
@@ -74,8 +73,9 @@ def check_compiled(compiled: Any, phase: str) -> None:
     if jax.devices()[0].platform != "cpu":
         new += needs.argument_size_in_bytes  # a GPU's limit is its total memory, not what is free
     if new > available:
-        raise RunStopped(f"A step of {phase} needs {gigabytes(new)} of memory per device, but only "
-                         f"{gigabytes(available)} is available. {TRAINING_REMEDY}.", Reason.DEVICE_MEMORY)  # fmt: skip
+        only = f"only {gigabytes(available)} is available. {TRAINING_REMEDY}."
+        why = f"A step of {phase} needs {gigabytes(new)} of memory per device, but {only}"
+        raise RunStopped(why, Reason.DEVICE_MEMORY)
 
 
 @contextlib.contextmanager

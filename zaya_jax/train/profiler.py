@@ -80,8 +80,9 @@ class StepProfiler:
         except (OSError, RuntimeError) as error:
             self._give_up(error)
         else:
-            self._say(f"Traced steps {before + 1} to {done} into {self._folder}. To see where their time goes: "
-                      + typed_name(f"python -m zaya_jax.machine step {self._folder.parent}"))  # fmt: skip
+            command = typed_name(f"python -m zaya_jax.machine step {self._folder.parent}")
+            traced = f"Traced steps {before + 1} to {done} into {self._folder}"
+            self._say(f"{traced}. To see where their time goes: {command}")
 
     def close(self) -> None:
         """Stop a trace whose window did not end."""

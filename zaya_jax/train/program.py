@@ -27,8 +27,7 @@ from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
-_TYPES = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
-          "loss_mask": np.bool_}  # fmt: skip
+_TYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"loss_mask": np.bool_}
 
 
 class PhaseProgram(PhaseSpec):
@@ -88,10 +87,8 @@ class PhaseProgram(PhaseSpec):
     def _options(self, *, fsdp: bool = False, one_micro_batch: bool = False) -> dict[str, bool | int | str] | None:
         """Return the compiler options of a step; CPUs need none to repeat results and to show instructions."""
         on_gpu = self.placement.kernels.target.platform in GPU_PLATFORMS
-        options = step_options(
-            fsdp=fsdp, one_micro_batch=one_micro_batch, deterministic=on_gpu and self.config.train.deterministic,
-            traced=on_gpu and self.config.profile is not None,
-        )  # fmt: skip
+        exact, traced = on_gpu and self.config.train.deterministic, on_gpu and self.config.profile is not None
+        options = step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, deterministic=exact, traced=traced)
         return known_options(options)
 
 
@@ -147,8 +144,8 @@ class Programs:
         for phase in config.phases:
             parallel, cpu = config.parallel_for(phase), self.kernels.target.platform == "cpu"
             if cpu and parallel.expert > 1 and parallel.expert_exchange == "ragged":
-                raise InputError(f"{config.parallel_key(phase)}.expert_exchange=ragged is not available on CPUs. Set "
-                                 "it to all_gather.")  # fmt: skip
+                key = f"{config.parallel_key(phase)}.expert_exchange"
+                raise InputError(f"{key}=ragged is not available on CPUs. Set it to all_gather.")
         for stage in stages(config):
             self[stage.phase].batch_shape(stage)
 

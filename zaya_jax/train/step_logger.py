@@ -60,8 +60,8 @@ class StepLogger:
             return
         (step, metrics, seconds, data_wait), self._done = self._done, None
         config = self._config
-        row = {"step": step, "phase": config.phases[stage_at(config, step - 1).phase].name,
-               "tokens_seen": tokens_before(config, step), **self._by_source(metrics)}  # fmt: skip
+        phase, tokens_seen = config.phases[stage_at(config, step - 1).phase].name, tokens_before(config, step)
+        row = {"step": step, "phase": phase, "tokens_seen": tokens_seen, **self._by_source(metrics)}
         if step % config.train.log_every:
             row = {name: value for name, value in row.items() if name not in _DETAILS}
         if reason := REASONS[row.pop("skip")]:
@@ -98,7 +98,7 @@ class StepLogger:
 def throughput(
     config: Config, step: int, tokens: float, seconds: float, device_kind: str, devices: int
 ) -> dict[str, Any]:
-    """Compute the speed of a step that took `seconds`, counted from 1, with a number of `tokens` in the loss.
+    """Compute the speed of `step`, counted from 1, which took `seconds`, with `tokens` in the loss.
 
     Returns:
       `tokens_per_second`; `flops_per_second`, with head and attention, without recomputation; and `mfu`, None if the
@@ -111,8 +111,8 @@ def throughput(
 
 
 def _advice(config: Config, reason: str) -> str:
-    new_run = (f"resume in a new run_dir with resume_from={config.run_dir}, and lower the learning rates or "
-                 "set train.compute_dtype=float32.")  # fmt: skip
+    lower = "lower the learning rates or set train.compute_dtype=float32"
+    new_run = f"resume in a new run_dir with resume_from={config.run_dir}, and {lower}."
     if reason == REASONS[1]:
         return f"To continue, {new_run}"
     window = config.train.spike.window

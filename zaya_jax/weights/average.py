@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,8 +50,8 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     opened.sort(key=lambda weights: weights.manifest.step)
     full = [weights for weights in opened if not weights.holds_adapters]
     if 0 < len(full) < len(opened):
-        raise InputError(f"{full[0].folder} contains all parameters, but other checkpoints contain adapters. Merge "
-                         "those with export-hf and import-hf first, then average the imported ones.")  # fmt: skip
+        advice = "Merge those with export-hf and import-hf first, then average the imported ones."
+        raise InputError(f"{full[0].folder} contains all parameters, but other checkpoints contain adapters. {advice}")
     newest, averaged = opened[-1], [weights.manifest.step for weights in opened]
     target = output / CHECKPOINTS / str(newest.manifest.step)
     if full:
@@ -63,11 +64,13 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
 
 
 def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list[int], target: Path) -> None:
-    arrays = [{name: (leaf["dtype"], leaf["shape"]) for name, leaf in checkpoint.manifest.leaves.items()}
-              for checkpoint in checkpoints]  # fmt: skip
+    def arrays(checkpoint: CheckpointWeights) -> dict[str, Any]:
+        leaves = checkpoint.manifest.leaves
+        return {name: {"dtype": leaf["dtype"], "shape": leaf["shape"]} for name, leaf in leaves.items()}
+
     newest = checkpoints[-1]
-    for checkpoint, others in zip(checkpoints, arrays, strict=True):
-        if others != arrays[-1]:
+    for checkpoint in checkpoints:
+        if arrays(checkpoint) != arrays(newest):
             raise InputError(f"{checkpoint.folder} and {newest.folder} cannot be averaged: their arrays differ.")
     slices = saved_slices(newest.folder, newest.manifest)
 
@@ -77,8 +80,7 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
                 yield ArrayPart(name, where, _mean(checkpoints if name.startswith(WEIGHTS) else [newest], name, where))
 
     metadata = {**newest.manifest.metadata, "averaged": averaged, "heldout_loss": None}
-    leaves = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in arrays[-1].items()}
-    write_checkpoint(target, newest.manifest.step, metadata, leaves, parts())
+    write_checkpoint(target, newest.manifest.step, metadata, arrays(newest), parts())
 
 
 def _mean(checkpoints: Sequence[CheckpointWeights], name: str, where: str) -> np.ndarray:

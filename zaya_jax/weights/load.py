@@ -54,14 +54,9 @@ def is_transformers(source: str | Path) -> bool:
 
 
 def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.float32) -> tuple[Zaya, Tokenizer | None]:
-    """Load a model onto this process's first device; adapters are merged into their base model.
+    """Load a model onto this process's first device, and its tokenizer or None if there is no `tokenizer.json`.
 
-    Args:
-      source: see `open_weights`.
-      dtype: see `Weights.load_model`.
-
-    Returns:
-      The model, and its tokenizer or None if there is no `tokenizer.json`.
+    Adapters are merged into their base model. See `open_weights` for `source`, `Weights.load_model` for `dtype`.
 
     Raises:
       InputError: the model is missing or damaged, or its tokenizer cannot be used.
@@ -121,8 +116,8 @@ class AdaptedWeights(Weights):
             sums[name] = part_sums((group or 0, read(name, group) if group is None else read(name, group)[None])
                                    for group in stack_groups(name, x.shape))  # fmt: skip
         if trained_on != (actual := combine_sums(sums)):
-            raise InputError(f"{base.source} is not the base model of the adapters in {self.folder}: its fingerprint "
-                             f"is {actual}, not {trained_on}. Pass the right model with --base.")  # fmt: skip
+            why = f"its fingerprint is {actual}, not {trained_on}. Pass the right model with --base."
+            raise InputError(f"{base.source} is not the base model of the adapters in {self.folder}: {why}")
         return read
 
     def read(self, name: str, group: int | None) -> np.ndarray:
@@ -162,5 +157,5 @@ def read_base_fingerprint(run: Path) -> str:
     try:
         return read_json(run / BASE)["fingerprint"]
     except (InputError, KeyError, TypeError) as error:
-        raise InputError(f"{run / BASE} cannot be read, so the base model of the adapters in {run} is unknown."
-                         ) from error  # fmt: skip
+        what = f"the base model of the adapters in {run} is unknown"
+        raise InputError(f"{run / BASE} cannot be read, so {what}.") from error

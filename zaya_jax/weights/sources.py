@@ -16,7 +16,7 @@ from zaya_jax.config.weight_source import parse_source
 from zaya_jax.data.special_tokens import find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.hf.finite import is_finite, not_finite
+from zaya_jax.hf.finite import require_finite
 from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
 from zaya_jax.hf.tensors import Tensor
@@ -129,8 +129,8 @@ class CheckpointWeights(Weights):
         values, finite = jax.jit(cast, out_shardings=(placed, None))(arrays)
         for name, good in jax.device_get(finite).items():
             if not good:
-                raise InputError(f"The parameter {name} in {self.folder} has NaN or infinite values; use an earlier "
-                                 "checkpoint.")  # fmt: skip
+                where = f"The parameter {name} in {self.folder}"
+                raise InputError(f"{where} has NaN or infinite values; use an earlier checkpoint.")
         return values
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,13 +172,9 @@ class FolderWeights(Weights):
         return values[0] if tensors[0].part is None else np.concatenate(values)  # one tensor per expert, in order
 
     def check_finite(self, name: str, group: int | None, dtype: np.dtype, remedy: str) -> None:
-        """Raise `InputError` if a tensor that `read` returns is not finite in `dtype`; see `not_finite`."""
-        for tensor in self._tensors.get((name, group), ()):
-            stored = self._opened.stored[tensor.name].open()
-            with np.errstate(over="ignore"):
-                finite = is_finite(stored.astype(dtype, copy=False))
-            if not finite:
-                raise not_finite(f"The tensor {tensor.name} in {self.folder}", stored, dtype, remedy)
+        """Raise `InputError` if a tensor that `read` returns is not finite in `dtype`; see `require_finite`."""
+        names = (tensor.name for tensor in self._tensors.get((name, group), ()))
+        require_finite(self.folder, ((each, self._opened.stored[each].open()) for each in names), dtype, remedy)
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """See `Weights.load`."""
