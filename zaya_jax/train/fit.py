@@ -213,8 +213,8 @@ def _checked_programs(config: Config) -> Programs:
     """Make the programs of all phases; raise `InputError` if these devices cannot train the configuration."""
     config.check()
     if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
-        advice = "Set JAX_ENABLE_X64=1, or call jax.config.update('jax_enable_x64', True) before anything else."
-        raise InputError(f"train.compute_dtype=float64 requires 64-bit jax. {advice}")
+        or_call = "or call jax.config.update('jax_enable_x64', True) before anything else"
+        raise InputError(f"train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, {or_call}.")
     check_alike(f"{to_yaml(config)}\n{combine_thresholds()}")  # otherwise collectives would wait for each other
     primary_first(lambda: require_sinks(config))
     programs = make_programs(config)

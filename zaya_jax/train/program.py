@@ -144,8 +144,8 @@ class Programs:
         for phase in config.phases:
             parallel, cpu = config.parallel_for(phase), self.kernels.target.platform == "cpu"
             if cpu and parallel.expert > 1 and parallel.expert_exchange == "ragged":
-                key = f"{config.parallel_key(phase)}.expert_exchange"
-                raise InputError(f"{key}=ragged is not available on CPUs. Set it to all_gather.")
+                key = config.parallel_key(phase)
+                raise InputError(f"{key}.expert_exchange=ragged is not available on CPUs. Set it to all_gather.")
         for stage in stages(config):
             self[stage.phase].batch_shape(stage)
 

@@ -110,9 +110,10 @@ def _check_skipped_rows(old: Config, new: Config, step: int) -> None:
     change = "has the new range" if (first, end) in new_past else "no longer has the range"
     ways = "in this run_dir with python -m zaya_jax.checkpoint rollback RUN_DIR STEP, in a new one with resume_from="
     earlier = f"go back to a checkpoint of step {newest} or earlier: {ways}RUN_DIR/checkpoints/STEP."
-    past_start = f"the checkpoint at step {step} is past its start: the first unread row is {unread}"
+    past_start = f"is past its start: the first unread row is {unread}"
     advice = f"Restore the old value, or {earlier if newest else 'start a new run_dir.'}"
-    raise InputError(f"data.skip_rows {change} [{first}, {end}], but {past_start}. {advice}")
+    change = f"{change} [{first}, {end}]"
+    raise InputError(f"data.skip_rows {change}, but the checkpoint at step {step} {past_start}. {advice}")
 
 
 def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> None:
