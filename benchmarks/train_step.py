@@ -37,7 +37,7 @@ from zaya_jax.lab.result import rounded
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.run.folder import PROFILE
-from zaya_jax.train.memory_errors import available_memory, gigabytes
+from zaya_jax.train.memory import available_memory, gigabytes
 from zaya_jax.train.program import Programs
 
 Layout = Literal["data", "fsdp"]

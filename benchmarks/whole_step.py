@@ -31,7 +31,7 @@ from zaya_jax.lab.timing import timed
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.parallel.kernels import validated_kernels
-from zaya_jax.train.memory_errors import available_memory, gigabytes
+from zaya_jax.train.memory import available_memory, gigabytes
 from zaya_jax.train.program import Programs
 
 SHARED = (8, 1024)  # devices that would share the optimizer's work

@@ -18,7 +18,7 @@ from zaya_jax.main import main
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import claim_run, lock_folder, lock_run
 from zaya_jax.run.status import read_status, track_status
-from zaya_jax.train import loop
+from zaya_jax.train import fit
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, s
     def stop(*_):
         raise error
 
-    monkeypatch.setattr(loop, "run_training", stop)
+    monkeypatch.setattr(fit, "run_training", stop)
     assert main(["--config", str(write_run(tmp_path))]) == status
     assert capsys.readouterr().err == said
 
@@ -166,7 +166,7 @@ def test_an_exit_at_once_is_in_the_status_of_the_run(tmp_path, monkeypatch):
 
 
 def test_a_defect_is_not_taken_for_bad_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "run_training", lambda *_: 1 / 0)
+    monkeypatch.setattr(fit, "run_training", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["--config", str(write_run(tmp_path))])
 

@@ -27,7 +27,7 @@ from zaya_jax.report.__main__ import _parser as report_parser
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
 from zaya_jax.run.folder import CONFIG, METRICS, STATUS, TIMINGS
 from zaya_jax.run.tokenizer import TOKENIZER_FOLDER
-from zaya_jax.train.loop import TrainResult
+from zaya_jax.train.fit import TrainResult
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

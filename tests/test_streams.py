@@ -17,7 +17,7 @@ from zaya_jax.completion import _parser
 from zaya_jax.errors import ExitCode
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 UNREAD = Streams(stdout="gone", encoding="ascii")
 CLOSED = Streams("closed", "whole", "closed", "latin-1")

@@ -17,7 +17,7 @@ from tests.devices_helpers import ROOT
 from tests.streams_helpers import Call, run, run_forked
 from tests.train_helpers import compute_little, small_run
 from zaya_jax.errors import visible
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 PLANTED = "\x1b]0;title\x07\x1b[2J\x1b[31m\r\n\x9b1m\u202e\u2066\u2028\x7f[red]<b>"
 STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")

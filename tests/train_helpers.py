@@ -39,9 +39,9 @@ from zaya_jax.config import (
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.run.checkpoints import CHECKPOINTS
-from zaya_jax.train import compiled, initialization, loop, resumption
+from zaya_jax.train import compiled, initialization, resumption, trainer
 from zaya_jax.train import program as program_module
-from zaya_jax.train.loop import TrainResult, run_training
+from zaya_jax.train.fit import TrainResult, run_training
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.state import TrainState, init_counters, init_state
 from zaya_jax.train.step import Batch
@@ -232,7 +232,7 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PhaseProgram, "evaluation_step", property(lambda program: _evaluation_step(_shared(program))))
     monkeypatch.setattr(PhaseProgram, "abstract_state", property(lambda program: _abstract_state(_shared(program))))
     monkeypatch.setattr(initialization, "init_state", lambda program: start(program.config))
-    monkeypatch.setattr(loop, "plot_run", _plot_run)
+    monkeypatch.setattr(trainer, "plot_run", _plot_run)
     for function in (resumption.to_yaml, resumption.versions):  # slow, and asked for at each checkpoint
         monkeypatch.setattr(resumption, function.__name__, functools.cache(function))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tests.train_helpers import small_run, trained
 from zaya_jax.checkpoint.__main__ import main as checkpoint
 from zaya_jax.train.final_report import report
-from zaya_jax.train.loop import TrainResult
+from zaya_jax.train.fit import TrainResult
 
 
 class TrainedRun(NamedTuple):

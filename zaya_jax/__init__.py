@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from zaya_jax.model.zaya import Zaya as Zaya
     from zaya_jax.model.zaya import logits as logits
     from zaya_jax.optim.muon import muon as muon
-    from zaya_jax.train.loop import TrainResult as TrainResult
-    from zaya_jax.train.loop import run_training as run_training
+    from zaya_jax.train.fit import TrainResult as TrainResult
+    from zaya_jax.train.fit import run_training as run_training
     from zaya_jax.weights.load import load_model as load_model
 
 _NAMES = {
@@ -42,7 +42,7 @@ _NAMES = {
     "model.redundancy": "expert_redundancy",
     "model.zaya": "ModelOutput Zaya logits",
     "optim.muon": "muon",
-    "train.loop": "TrainResult run_training",
+    "train.fit": "TrainResult run_training",
     "weights.load": "load_model",
 }
 _HOMES = {name: f"zaya_jax.{module}" for module, names in _NAMES.items() for name in names.split()}

@@ -53,7 +53,7 @@ def _train(config: Config, options: argparse.Namespace, process: TrainingProcess
     preset = prepare_jax(config)
     from zaya_jax.job.multihost import is_primary, join
     from zaya_jax.train.final_report import report
-    from zaya_jax.train.loop import run_training
+    from zaya_jax.train.fit import run_training
 
     progress, member = process.progress, (options.coordinator, options.processes, options.process)
     progress.enter(Phase.JOIN)

@@ -44,7 +44,7 @@ from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.files import read_json
 from zaya_jax.run.host_memory import free_memory
-from zaya_jax.train.memory_errors import available_memory, gigabytes
+from zaya_jax.train.memory import available_memory, gigabytes
 
 METHODS = ("verified", "Orbax", "Orbax, asynchronous", "gather and pickle")  # of `saving.make_methods`
 _TITLES = {"verified": "zaya_jax", "gather and pickle": "gather"}

@@ -11,7 +11,7 @@ import zaya_jax
 
 ROOT = Path(__file__).parent.parent.parent
 # Modules that import an optional library when they are imported.
-_OPTIONAL = {"zaya_jax.evaluate.lm_eval_model", "zaya_jax.train.tensorboard_sink", "zaya_jax.train.wandb_sink"}
+_OPTIONAL = {"zaya_jax.evaluate.lm_eval_model", "zaya_jax.train.sinks.tensorboard", "zaya_jax.train.sinks.wandb"}
 _ITEM = re.compile(r" *- ")
 # Code in backticks, or a character that reStructuredText would interpret.
 _MARKUP = re.compile(r"(`+)(.+?)\1|[*|\\]|(?<=\w)_(?!\w)", re.DOTALL)

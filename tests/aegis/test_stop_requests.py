@@ -14,7 +14,7 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.main import main
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, Phase, ProgressRecord, read_progress
-from zaya_jax.train import initialization, loop
+from zaya_jax.train import initialization, trainer
 
 TARGETS = ("sigterm", "term-supervisor", "term-group", "term-twice")
 PHASES = ("open", "restore", "compile", "data", "device_wait", "evaluate", "save")
@@ -49,7 +49,7 @@ def test_the_trainer_saves_once_it_gets_a_signal_twice(tmp_path, monkeypatch, ca
 
     compile_once(monkeypatch)
     monkeypatch.setattr(initialization, "init_state", empty_state)
-    monkeypatch.setattr(loop, "plot_run", lambda *_, **__: None)
+    monkeypatch.setattr(trainer, "plot_run", lambda *_, **__: None)
     monkeypatch.setattr(ProgressRecord, "enter", interrupted)
     os.truncate(record := os.memfd_create(NAME), SIZE)
     monkeypatch.setenv(VARIABLE, f"/proc/{os.getpid()}/fd/{record}")

@@ -81,7 +81,7 @@ def test_texts_are_scored_alike_in_a_run_and_in_its_export(run, tmp_path, capsys
 
 def test_training_and_text_need_no_lm_eval():
     code = (
-        "import sys; sys.modules['lm_eval'] = None; import zaya_jax.train.loop, zaya_jax.evaluate.evaluate_command; "
+        "import sys; sys.modules['lm_eval'] = None; import zaya_jax.train.fit, zaya_jax.evaluate.evaluate_command; "
         "print('datasets' in sys.modules, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)

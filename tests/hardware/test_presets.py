@@ -208,7 +208,7 @@ from zaya_jax.job.jax_setup import prepare_jax
 
 prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=mi355x"]))
 sys.modules["jax"].jit(lambda x: x + 1)(1)
-from zaya_jax.train.console import ConsoleReport
+from zaya_jax.train.sinks.console import ConsoleReport
 
 ConsoleReport(load_config({str(ROOT / "configs" / "tiny.yaml")!r}), None, "gfx950").start()
 prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=h100"]))  # too late, and so left
@@ -229,7 +229,7 @@ assert os.environ["ZAYA_PRESET"] == "mi355x"
 
 
 def test_a_program_of_ones_own_is_told_that_there_is_none(capsys, monkeypatch):
-    from zaya_jax.train.console import ConsoleReport
+    from zaya_jax.train.sinks.console import ConsoleReport
 
     monkeypatch.delenv(APPLIED, raising=False)
     for kind, said in (

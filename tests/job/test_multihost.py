@@ -30,7 +30,7 @@ from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import initialization
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 SAME = ["train.compute_dtype=float64", "train.batch.micro_batch=1", "evaluation.batch_size=4", "sample.tokens=1"]
 IMPATIENT = """
@@ -66,7 +66,7 @@ from tests.job.processes_helpers import random_state
 from zaya_jax.main import main
 from zaya_jax.job import multihost
 from zaya_jax.run.options import parse_training
-from zaya_jax.train import initialization, loop
+from zaya_jax.train import fit, initialization
 from zaya_jax.train.program import PhaseProgram
 
 options, hits, compile_step = parse_training(sys.argv[1:]), [], PhaseProgram.compile
@@ -74,7 +74,7 @@ peers = multihost.join(options.coordinator, options.processes, options.process, 
 print("listens at", [each.laddr for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"])
 multihost.join = lambda *_: peers
 os.environ["XDG_CACHE_HOME"] = f"{options.config}.cache{options.process}"
-validated = loop.validated_kernels
+validated = fit.validated_kernels
 
 def say_kernels(*arguments):
     kernels = validated(*arguments)
@@ -96,7 +96,7 @@ def compile_in_turn(*arguments):
 
 jax.monitoring.register_event_listener(count)
 PhaseProgram.compile, initialization.init_state = compile_in_turn, random_state
-loop.validated_kernels = say_kernels
+fit.validated_kernels = say_kernels
 print("status", main(sys.argv[1:]))
 print("--", flush=True)
 sys.argv += [f"run_dir={options.config}.bad", f"seed={options.process}"]
@@ -407,10 +407,10 @@ def test_what_process_0_cannot_do_the_others_do_not_try(error):
 def test_a_disk_that_is_full_for_process_0_is_bad_input_to_none(tmp_path):
     full = """
 import errno
-from zaya_jax.train import loop
+from zaya_jax.train import fit
 def full(config):
     raise OSError(errno.ENOSPC, "No space left on device", "corpus")
-loop.open_sources = full
+fit.open_sources = full
 """
     job = start_job(tmp_path, [command(tmp_path, "run")] * 2, code=full)
     for text in ended(finish_job(tmp_path, job), 1):

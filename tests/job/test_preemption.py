@@ -1,4 +1,4 @@
-"""The request to end; tests/train/test_loop.py has what a run does then."""
+"""The request to end; tests/train/test_fit.py has what a run does then."""
 
 import os
 import signal

@@ -26,7 +26,8 @@ from zaya_jax.lab.measure.breakdown.trace import Interval, Trace, attribute
 from zaya_jax.lab.predict.dry_run import memory
 from zaya_jax.machine.__main__ import main
 from zaya_jax.ops.parts import OTHER, PARTS
-from zaya_jax.train import initialization, loop
+from zaya_jax.train import fit as training
+from zaya_jax.train import initialization, trainer
 from zaya_jax.train.program import PhaseProgram
 from zaya_jax.train.trainer import Trainer
 
@@ -110,12 +111,12 @@ def traced(folder):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         # These take seconds, and times do not depend on values.
         patch.setattr(initialization, "init_state", empty_state)
-        patch.setattr(loop, "plot_run", lambda *_, **__: None)
+        patch.setattr(trainer, "plot_run", lambda *_, **__: None)
         patch.setattr(heldout, "heldout_loss", lambda *_: heldout.HeldoutLoss(1.0, 1))
         patch.setattr(memory, "residual_bytes", lambda *_: 10**6)
         patch.setattr(Trainer, "step", watched_step)
         patch.setattr(PhaseProgram, "compile", compile_step)
-        loop.run_training(load_config(path, OVERRIDES))
+        training.run_training(load_config(path, OVERRIDES))
         more = ["--steps", "1", "--hardware", measured, "--output", f"{folder}/step.json"]
         assert main(["step", str(path), *OVERRIDES, *more]) == 0
     return said.getvalue(), kept

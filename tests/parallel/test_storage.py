@@ -21,7 +21,7 @@ from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.placement import make_placement
 from zaya_jax.parallel.storage import storage_rows, storage_table
-from zaya_jax.train.loop import _say_storage
+from zaya_jax.train.fit import _layouts
 from zaya_jax.train.program import Programs
 
 LAYOUT = ParallelConfig(data=3, fsdp=2)
@@ -100,7 +100,8 @@ def test_a_run_prints_the_table_of_each_layout_once():
         ("first", STEADY, None), ("same", None, None), ("split", None, ParallelConfig(fsdp=2)))]  # fmt: skip
     config, said = dataclasses.replace(STEP, phases=tuple(phases)), []
     for some, devices in ((config, 2), (STEP, 1)):
-        _say_storage(some, Programs(some, KernelSelection(current_target()), devices), said.append)
-    assert [text.splitlines()[0] for text in said] == ["Layout of phases.first:", "Layout of phases.split:"]
-    assert "data each step" in said[0]
-    assert "fsdp each layer" in said[1]
+        said += _layouts(Programs(some, KernelSelection(current_target()), devices))
+    heads = [said.index(text) for text in ("Layout of phases.first:", "Layout of phases.split:")]
+    assert heads == [at for at, text in enumerate(said) if not text.startswith("  ")]
+    assert "data each step" in "".join(said[: heads[1]])
+    assert "fsdp each layer" in "".join(said[heads[1] :])

@@ -16,7 +16,7 @@ from zaya_jax import load_model, logits
 from zaya_jax.checkpoint.__main__ import main as checkpoint_main
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")

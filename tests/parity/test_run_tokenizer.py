@@ -5,7 +5,7 @@ import pytest
 from tests.train_helpers import change, compile_once, small_run
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.generate.decode import generate_tokens
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")

@@ -71,8 +71,8 @@ OTHERS = {
     "run/signals.py": ("open", "/dev/null"),
     "train/autotuning.py": ("TemporaryDirectory TemporaryDirectory write_text", TEMPORARY),
     "train/profiler.py": ("start_trace start_trace", "jax, into a folder that was just created"),
-    "train/tensorboard_sink.py": ("EventsWriter", "a file whose name has the nanosecond"),
-    "train/wandb_sink.py": ("init", "W&B, into folders whose names it makes"),
+    "train/sinks/tensorboard.py": ("EventsWriter", "a file whose name has the nanosecond"),
+    "train/sinks/wandb.py": ("init", "W&B, into folders whose names it makes"),
 }  # fmt: skip
 
 NAMES = """

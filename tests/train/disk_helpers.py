@@ -16,9 +16,9 @@ from tests.train_helpers import change, compute_little, small_run
 from zaya_jax.errors import RunStopped
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS, TIMINGS
-from zaya_jax.train import loop, sinks
-from zaya_jax.train.mirror import Mirror
-from zaya_jax.train.tensorboard_sink import TensorBoardSink
+from zaya_jax.train import fit, sinks
+from zaya_jax.train.sinks.mirror import Mirror
+from zaya_jax.train.sinks.tensorboard import TensorBoardSink
 
 
 def fill(path):
@@ -44,7 +44,7 @@ def train_on(config, happens):
         compute_little(patch)
         patch.setattr(sinks, "JsonlSink", Sink)
         try:
-            loop.run_training(config)
+            fit.run_training(config)
         except RunStopped as error:
             print(error)
     return said.getvalue().splitlines()
@@ -85,7 +85,7 @@ def full_for_a_while(root):
     """TensorBoard's rows on a disk without room from step 43 to 80, while the run's own files lie elsewhere."""
     said: list[str] = []
     with tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zaya_jax.train.mirror._PATIENCE", 0)
+        patch.setattr("zaya_jax.train.sinks.mirror._PATIENCE", 0)
         mirror = Mirror("tensorboard", partial(TensorBoardSink, root / "tensorboard"), Path(own), 0, 0, said.append,
                         rewinds=True)  # fmt: skip
         for step in range(1, 121):

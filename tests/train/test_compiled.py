@@ -12,10 +12,10 @@ from tests.train_helpers import CONFIG, MODEL, PLAIN, change, small_run
 from zaya_jax.config import BatchConfig, PhaseConfig
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.train import compiled, loop
+from zaya_jax.train import compiled, fit
 from zaya_jax.train import program as program_module
 from zaya_jax.train.compiled import CompiledSteps
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 from zaya_jax.train.program import PhaseProgram, make_programs
 
 FOUR = PhaseConfig(512, "four", batch=BatchConfig(tokens=256, micro_batch=2))
@@ -127,7 +127,7 @@ def test_the_step_compiles_while_parameters_are_drawn_once_every_input_is_checke
         raise RunStopped("drawn")
 
     monkeypatch.setattr(PhaseProgram, "compile", compile_step)
-    monkeypatch.setattr(loop, "initialize", draw)
+    monkeypatch.setattr(fit, "initialize", draw)
     with pytest.raises(InputError, match="init_from"):
         run_training(small_run(tmp_path, f"init_from={tmp_path}"))
     assert not begun.is_set()

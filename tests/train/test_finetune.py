@@ -38,8 +38,8 @@ from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import initialization
 from zaya_jax.train.final_report import report
+from zaya_jax.train.fit import run_training
 from zaya_jax.train.initialization import load_frozen_base, open_init_from
-from zaya_jax.train.loop import run_training
 
 
 def conversations(rng):

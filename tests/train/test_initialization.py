@@ -24,6 +24,7 @@ from zaya_jax.config import Config, LoraConfig, ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.train import run_tokenizer
+from zaya_jax.train.fit import run_training
 from zaya_jax.train.initialization import (
     NO_BASE,
     FrozenBase,
@@ -31,9 +32,7 @@ from zaya_jax.train.initialization import (
     initialize,
     load_frozen_base,
     open_init_from,
-    record_base,
 )
-from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import make_programs
 from zaya_jax.train.trainer import Trainer
 from zaya_jax.weights.interop import import_hf
@@ -116,8 +115,9 @@ def test_a_fresh_run_finds_what_init_from_names_once(tmp_path, quick, monkeypatc
     config = small_run(tmp_path)
     write(tmp_path / "model", config)
     monkeypatch.setattr(run_tokenizer, "tokenizer_folder", lambda source: pytest.fail(f"{source} is looked for again"))
-    monkeypatch.setattr(Trainer, "run", lambda trainer: None)
-    run_training(with_folder(tmp_path / "model", config))
+    monkeypatch.setattr(Trainer, "record_changes", lambda trainer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_training(with_folder(tmp_path / "model", config))
 
 
 def start_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:
@@ -154,22 +154,22 @@ def drawn(seed):
 
 def test_a_run_knows_its_base_by_what_it_holds(tmp_path):
     first, second = FrozenBase(drawn(0), {}), FrozenBase(drawn(1), {})
-    record_base(tmp_path, TUNED, first)
+    check_base(tmp_path, TUNED, first, is_new=True)
     assert json.loads((tmp_path / "base.json").read_text())["init_from"] == "a run"
-    check_base(tmp_path, TUNED, first)
+    check_base(tmp_path, TUNED, first, is_new=False)
     with pytest.raises(InputError, match=r"init_from=a run .* choose another run_dir"):
-        check_base(tmp_path, TUNED, second)
+        check_base(tmp_path, TUNED, second, is_new=False)
     for text in ("", "{}", "[]", "{"):
         (tmp_path / "base.json").write_text(text)
         with pytest.raises(InputError, match=r"base\.json cannot be read"):
-            check_base(tmp_path, TUNED, first)
+            check_base(tmp_path, TUNED, first, is_new=False)
 
 
 def test_without_adapters_there_is_no_base(tmp_path):
     assert setup().program.abstract_base == {}
     assert load_frozen_base(setup().program, None) == NO_BASE
-    record_base(tmp_path, CONFIG, NO_BASE)
-    check_base(tmp_path, CONFIG, NO_BASE)
+    check_base(tmp_path, CONFIG, NO_BASE, is_new=True)
+    check_base(tmp_path, CONFIG, NO_BASE, is_new=False)
     assert not list(tmp_path.iterdir())
 
 

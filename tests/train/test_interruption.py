@@ -13,8 +13,8 @@ from zaya_jax.errors import InputError, Preempted, exit_message
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
-from zaya_jax.train import loop, resumption, sinks
-from zaya_jax.train.loop import run_training
+from zaya_jax.train import fit, resumption, sinks, trainer
+from zaya_jax.train.fit import run_training
 
 pytestmark = pytest.mark.usefixtures("quick", "signals_arrive")
 
@@ -135,15 +135,15 @@ def test_a_finished_run_whose_checkpoints_are_not_mounted_is_left_as_it_is(finis
 
 def test_no_checkpoint_is_newer_than_the_plot(finished, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(loop, "plot_run", lambda rows, *_: drawn.append(len(rows)))
+    monkeypatch.setattr(trainer, "plot_run", lambda rows, *_: drawn.append(len(rows)))
 
-    class Store(loop.CheckpointStore):
+    class Store(fit.CheckpointStore):
         def save(self, step, *arguments):
             if step == 12:
                 raise Interrupted
             super().save(step, *arguments)
 
-    monkeypatch.setattr(loop, "CheckpointStore", Store)
+    monkeypatch.setattr(fit, "CheckpointStore", Store)
     with pytest.raises(Interrupted):
         run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     assert drawn == [6, 12]

@@ -12,7 +12,7 @@ from zaya_jax.config import PhaseConfig
 from zaya_jax.ops.kernel_table import REFERENCE, KernelTable, own_table, parse_table
 from zaya_jax.parallel.kernels import TABLE
 from zaya_jax.run.manifest import read_manifest
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 pytestmark = pytest.mark.usefixtures("quick")
 SAID = "Results will not be bitwise identical"

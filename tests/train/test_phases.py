@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.train.test_fit import refused
 from tests.train.test_interruption import metric_rows, train_until
-from tests.train.test_loop import refused
 from tests.train_helpers import (
     PLAIN,
     change,
@@ -36,7 +36,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.parallel.batch import WHOLE
 from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.checkpoints import saved_steps
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 from zaya_jax.train.run_checks import check_past
 from zaya_jax.train.trainer import Trainer
 

@@ -12,13 +12,13 @@ import pytest
 
 from tests.train.test_interruption import copied_run, metric_rows, train_until
 from tests.train_helpers import CONFIG, STEADY, change, differing, restore, snapshot, trained
-from zaya_jax.checkpoint.rollback import rollback
+from zaya_jax.checkpoint.commands import rollback
 from zaya_jax.config import PhaseConfig, SpikeConfig, load_config, to_dict, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.run import open_run
-from zaya_jax.train import loop, trainer
-from zaya_jax.train.loop import run_training
+from zaya_jax.train import fit, trainer
+from zaya_jax.train.fit import run_training
 from zaya_jax.train.run_checks import warn_about_positions
 from zaya_jax.weights.sources import model_config
 
@@ -52,7 +52,7 @@ def full_at_first(action):
 def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(finished, long, tmp_path, monkeypatch, capsys):
     _, whole = long
     config = of_steps(copied_run(finished, tmp_path), 14)
-    for module, name in ((trainer, "record_changes"), (loop, "plot_run")):
+    for module, name in ((trainer, "record_changes"), (trainer, "plot_run")):
         monkeypatch.setattr(module, name, full_at_first(getattr(module, name)))
     result = run_training(config)
     said = capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_a_run_resumes_with_other_settings_for_spikes_and_says_so(finished, tmp_
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     narrow = change(config, {"train.spike": SpikeConfig(2, 1e-3), "train.max_skipped_steps": 1})
 
-    class Store(loop.CheckpointStore):
+    class Store(fit.CheckpointStore):
         def save(self, step, state, about, ready):
             values, accepted, skipped = jax.device_get(state.recent)  # the oldest step is in the place of the next
             newest = values[:, [accepted - 1, accepted - 2] if accepted % 2 else [accepted - 2, accepted - 1]]
@@ -125,13 +125,14 @@ def test_a_run_resumes_with_other_settings_for_spikes_and_says_so(finished, tmp_
             super().save(step, dataclasses.replace(state, recent=recent), about | {"config": to_dict(narrow)}, ready)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "CheckpointStore", Store)
+        patch.setattr(fit, "CheckpointStore", Store)
         train_until(config, 8)
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(narrow))
-    restored, run = [], loop.Trainer.run
-    monkeypatch.setattr(loop.Trainer, "run", lambda trainer: restored.append(trainer.state.recent) or run(trainer))
+    restored, record = [], trainer.Trainer.record_changes
+    monkeypatch.setattr(trainer.Trainer, "record_changes",
+                        lambda each: restored.append(jax.device_get(each.state.recent)) or record(each))  # fmt: skip
     result = run_training(config)
-    (recent,) = jax.device_get(restored)
+    (recent,) = restored
     assert recent.values.shape == recent.skipped.shape == (2, config.train.spike.window)
     assert recent.accepted == 2
     assert recent.values[0, :2].tolist() == [row["loss"] for row in metric_rows(result.run_dir)[3:5]]
@@ -185,7 +186,7 @@ def test_a_run_rolled_back_before_bad_rows_equals_one_that_never_read_them(finis
 def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_path, monkeypatch):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
 
-    class Store(loop.CheckpointStore):
+    class Store(fit.CheckpointStore):
         def save(self, step, state, about, ready):
             state = dataclasses.replace(state, recent=state.recent._replace(skipped=None))
             about = {key: value for key, value in about.items() if key != "first_step"}
@@ -193,7 +194,7 @@ def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_pat
             super().save(step, state, about, ready)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "CheckpointStore", Store)
+        patch.setattr(fit, "CheckpointStore", Store)
         train_until(config, 8)
     result = run_training(config)
     assert not differing(result.state, finished[1].state)

@@ -16,8 +16,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import sinks
-from zaya_jax.train.loop import run_training
-from zaya_jax.train.mirror import Mirror, scalars
+from zaya_jax.train.fit import run_training
+from zaya_jax.train.sinks.mirror import Mirror, scalars
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ class Flaky:
 
 @pytest.mark.parametrize(("fails", "mended"), [(0, 8), (3, 8), (4, 5), (6, 8), (7, 8), (3, 99)])
 def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_path, monkeypatch, fails, mended):
-    monkeypatch.setattr("zaya_jax.train.mirror._PATIENCE", 0)
+    monkeypatch.setattr("zaya_jax.train.sinks.mirror._PATIENCE", 0)
     said: list[str] = []
     rows: list[int] = []
     now = 0
@@ -130,7 +130,7 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
 
 @pytest.mark.parametrize("rewinds", [True, False])
 def test_rows_that_a_sink_missed_before_the_process_ended_arrive_once_in_a_later_one(tmp_path, monkeypatch, rewinds):
-    monkeypatch.setattr("zaya_jax.train.mirror._PATIENCE", 0)  # so that only `close` could leave out an attempt
+    monkeypatch.setattr("zaya_jax.train.sinks.mirror._PATIENCE", 0)  # so that only `close` could leave out an attempt
     said: list[str] = []
     rows: list[int] = []
     kept: list[int] = []
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
 
 def test_a_package_that_is_missing_is_named_before_anything_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
-    monkeypatch.setattr("zaya_jax.train.loop.make_programs", lambda config: pytest.fail("compiles"))
+    monkeypatch.setattr("zaya_jax.train.fit.make_programs", lambda config: pytest.fail("compiles"))
     for name in ("tensorboard", "wandb"):
         config = change(small_run(tmp_path), {"train.sinks": (name,)})
         with pytest.raises(InputError, match=rf"pip install 'zaya-jax\[{name}\]'"):
@@ -236,7 +236,7 @@ def wandb_records(path: Path):
 def test_wandb_without_a_login_is_reported_before_anything_is_compiled(tmp_path, monkeypatch):
     import wandb
 
-    monkeypatch.setattr("zaya_jax.train.loop.make_programs", lambda config: pytest.fail("compiles"))
+    monkeypatch.setattr("zaya_jax.train.fit.make_programs", lambda config: pytest.fail("compiles"))
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

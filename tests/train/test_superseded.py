@@ -18,7 +18,7 @@ from zaya_jax.run.fencing import FENCE, Fence
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train.final_report import report
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 
 def content(folder):

@@ -1,6 +1,6 @@
 """The interface of evaluators, which score the model during training.
 
-To add one, write a file next to this one, and add it to the list in `train.loop.run_training`.
+To add one, write a file next to this one, and add it to the list in `train.fit.run_training`.
 """
 
 import dataclasses

@@ -1,45 +1,37 @@
-"""The trainer: runs the steps of all stages, evaluates and saves."""
+"""The trainer: runs a step, evaluates, and saves."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
-from zaya_jax.config.stages import phase_steps, stage_at, total_steps
+from zaya_jax.config.stages import BatchStage, phase_steps, stage_at
 from zaya_jax.data.loading.batches import Batch, TrainBatches
 from zaya_jax.errors import Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.job.preemption import Preemption
 from zaya_jax.model.tree import Arrays
-from zaya_jax.run.folder import CONFIG, PHASES, record_changes, run_folder, write_phase_ends
-from zaya_jax.run.metrics import DiskGuard
+from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, run_folder, write_phase_ends
+from zaya_jax.run.metrics import DiskGuard, read_rows
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.train.compiled import CompiledSteps
-from zaya_jax.train.memory_errors import out_of_memory
+from zaya_jax.train.memory import out_of_memory
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.resumption import checkpoint_metadata
+from zaya_jax.train.run_plot import plot_run
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
 
 LOSS_PLOT = "loss.png"
 
 
-class _Stage(NamedTuple):
-    """The values that all steps of a stage share."""
-
-    end: int  # the first step after the stage
-    train_step: Callable[..., Any]
-    micro_batches: int
-
-
 @dataclasses.dataclass
 class Trainer:
-    """Trains a run: `run` does everything; `step`, `evaluate` and `save` can also be called in any order."""
+    """Trains a run: `step`, `evaluate` and `save`, in any order; `fit.run_training` calls them when they are due."""
 
     compiled: CompiledSteps  # programs and compiled steps of the run
     state: TrainState  # training state after the last step
@@ -52,7 +44,6 @@ class Trainer:
     disk: DiskGuard  # reports files of the run folder that cannot be written
     preemption: Preemption  # tells whether a signal asked the run to end
     progress: ProgressRecord  # tells a supervisor what this process does
-    draw: Callable[[Path], None]  # plots the run to a path
     profiler: StepProfiler  # traces the steps of `profile`
     steps_done: int = dataclasses.field(init=False)  # number of steps done
     # Of all evaluators for `state`; {} if it has not been evaluated.
@@ -65,25 +56,8 @@ class Trainer:
         self._folder = run_folder(self._config)
         self._phase_ends = {end for _, end in phase_steps(self._config)}
         self._resumed_at = self.steps_done = int(jax.device_get(self.state.step))
-        self._stage: _Stage | None = None
+        self._stage: BatchStage | None = None  # whose step is compiled
         self._enter_phase(stage_at(self._config, self.steps_done).phase)
-
-    def run(self) -> None:
-        """Train until the last phase is done, evaluated and saved.
-
-        Raises:
-          RunStopped: too many steps in a row were skipped, or saving failed for too long.
-          Preempted: a signal ended the run after it saved.
-        """
-        self._record_changes()
-        self._write_phase_ends()
-        while self.steps_done < total_steps(self._config):
-            self.step()
-            self._after_step()
-        if not self.scores:  # if the run resumed after its last step
-            self.evaluate()
-        self.progress.enter(Phase.FINISH)
-        self._wait_until_saved()
 
     def step(self) -> None:
         """Start one step, and log the one before it; enters the next stage if the last one is done."""
@@ -93,22 +67,22 @@ class Trainer:
         if self.profiler.starts(self.steps_done):
             self.logger.wait()  # so that starting the trace counts neither as the last step's time nor as this one's
             self.progress.enter(Phase.SAVE)
-            self.profiler.start(self.steps_done, self.state, stage.train_step)
+            self.profiler.start(self.steps_done, self.state, self._train_step)
             self.logger.restart_clock()
         self.progress.enter(Phase.DATA)
         wait_start = time.monotonic()
         batch = self._next_batch()
         data_wait = time.monotonic() - wait_start
         self.progress.enter(Phase.DISPATCH)
-        placed = self._placement.place(batch, stage.micro_batches, self._placement.share)
+        placed = self._placement.place(batch, self._micro_batches, self._placement.share)
         with jax.transfer_guard("disallow"):
-            self.state, metrics = stage.train_step(self.state, placed, self.base)
+            self.state, metrics = self._train_step(self.state, placed, self.base)
         self.steps_done += 1
         self.scores = {}
         self.progress.enter(Phase.DEVICE_WAIT)
         self.logger.start_step(self.steps_done, metrics, data_wait)
         # The trace has steps of one program only, and nothing between them.
-        cut = self.steps_done == stage.end or self._evaluation_is_due() or self._save_is_due()
+        cut = self.steps_done == stage.end or self.evaluation_is_due() or self.save_is_due()
         if self.profiler.ends(self.steps_done) or (self.profiler.runs and cut):
             self.logger.wait()
             self.progress.enter(Phase.SAVE)
@@ -134,21 +108,68 @@ class Trainer:
         self.progress.enter(Phase.SAVE)
         self.logger.record()
         loss = next((self.scores.get(each.name) for each in self.evaluators if each.ranks_checkpoints), None)
-        metadata = checkpoint_metadata(self._config, self.steps_done, self.batches.get_state(), loss, self.first_step,
-                                       self.compiled.programs.kernels.digest)  # fmt: skip
+        position, kernels = self.batches.get_state(), self._programs.kernels.digest
+        metadata = checkpoint_metadata(self._config, self.steps_done, position, loss, self.first_step, kernels)
         self.compiled.keep_choices()
         self.store.save(self.steps_done, self.state, metadata, self._sync)
 
-    def _enter_stage(self) -> _Stage:
+    def evaluation_is_due(self) -> bool:
+        """Return whether to evaluate after the last step."""
+        return self.steps_done in self._phase_ends or self.steps_done % self._config.evaluation.every == 0
+
+    def save_is_due(self) -> bool:
+        """Return whether a checkpoint is due, or a retry after a failed save; all processes must ask."""
+        every, retry_every = self._config.checkpoint.every, self._config.train.log_every
+        if self.steps_done % every == 0 and not self.store.backing_off():
+            return True
+        return self.steps_done % retry_every == 0 and self.store.due()
+
+    def preempted(self, after: str, saved: bool) -> Preempted:
+        """Build the error that ends the run after a signal."""
+        outcome = "is saved. Rerun the command to resume from it" if saved else "could not be saved"
+        stop = self.preemption
+        return Preempted(f"Stopped by {stop.name} after {after}, which {outcome}.", stop.status)
+
+    def record_changes(self) -> None:
+        """Record the settings that changed at the step where this process resumed."""
+        self._write(CONFIG, lambda: record_changes(self._folder, self._config, self._resumed_at))
+
+    def write_phase_ends(self) -> None:
+        """Record which checkpoint is the last one of each finished phase."""
+        self._write(PHASES, lambda: write_phase_ends(self._folder, self._config, self.store.steps()))
+
+    def draw(self, compressors: Mapping[str, float], *, only_missing: bool = False) -> None:
+        """Plot the run, see `plot_run`; with `only_missing`, only if the last attempt failed or there was none."""
+        path = self._folder / LOSS_PLOT
+        if not only_missing or self.disk.problem(path) or not path.exists():
+            self._write(LOSS_PLOT, lambda: plot_run(read_rows(self._folder / METRICS), path, compressors))
+
+    def _write(self, name: str, action: Callable[[], None]) -> None:
+        """Call `action`, which writes the file `name` of the run folder, in process 0 only."""
+        if is_primary():
+            with self.disk.writing(self._folder / name):
+                action()
+
+    def _sync(self) -> str:
+        """Flush rows and changed settings to disk in process 0 before each save; return why that fails, else ''.
+
+        A checkpoint must never be newer than its rows, or than the record of its settings.
+        """
+        if self.disk.problem(self._folder / CONFIG):
+            self.record_changes()
+        rows = self.logger.sync()
+        return self.disk.problem(self._folder / CONFIG) or rows
+
+    def _enter_stage(self) -> BatchStage:
         """Compile the step of the next stage, and enter its phase."""
         self.progress.enter(Phase.COMPILE)
-        stage = stage_at(self._config, self.steps_done)
-        train_step = self.compiled.step(stage)
+        self._stage = stage = stage_at(self._config, self.steps_done)
+        self._train_step = self.compiled.step(stage)
         self._enter_phase(stage.phase)
-        self._stage = _Stage(stage.end, train_step, self._programs[stage.phase].batch_shape(stage)[0])
+        self._micro_batches = self._programs[stage.phase].batch_shape(stage)[0]
         self.preemption.arm()
         self.logger.restart_clock()
-        return self._stage
+        return stage
 
     def _enter_phase(self, phase: int) -> None:
         """Reshard state and base for the phase, whose layout may differ from the last one's."""
@@ -156,34 +177,6 @@ class Trainer:
         place = self._placement.shardings
         self.state = jax.device_put(self.state, place(self.state))
         self.base = jax.device_put(self.base, place(self.base))  # separately, to hold one copy at a time
-
-    def _after_step(self) -> None:
-        """Evaluate, save or end the run if one of them is due."""
-        phase_ends, evaluates = self.steps_done in self._phase_ends, self._evaluation_is_due()
-        if evaluates:
-            self.evaluate()
-            self._draw()  # before the save, so that the plot is never behind the checkpoint
-        saves = phase_ends or self._save_is_due()
-        ends = self.preemption.reached()
-        if saves or ends:
-            self.save()
-        if ends:
-            raise self._preempted(f"step {self.steps_done}", self.store.wait())
-        if phase_ends:
-            self.store.wait()  # before `phases.json` names it
-            self._write_phase_ends()
-        if evaluates or saves:
-            self.logger.restart_clock()
-
-    def _evaluation_is_due(self) -> bool:
-        return self.steps_done in self._phase_ends or self.steps_done % self._config.evaluation.every == 0
-
-    def _save_is_due(self) -> bool:
-        """True if a checkpoint is due, or a retry after a failed save."""
-        every, retry_every = self._config.checkpoint.every, self._config.train.log_every
-        if self.steps_done % every == 0 and not self.store.backing_off():
-            return True
-        return self.steps_done % retry_every == 0 and self.store.due()
 
     def _next_batch(self) -> Batch:
         """Return the next batch; if a data worker was lost, save if possible and end the run."""
@@ -196,49 +189,6 @@ class Trainer:
                 self.save()
                 saved = self.store.wait()
             if self.preemption.signalled:  # Ctrl-C signals the whole process group, workers included
-                raise self._preempted(f"step {self.steps_done}", saved) from error
+                raise self.preempted(f"step {self.steps_done}", saved) from error
             after = f" Step {self.steps_done} is saved. Rerun the command to resume from it." if saved else ""
             raise RunStopped(f"{error}{after}") from error
-
-    def _wait_until_saved(self) -> None:
-        """Wait until the last checkpoint is saved, and write what could not be written before."""
-        if not self.store.finish(self.save, self.preemption.reached):
-            raise self._preempted("the last step", saved=False)
-        self._write_phase_ends()  # the last one may have been saved just now
-        path = self._folder / LOSS_PLOT
-        if self.disk.problem(path) or not path.exists():
-            self._draw()
-
-    def _preempted(self, after: str, saved: bool) -> Preempted:
-        outcome = "is saved. Rerun the command to resume from it" if saved else "could not be saved"
-        stop = self.preemption
-        return Preempted(f"Stopped by {stop.name} after {after}, which {outcome}.", stop.status)
-
-    def _sync(self) -> str:
-        """Flush rows and changed settings to disk; called in process 0 before each save.
-
-        A checkpoint must never be newer than its rows, or than the record of its settings.
-
-        Returns:
-          A sentence if something cannot be written, else ''.
-        """
-        if self.disk.problem(self._folder / CONFIG):
-            self._record_changes()
-        rows = self.logger.sync()
-        return self.disk.problem(self._folder / CONFIG) or rows
-
-    def _write(self, name: str, action: Callable[[], None]) -> None:
-        """Call `action`, which writes the file `name` of the run folder, in process 0 only."""
-        if is_primary():
-            with self.disk.writing(self._folder / name):
-                action()
-
-    def _record_changes(self) -> None:
-        """Record the settings that changed at the step where this process resumed."""
-        self._write(CONFIG, lambda: record_changes(self._folder, self._config, self._resumed_at))
-
-    def _write_phase_ends(self) -> None:
-        self._write(PHASES, lambda: write_phase_ends(self._folder, self._config, self.store.steps()))
-
-    def _draw(self) -> None:
-        self._write(LOSS_PLOT, lambda: self.draw(self._folder / LOSS_PLOT))

@@ -1,4 +1,4 @@
-"""A device that runs out of memory ends a run with one sentence: what was requested, what there is, what to change."""
+"""Too little memory is one sentence: what is needed and what there is, before compilation or when it runs out."""
 
 import os
 from types import SimpleNamespace
@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
-from tests.train_helpers import compile_once, write_run
-from zaya_jax.errors import Reason, RunStopped
+from tests.config_helpers import changed
+from tests.train_helpers import CONFIG, compile_once, leaves, setup, write_run
+from zaya_jax.config import LoraConfig, ParallelConfig, PhaseConfig
+from zaya_jax.errors import InputError, Reason, RunStopped
 from zaya_jax.main import main
+from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.run.host_memory import control_groups
-from zaya_jax.train import compiled, loop, memory_errors
-from zaya_jax.train.memory_errors import available_memory, check_compiled, out_of_memory
+from zaya_jax.train import compiled, fit, memory
+from zaya_jax.train.memory import available_memory, check_compiled, check_memory, out_of_memory
+from zaya_jax.train.program import make_programs
 
 
 def test_an_allocation_that_fails_is_one_sentence():
@@ -47,7 +51,7 @@ def test_another_error_is_left_alone():
 def test_a_compiled_step_that_needs_more_than_there_is_stops_before_it_runs(monkeypatch):
     compiled = jax.jit(lambda x: (x @ x) @ (x @ x.T)).lower(jax.ShapeDtypeStruct((1000, 1000), "float32")).compile()
     check_compiled(compiled, "phases.train")
-    monkeypatch.setattr(memory_errors, "available_memory", lambda: 4_000_000)
+    monkeypatch.setattr(memory, "available_memory", lambda: 4_000_000)
     with pytest.raises(RunStopped, match=r"^A step of phases\.train needs .* GB .*, but only 0\.004 GB is available\. "
                        r"Lower train\.batch\.micro_batch, set train\.remat to full, or raise "
                        r"parallel\.fsdp\.$"):  # fmt: skip
@@ -107,10 +111,62 @@ def test_an_evaluation_that_runs_out_of_memory_stops_the_run(tmp_path, capsys, m
 
     monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: fail)
     # By the way: the warning about rows that no token uses is printed.
-    monkeypatch.setattr(loop, "vocabulary_warning", lambda tokenizer, size: f"Warning: {tokenizer.vocab_size}, {size}")
+    monkeypatch.setattr(fit, "vocabulary_warning", lambda tokenizer, size: f"Warning: {tokenizer.vocab_size}, {size}")
     path = write_run(tmp_path)
     assert main(["--config", str(path)]) == 1
     *lines, said = capsys.readouterr().err.splitlines()
     assert "Warning: 300, 300" in lines
     assert said.startswith("Stopped: The evaluation ran out of memory: it requested 33.4 GB, ")
     assert said.endswith(" Lower evaluation.batch_size.")
+
+
+def refusal(monkeypatch, changes, available):
+    monkeypatch.setattr(memory, "available_memory", lambda: available)
+    with pytest.raises(InputError) as caught:
+        check_memory(make_programs(changed(CONFIG, changes)))
+    return str(caught.value)
+
+
+def test_the_parameters_gradients_and_state_of_a_run_are_counted(monkeypatch):
+    state = setup().state
+    stored = sum(x.nbytes for x in leaves(state).values())
+    least = stored + sum(x.nbytes for x in leaves(state.params).values())
+    said = refusal(monkeypatch, {"evaluation.batch_size": 1}, least - 1)
+    assert said.startswith(f"phases.train needs at least {least / 1e9:.3g} GB of memory per device for parameters,")
+    monkeypatch.setattr(memory, "available_memory", lambda: least)
+    check_memory(make_programs(changed(CONFIG, {"evaluation.batch_size": 1})))
+
+
+@pytest.mark.parametrize(("changes", "remedy"), [
+    ({"evaluation.batch_size": 10**6}, "Lower evaluation.batch_size (1,000,000)."),
+    ({"train.batch.tokens": 2**26, "train.batch.micro_batch": None}, "Lower train.batch.micro_batch, the number"),
+    ({"phases": (PhaseConfig(2**26), PhaseConfig(2**26, "wide", batch=changed(CONFIG.train.batch, {
+        "tokens": 2**26, "micro_batch": None})))}, "Lower phases.wide.batch.micro_batch, the number"),
+    ({"init_from": "x", "lora": LoraConfig(2, 1.0), "evaluation.batch_size": 10**6},
+     "Lower evaluation.batch_size (1,000,000)."),
+])  # fmt: skip
+def test_the_key_to_lower_is_named(monkeypatch, changes, remedy):
+    said = refusal(monkeypatch, changes, 10**8)
+    assert said.startswith("phases.")
+    assert " of memory per device for " in said
+    assert "but only 0.1 GB is available. " in said
+    assert remedy in said
+
+
+def test_a_device_that_does_not_tell_its_memory_is_not_judged(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    check_memory(make_programs(changed(CONFIG, {"evaluation.batch_size": 10**9})))
+
+
+def test_a_step_takes_more_than_the_bound():
+    """Whatever the compiler does, so that nothing is refused that would fit."""
+    state = setup().program.abstract_state
+    needed = device_bytes(state) + device_bytes(state.params)
+    needs = setup().compiled.memory_analysis()
+    used = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes
+    assert needed < used - needs.alias_size_in_bytes
+    rows = CONFIG.train.batch.micro_batch or 1
+    kept = rows * CONFIG.data.context * CONFIG.model.num_groups * CONFIG.model.hidden_size * 4
+    assert kept < needs.temp_size_in_bytes
+    assert jax.device_count() == 1
+    assert CONFIG.parallel == ParallelConfig()

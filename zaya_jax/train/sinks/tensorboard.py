@@ -8,7 +8,7 @@ from typing import Any
 from tensorboardX.event_file_writer import EventsWriter
 
 from zaya_jax.run.writing import make_folder, remove
-from zaya_jax.train.mirror import scalars
+from zaya_jax.train.sinks.mirror import scalars
 
 # Protobuf makes their classes at run time, so type checkers do not see them.
 event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")

@@ -21,8 +21,8 @@ from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
-from zaya_jax.train import initialization, loop
-from zaya_jax.train.loop import run_training
+from zaya_jax.train import fit, initialization
+from zaya_jax.train.fit import run_training
 from zaya_jax.train.program import Programs
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -88,7 +88,7 @@ def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(finished, tmp_p
 
     monkeypatch.setattr("zaya_jax.train.step_logger.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(HeldoutEvaluator, "evaluate", takes_long(HeldoutEvaluator.evaluate))
-    monkeypatch.setattr(loop.CheckpointStore, "save", takes_long(loop.CheckpointStore.save))
+    monkeypatch.setattr(fit.CheckpointStore, "save", takes_long(fit.CheckpointStore.save))
     result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     assert now[0] == 100 * (2 + 3)
     rows = [json.loads(line) for line in (result.run_dir / "timings.jsonl").read_text().splitlines()]
@@ -159,14 +159,14 @@ class Calls(list):
 
 def test_evaluators_and_sinks_are_added_to_two_lists(finished, tmp_path, monkeypatch, capsys):
     calls = Calls()
-    open_sinks = loop.open_sinks
+    open_sinks, console = fit.open_sinks, fit.ConsoleReport
 
-    def with_norm(make):
-        return lambda *arguments, evaluators, **more: make(*arguments, evaluators=[*evaluators, Norm()], **more)
+    def with_norm(*arguments, evaluators, **more):
+        evaluators.append(Norm())  # of the list that the trainer has, too
+        return console(*arguments, evaluators=evaluators, **more)
 
-    for name in ("ConsoleReport", "Trainer"):
-        monkeypatch.setattr(loop, name, with_norm(getattr(loop, name)))
-    monkeypatch.setattr(loop, "open_sinks", lambda *arguments: [*open_sinks(*arguments), calls])
+    monkeypatch.setattr(fit, "ConsoleReport", with_norm)
+    monkeypatch.setattr(fit, "open_sinks", lambda *arguments: [*open_sinks(*arguments), calls])
     result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     rows, others = metric_rows(result.run_dir), metric_rows(finished[1].run_dir)
     assert calls[-1] == "close"
@@ -179,8 +179,16 @@ def test_evaluators_and_sinks_are_added_to_two_lists(finished, tmp_path, monkeyp
     assert " | largest " in capsys.readouterr().out
 
 
+class Finished(Exception):
+    """Ends a run where its loop would begin."""
+
+
+def finish(trainer):
+    raise Finished
+
+
 def test_a_trainer_can_be_stepped_evaluated_and_saved_by_hand(finished, tmp_path, monkeypatch):
-    """As `run` does it, through an evaluation that is due: all rows but for the score are the same."""
+    """As training does it, through an evaluation that is due: all rows but for the score are the same."""
     rows = []
 
     def by_hand(trainer):
@@ -190,25 +198,29 @@ def test_a_trainer_can_be_stepped_evaluated_and_saved_by_hand(finished, tmp_path
         rows.append(trainer.evaluate())
         trainer.save()
         assert trainer.store.wait()
+        raise Finished
 
-    monkeypatch.setattr(loop.Trainer, "run", by_hand)
-    result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
-    assert saved_steps(tmp_path / "run" / "checkpoints") == [7]
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(fit.Trainer, "record_changes", by_hand)
+    with pytest.raises(Finished):
+        run_training(change(finished[0], {"run_dir": str(run_dir)}))
+    assert saved_steps(run_dir / "checkpoints") == [7]
     ours, others = (
         [{name: x for name, x in row.items() if name != "heldout_loss"} for row in metric_rows(folder)[:7]]
-        for folder in (result.run_dir, finished[1].run_dir)
+        for folder in (run_dir, finished[1].run_dir)
     )
     assert ours == others
-    assert metric_rows(result.run_dir)[-1]["heldout_loss"] == rows[0]["heldout_loss"]
-    assert open_run(result.run_dir).checkpoints[-1].heldout_loss == rows[0]["heldout_loss"]
+    assert metric_rows(run_dir)[-1]["heldout_loss"] == rows[0]["heldout_loss"]
+    assert open_run(run_dir).checkpoints[-1].heldout_loss == rows[0]["heldout_loss"]
 
 
 def test_kernels_are_tried_before_the_state_takes_its_memory(finished, tmp_path, monkeypatch):
-    calls, validate, initialize = [], loop.validated_kernels, loop.initialize
-    monkeypatch.setattr(loop, "validated_kernels", lambda *arguments: calls.append("kernels") or validate(*arguments))
-    monkeypatch.setattr(loop, "initialize", lambda *arguments: calls.append("state") or initialize(*arguments))
-    monkeypatch.setattr(loop.Trainer, "run", lambda trainer: None)
-    run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
+    calls, validate, initialize = [], fit.validated_kernels, fit.initialize
+    monkeypatch.setattr(fit, "validated_kernels", lambda *arguments: calls.append("kernels") or validate(*arguments))
+    monkeypatch.setattr(fit, "initialize", lambda *arguments: calls.append("state") or initialize(*arguments))
+    monkeypatch.setattr(fit.Trainer, "record_changes", finish)
+    with pytest.raises(Finished):
+        run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     assert calls == ["kernels", "state"]
 
 
@@ -244,7 +256,7 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
 ):
     config = change(small_run(tmp_path), changes)
     simulated = functools.partial(Programs, kernels=KernelSelection(current_target()), devices=4)
-    monkeypatch.setattr(loop, "make_programs", simulated)
+    monkeypatch.setattr(fit, "make_programs", simulated)
     with pytest.raises(InputError, match=f"^{key}") as caught:
         run_training(config)
     assert "4 data-parallel shards" in str(caught.value)

@@ -1,10 +1,10 @@
-"""The training loop of a whole run: open folder and data, initialize or resume, train, evaluate, save."""
+"""Training as one function: open the run, initialize or resume, train, evaluate and save until the last step."""
 
 import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +33,23 @@ from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.storage import storage_rows, storage_table
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.fencing import Fence
-from zaya_jax.run.folder import METRICS, claim_run, lock_run, run_folder
-from zaya_jax.run.metrics import DiskGuard, read_rows
+from zaya_jax.run.folder import claim_run, lock_run, run_folder
+from zaya_jax.run.metrics import DiskGuard
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.run.status import track_status
 from zaya_jax.train.autotuning import Autotuning
 from zaya_jax.train.compiled import CompiledSteps
-from zaya_jax.train.console import ConsoleReport
-from zaya_jax.train.initialization import (
-    check_base,
-    initialize,
-    load_frozen_base,
-    open_init_from,
-    record_base,
-)
-from zaya_jax.train.memory_check import check_memory
-from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
+from zaya_jax.train.initialization import check_base, initialize, load_frozen_base, open_init_from
+from zaya_jax.train.memory import TRAINING_REMEDY, check_memory, out_of_memory
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.resumption import resume, resume_from
-from zaya_jax.train.run_plot import plot_run
 from zaya_jax.train.run_tokenizer import write_tokenizer
-from zaya_jax.train.sinks import open_sinks, require_login, require_sinks
+from zaya_jax.train.sinks import open_sinks, require_sinks
+from zaya_jax.train.sinks.console import ConsoleReport
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
 from zaya_jax.train.trainer import Trainer
-from zaya_jax.weights.sources import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,17 +88,18 @@ class TrainResult:
 
 
 def run_training(
-    config: Config, peers: PeerLiveness | None = None, progress: ProgressRecord | None = None,
+    config: Config,
+    peers: PeerLiveness | None = None,
+    progress: ProgressRecord | None = None,
     leave: Callable[[Superseded], object] = lambda error: None,
-) -> TrainResult:  # fmt: skip
+) -> TrainResult:
     """Train through all phases of `config`, or resume from the newest checkpoint in its `run_dir`.
 
     Args:
-      config: checked configuration of the run.
-      peers: connections to the other processes of the job; None if this process is alone.
-      progress: tells a supervisor what this process does; None if there is none.
-      leave: ends the job at once, from any thread, if other processes resume the run; by default, this function only
-        raises, before it writes anything else.
+      config: of the run.
+      peers: connections to the other processes of the job, if there are any.
+      progress: tells a supervisor, if there is one, what this process does.
+      leave: ends the job at once, from any thread, if other processes resume the run; by default, this only raises.
 
     Raises:
       InputError: the configuration, the data or the run folder cannot be used; nothing is overwritten.
@@ -117,133 +109,137 @@ def run_training(
     """
     progress = progress or ProgressRecord()
     progress.enter(Phase.OPEN)
-    programs = _checked_programs(config)
-    with contextlib.ExitStack() as stack:
+    programs, phase_ends = _checked_programs(config), [end for _, end in phase_steps(config)]
+    with out_of_memory("Training", TRAINING_REMEDY), contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        enter(out_of_memory("Training", TRAINING_REMEDY))
+        # Data, checkpoints and kernels
         folder = primary_first(lambda: enter(lock_run(config)) if is_primary() else run_folder(config))
         prepared = primary_first(lambda: _open_sources(config))
-        if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
-            print(warning, file=sys.stderr)
-        preemption = enter(Preemption(peers and peers.stop_step, is_supervised=progress.is_supervised))
+        signals = enter(Preemption(peers and peers.stop_step, is_supervised=progress.is_supervised))
         shares = [programs[phase].placement.share for phase in range(len(config.phases))]
         batches = enter(train_batches(config, prepared, shares=shares))
         evaluators: list[Evaluator] = [heldout := HeldoutEvaluator(config, prepared)]
         device = jax.devices()[0].device_kind
         console = ConsoleReport(config, batches.plan, device, evaluators=evaluators, quiet=not is_primary())
-        phase_ends = [end for _, end in phase_steps(config)]
         store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends, console.say, leave))
         disk = DiskGuard(console.say, store.fence.check)
-        # Not earlier, since validation is slow and input errors should come first; not later, when the state takes
-        # memory.
-        progress.enter(Phase.COMPILE)
+        progress.enter(Phase.COMPILE)  # after slow checks of the input, and before the state takes memory
         programs = programs.with_kernels(kernels := validated_kernels(config, folder))
+
+        # The state: from the newest checkpoint, from that of another run, from weights, or from the seed
         progress.enter(Phase.RESTORE)
         chooses = current_target().platform in GPU_PLATFORMS and not config.train.deterministic
         kept = Autotuning(folder, chooses, is_primary(), store.fence.check, console.say)
         compiled = enter(CompiledSteps(programs, console.say, kept.write))
-        state, first, base = _initialize_or_resume(config, compiled, folder, prepared, batches, store)
+        # Process 0 decides: a shared file system may show its files to other machines later.
+        resuming = broadcast(has_checkpoint(folder / CHECKPOINTS))
+        # Adapters always need `init_from`. Without them it may be deleted once there is a checkpoint.
+        weights = None if resuming and config.lora is None else open_init_from(config)
+        stage = stage_at(config, first_step(config))
+        base = load_frozen_base(programs[stage.phase], weights)
+        if resuming:
+            check_base(folder, config, base, is_new=False)
+            state, first = resume(config, programs, store, batches)
+        else:
+            if config.resume_from is not None:
+                state = resume_from(config, programs, batches)
+            else:
+                if weights is None:
+                    compiled.start(stage)  # at once, since every input has been checked
+                state = initialize(programs[stage.phase], weights, base)
+            check_base(folder, config, base, is_new=True)
+            if is_primary():
+                claim_run(folder, config)
+            store.take_over(first := int(jax.device_get(state.step)))
         keep_table(folder, kernels.table, store.fence.check)
+
+        # Everything that reports on the run
         if is_primary():
+            write_tokenizer(folder, config, prepared, weights)
             stack.callback(store.fence.watch())
             enter(track_status(folder, store.fence.check))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
-        step = int(jax.device_get(state.step))
-        progress.start_training(step, folder)
+        progress.start_training(step := int(jax.device_get(state.step)), folder)
         stack.callback(console.close)
         console.start(step)
-        console.say("\n".join(account_lines(data := account(config, prepared, batches.plan))))
-        _say_storage(config, programs, console.say)
+        data = account(config, prepared, batches.plan)
+        console.say("\n".join([*account_lines(data), *_layouts(programs)]))
         if step and store.latest() == step:
             console.say(f"Resuming after step {step} of {total_steps(config)}.")
-        sinks = primary_first(lambda: open_sinks(config, folder, step, first, disk))
-        for sink in sinks:
-            stack.callback(sink.close)
-        profiler = StepProfiler(config.profile if is_primary() else None, folder, console.say)
-        stack.callback(profiler.close)
-        if config.profile is not None and not step < config.profile.start <= total_steps(config):
-            console.say(f"profile.start={config.profile.start} traces nothing: this command trains steps {step + 1} to "
-                        f"{total_steps(config)}.")  # fmt: skip
+        opened = primary_first(lambda: open_sinks(config, folder, step, first, disk))
+        sinks = [enter(contextlib.closing(sink)) for sink in opened]
+        window = config.profile if is_primary() else None
+        profiler = enter(contextlib.closing(StepProfiler(window, folder, console.say)))
+        profiler.warn_outside(step, total_steps(config))
+        logger = StepLogger(config, [*sinks, console], progress)
+
+        # The steps
         trainer = Trainer(
-            compiled=compiled, state=state, base=base, first_step=first, batches=batches,
-            evaluators=evaluators, logger=StepLogger(config, [*sinks, console], progress), store=store,
-            disk=disk, preemption=preemption, progress=progress,
-            profiler=profiler,
-            draw=lambda path: plot_run(read_rows(folder / METRICS), path, heldout.compressors),
-        )  # fmt: skip
+            compiled, state, base.params, first, batches, evaluators, logger, store, disk, signals, progress, profiler
+        )
         del state, base  # so that the trainer can free what a step or a phase replaces
-        trainer.run()
-        return TrainResult(config, trainer.state, folder, heldout.total, heldout.losses, prepared, data, programs[-1],
-                           trainer.base, store.fence)  # fmt: skip
+        trainer.record_changes()
+        trainer.write_phase_ends()
+        while trainer.steps_done < total_steps(config):
+            trainer.step()
+            is_phase_end, evaluates = trainer.steps_done in phase_ends, trainer.evaluation_is_due()
+            if evaluates:
+                trainer.evaluate()
+                trainer.draw(heldout.compressors)  # before the save, so that the plot is never behind the checkpoint
+            saves, stops = is_phase_end or trainer.save_is_due(), signals.reached()
+            if saves or stops:
+                trainer.save()
+            if stops:
+                raise trainer.preempted(f"step {trainer.steps_done}", store.wait())
+            if is_phase_end:
+                store.wait()  # before `phases.json` names it
+                trainer.write_phase_ends()
+            if evaluates or saves:
+                logger.restart_clock()
 
-
-def _say_storage(config: Config, programs: Programs, say: Callable[[str], object]) -> None:
-    """Print how each layout of the run stores and gathers the parameters, unless it has one device."""
-    before: list[str] = []
-    for phase in range(len(config.phases)):
-        program = programs[phase]
-        rows = storage_rows(program.placement, [program.abstract_state, program.abstract_base])
-        lines = storage_table(rows, program.placement.mesh.shape)
-        if lines and lines != before:
-            say("\n".join([f"Layout of {config.phase_key(phase)}:", *(f"  {line}" for line in lines)]))
-        before = lines
-
-
-def _open_sources(config: Config) -> Prepared:
-    prepared = open_sources(config)
-    if jax.process_count() > 1:
-        _ = prepared.baselines  # now, while the others wait: later they would wait in a collective, which can time out
-    return prepared
+        # The end: nothing is left unsaved
+        if not trainer.scores:  # if the run resumed after its last step
+            trainer.evaluate()
+        progress.enter(Phase.FINISH)
+        if not store.finish(trainer.save, signals.reached):
+            raise trainer.preempted("the last step", saved=False)
+        trainer.write_phase_ends()  # the last one may have been saved just now
+        trainer.draw(heldout.compressors, only_missing=True)
+        losses, last = (heldout.total, heldout.losses), programs[-1]
+        return TrainResult(config, trainer.state, folder, *losses, prepared, data, last, trainer.base, store.fence)
 
 
 def _checked_programs(config: Config) -> Programs:
     """Make the programs of all phases; raise `InputError` if these devices cannot train the configuration."""
     config.check()
-    require_sinks(config)
     if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
-        raise InputError("train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, or call "
-                         "jax.config.update('jax_enable_x64', True) before anything else.")  # fmt: skip
+        or_call = "or call jax.config.update('jax_enable_x64', True) before anything else"
+        raise InputError(f"train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, {or_call}.")
     check_alike(f"{to_yaml(config)}\n{combine_thresholds()}")  # otherwise collectives would wait for each other
-    primary_first(lambda: require_login(config))
+    primary_first(lambda: require_sinks(config))
     programs = make_programs(config)
     programs.check()
     check_memory(programs)
     return programs
 
 
-def _initialize_or_resume(
-    config: Config, compiled: CompiledSteps, folder: Path, prepared: Prepared, batches: TrainBatches,
-    store: CheckpointStore,
-) -> tuple[TrainState, int, Arrays]:  # fmt: skip
-    """Resume from the newest checkpoint, or initialize a new state, and set the position of `batches`.
-
-    Returns:
-      The state, the number of steps done before this run folder's first, and the frozen parameters under adapters.
-    """
-    programs, stage = compiled.programs, stage_at(config, first_step(config))
-    program = programs[stage.phase]
-    # Process 0 decides: a shared file system may show its files to other machines later.
-    resuming = broadcast(has_checkpoint(folder / CHECKPOINTS))
-    # Adapters always need `init_from`. Without them it may be deleted once there is a checkpoint.
-    weights = None if resuming and config.lora is None else open_init_from(config)
-    base = load_frozen_base(program, weights)
-    if resuming:
-        check_base(folder, config, base)
-        _claim(folder, config, prepared, weights)
-        return (*resume(config, programs, store, batches), base.params)
-    fresh = config.resume_from is None
-    if fresh and weights is None:
-        compiled.start(stage)  # at once, since every input has been checked
-    state = initialize(program, weights, base) if fresh else resume_from(config, programs, batches)
-    record_base(folder, config, base)
-    _claim(folder, config, prepared, weights)
-    first = int(jax.device_get(state.step))
-    store.take_over(first)
-    return state, first, base.params
+def _open_sources(config: Config) -> Prepared:
+    prepared = open_sources(config)
+    if jax.process_count() > 1:
+        _ = prepared.baselines  # now, while the others wait: later they would wait in a collective, which can time out
+    if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
+        print(warning, file=sys.stderr)
+    return prepared
 
 
-def _claim(folder: Path, config: Config, prepared: Prepared, weights: Weights | None) -> None:
-    """Write the run's configuration and tokenizer into its folder, once all its inputs have been checked."""
-    if is_primary():
-        claim_run(folder, config)
-        write_tokenizer(folder, config, prepared, weights)
+def _layouts(programs: Programs) -> Iterator[str]:
+    """Yield lines that tell how each layout of the run stores and gathers the parameters; none on one device."""
+    before: list[str] = []
+    for phase in range(len(programs.config.phases)):
+        program = programs[phase]
+        rows = storage_rows(program.placement, [program.abstract_state, program.abstract_base])
+        lines = storage_table(rows, program.placement.mesh.shape)
+        if lines and lines != before:
+            yield f"Layout of {programs.config.phase_key(phase)}:"
+            yield from (f"  {line}" for line in lines)
+        before = lines
