@@ -31,7 +31,7 @@ from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.gram_polynomial import gram_polynomial
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.parallel.storage import storage_rows
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 FOLDER = Path(sys.argv[1])
 POSTED = []

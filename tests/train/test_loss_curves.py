@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from tests.train_helpers import small_run
-from zaya_jax.train.loop import run_training
+from zaya_jax.train.fit import run_training
 
 CURVES = Path(__file__).parent / "loss_curves"
 STEPS, TOKENS = 40, 128

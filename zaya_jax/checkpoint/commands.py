@@ -12,12 +12,11 @@ from zaya_jax.config import CheckpointConfig, flatten_keys
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.run import checkpoints, writing
-from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
+from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder, steps_to_keep
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import lock_folder
 from zaya_jax.run.manifest import Manifest, Unreadable, read_manifest
-from zaya_jax.run.retention import steps_to_keep
 from zaya_jax.run.run import open_run
 from zaya_jax.run.table import size_text
 

@@ -14,7 +14,7 @@ from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, total_steps
 from zaya_jax.data.loading.account import account, account_lines
-from zaya_jax.data.loading.batches import TrainBatches, train_batches
+from zaya_jax.data.loading.batches import train_batches
 from zaya_jax.data.loading.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import vocabulary_warning
 from zaya_jax.errors import InputError, Superseded
