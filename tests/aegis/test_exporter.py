@@ -25,9 +25,9 @@ from tests.aegis.metrics_helpers import (
 )
 from zaya_jax.aegis.__main__ import main
 from zaya_jax.aegis.exporter import FAMILIES, RunReader, read_last_row
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import FaultClass
+from zaya_jax.aegis.goodput import BUCKETS
 from zaya_jax.errors import ExitCode
-from zaya_jax.run.goodput import BUCKETS
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.aegis import gpu_probe
+from zaya_jax.aegis.failure import FaultClass, Severity
 from zaya_jax.aegis.gpu_probe import GpuProbe
-from zaya_jax.aegis.observation import FaultClass, Severity
 
 ROOT = Path(__file__).parents[2]
 SCENARIO = """

@@ -13,8 +13,7 @@ import pytest
 from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, left_running
 from tests.train_helpers import CONFIG
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import find_failure
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import FaultClass, find_failure
 from zaya_jax.aegis.output import Output
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.config import to_yaml

@@ -18,7 +18,8 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import serve
 from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.policy import load_policy
-from zaya_jax.aegis.supervision_report import describe_run, format_report, format_status
+from zaya_jax.aegis.state import is_running, read_state
+from zaya_jax.aegis.supervision_report import AEGIS, describe_run, format_report, format_status
 from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.aegis.training_command import read_command
 from zaya_jax.config import load_config
@@ -31,7 +32,6 @@ from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.signals import warn
-from zaya_jax.run.supervision import AEGIS, is_running, read_state
 from zaya_jax.run.writing import remove_partials
 
 _LEASE = 120.0  # seconds to wait for the lock of a dead supervisor, which an NFSv4 server keeps for 90
@@ -59,23 +59,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if not options.command:
-        raise InputError("The command to supervise is missing. Write it after --, as in: python -m zaya_jax.aegis run "
-                         "-- python -m zaya_jax.main --config configs/tiny.yaml")  # fmt: skip
+        raise InputError(
+            "The command to supervise is missing. Write it after --, as in: python -m zaya_jax.aegis run "
+            "-- python -m zaya_jax.main --config configs/tiny.yaml"
+        )
     if shutil.which(options.command[0]) is None:
         raise InputError(f"The command {options.command[0]} was not found.")
     for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
         require(value >= 1, flag, value, "at least 1")
     policy = load_policy(options.policy)
-    command = read_command(options.command, options.processes, options.run_dir, nodes=options.nodes, node=options.node,
-                           coordinator=options.coordinator)  # fmt: skip
+    command = read_command(
+        options.command,
+        options.processes,
+        options.run_dir,
+        nodes=options.nodes,
+        node=options.node,
+        coordinator=options.coordinator,
+    )
     if command.config is not None:
         preset = select_preset(command.config.preset)
         peer_timeout = preset.peer_timeout if command.peer_timeout is None else command.peer_timeout
         check_timeouts(policy, preset, peer_timeout, os.environ)
     if command.nodes > 1:
         for name in policy.acting("fewer_devices", "roll_back"):
-            raise InputError(f"rules.{name} is {policy.rules.of(name)}, which needs one node, but --nodes is "
-                             f"{command.nodes}. List {name} in log_only, or choose another action.")  # fmt: skip
+            raise InputError(
+                f"rules.{name} is {policy.rules.of(name)}, which needs one node, but --nodes is "
+                f"{command.nodes}. List {name} in log_only, or choose another action."
+            )
     node = os.uname().nodename
     folder = command.run_dir / AEGIS / node
     environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
@@ -145,20 +155,34 @@ def _drill(options: argparse.Namespace) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m zaya_jax.aegis", description="Keep a training run alive.", epilog=_EXAMPLES,
+        prog="python -m zaya_jax.aegis",
+        description="Keep a training run alive.",
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="start a training command, and restart it when it fails")
     run.set_defaults(action=_run)
     run.add_argument("--policy", metavar="FILE", help="policy to follow (default: see configs/aegis/default.yaml)")
     run.add_argument("--run-dir", metavar="DIR", help="run folder (default: that of the training command)")
-    run.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start on this machine; with "
-                     "more than one, each gets --coordinator, --processes and --process (default: 1)")  # fmt: skip
-    run.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job, each with its own supervisor "
-                     "and as many processes (default: 1)")  # fmt: skip
-    run.add_argument("--node", type=int, metavar="I", help="index of this node, from 0 (default: set by Slurm or "
-                     "Kubernetes)")  # fmt: skip
+    run.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes to start on this machine; with "
+        "more than one, each gets --coordinator, --processes and --process (default: 1)",
+    )
+    run.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="nodes of the job, each with its own supervisor and as many processes (default: 1)",
+    )
+    run.add_argument(
+        "--node", type=int, metavar="I", help="index of this node, from 0 (default: set by Slurm or Kubernetes)"
+    )
     run.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (several nodes only)")
     run.add_argument("command", nargs="*", metavar="-- COMMAND", help="the training command")
     drill = commands.add_parser("drill", help="make faults in a small run, and score how they are dealt with")
@@ -166,15 +190,27 @@ def _parser() -> Parser:
     drill.add_argument("--folder", required=True, metavar="DIR", help="new folder for the drill")
     drill.add_argument("--processes", type=int, default=2, metavar="N", help="processes of the run (default: 2)")
     drill.add_argument("--faults", type=int, default=10, metavar="N", help="number of random faults (default: 10)")
-    drill.add_argument("--fault", action="append", default=[], metavar="FAULT@PROCESS:STEP:PHASE", help="make this "
-                       "fault in place of random ones; repeat it for more")  # fmt: skip
-    drill.add_argument("--hang-seconds", type=float, default=10.0, metavar="SECONDS", help="timeout of the phases of a "
-                       "step (default: 10)")  # fmt: skip
+    drill.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="FAULT@PROCESS:STEP:PHASE",
+        help="make this fault in place of random ones; repeat it for more",
+    )
+    drill.add_argument(
+        "--hang-seconds",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="timeout of the phases of a step (default: 10)",
+    )
     drill.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
     drill.add_argument("--output", metavar="FILE", help="write the score-card as JSON")
     drill.add_argument("trainer", nargs="*", metavar="-- ARGUMENTS", help="arguments of zaya_jax.main")
-    for name, action, what in (("status", _status, "print what the processes of a supervised run do now"),
-                               ("report", _report, "print the faults, recoveries and goodput of a run")):  # fmt: skip
+    for name, action, what in (
+        ("status", _status, "print what the processes of a supervised run do now"),
+        ("report", _report, "print the faults, recoveries and goodput of a run"),
+    ):
         command = commands.add_parser(name, help=what)
         command.set_defaults(action=action)
         command.add_argument("path", type=expanded, metavar="RUN_DIR", help="folder of the run")
@@ -184,9 +220,14 @@ def _parser() -> Parser:
     export.set_defaults(action=_export)
     export.add_argument("path", type=expanded, metavar="RUN_DIR", help="folder of the run")
     export.add_argument("--port", type=int, default=9464, metavar="N", help="port to listen on (default: 9464)")
-    export.add_argument("--address", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: "
-                        "127.0.0.1). The server neither encrypts nor authenticates: with any other address, TLS and "
-                        "the firewall are up to you")  # fmt: skip
+    export.add_argument(
+        "--address",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: "
+        "127.0.0.1). The server neither encrypts nor authenticates: with any other address, TLS and "
+        "the firewall are up to you",
+    )
     return parser
 
 

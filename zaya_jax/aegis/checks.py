@@ -49,8 +49,10 @@ def check_timeouts(policy: Policy, preset: Preset, peer_timeout: float, environm
         )
     heartbeat = peer_timeout + HEARTBEAT_MARGIN
     if policy.watch.link_down_seconds <= window:
-        raise InputError(f"watch.link_down_seconds is {policy.watch.link_down_seconds:g}, but must exceed "
-                         f"{window:.0f} s, the time that the network retries over a link that is down.")  # fmt: skip
+        raise InputError(
+            f"watch.link_down_seconds is {policy.watch.link_down_seconds:g}, but must exceed "
+            f"{window:.0f} s, the time that the network retries over a link that is down."
+        )
     for name in ("floor", "data", "dispatch", "device_wait", "end"):
         seconds = getattr(policy.timeouts, name)
         if seconds <= heartbeat:

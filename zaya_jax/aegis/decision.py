@@ -5,8 +5,7 @@ import signal
 from collections.abc import Sequence
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure, FaultClass
 from zaya_jax.aegis.policy import Action, Policy
 
 _HOUR = 3600.0  # seconds
@@ -69,31 +68,47 @@ def decide(
         code = _STOP_CODES.get(failure.fault, SupervisorExit.DO_NOT_REQUEUE)
         return Decision(f"rules.{failure.fault}", action, code, why=f"The policy stops the run on {_name(failure)}.")
     if action == "replace_node" and can_act:
-        return Decision(f"rules.{failure.fault}", action, SupervisorExit.RETRY_ELSEWHERE,
-                        why=f"The policy asks for another node on {_name(failure)}.")  # fmt: skip
+        return Decision(
+            f"rules.{failure.fault}",
+            action,
+            SupervisorExit.RETRY_ELSEWHERE,
+            why=f"The policy asks for another node on {_name(failure)}.",
+        )
     if failure.code == UNKILLABLE:
-        return Decision("unkillable", "replace_node", SupervisorExit.RETRY_ELSEWHERE, why=(
-            f"{failure.words} The kernel does not end it, so this node needs a restart."
-        ))  # fmt: skip
+        return Decision(
+            "unkillable",
+            "replace_node",
+            SupervisorExit.RETRY_ELSEWHERE,
+            why=(f"{failure.words} The kernel does not end it, so this node needs a restart."),
+        )
     alike = [each for _, each in failures if each.same == failure.same]
     may_repeat = was_valid or failure.fault in (FaultClass.HANG, FaultClass.PEERS, FaultClass.DISK)
     if failure.words and not may_repeat and len(alike) >= restart.same_failure:
         where = "before the first step" if failure.step < 0 else f"after step {failure.step}"
-        return Decision("restart.same_failure", "stop", SupervisorExit.DO_NOT_REQUEUE, why=(
-            f"The same failure happened {len(alike)} times {where}, so it is deterministic: {failure.words}"
-        ))  # fmt: skip
+        return Decision(
+            "restart.same_failure",
+            "stop",
+            SupervisorExit.DO_NOT_REQUEUE,
+            why=(f"The same failure happened {len(alike)} times {where}, so it is deterministic: {failure.words}"),
+        )
     stuck = _without_progress([each for _, each in failures])
     if stuck > restart.no_progress:
         elsewhere = failure.fault is FaultClass.PEERS  # other nodes do not come back: the job needs new ones
         code = SupervisorExit.RETRY_ELSEWHERE if elsewhere else SupervisorExit.DO_NOT_REQUEUE
-        return Decision("restart.no_progress", "stop", code, why=(
-            f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."
-        ))  # fmt: skip
+        return Decision(
+            "restart.no_progress",
+            "stop",
+            code,
+            why=(f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."),
+        )
     recent = sum(now - time < _HOUR for time, _ in failures[:-1])
     if recent >= restart.per_hour:
-        return Decision("restart.per_hour", "stop", SupervisorExit.BUDGET_SPENT, why=(
-            f"{recent} restarts within an hour are the limit (restart.per_hour)."
-        ))  # fmt: skip
+        return Decision(
+            "restart.per_hour",
+            "stop",
+            SupervisorExit.BUDGET_SPENT,
+            why=(f"{recent} restarts within an hour are the limit (restart.per_hour)."),
+        )
     delay = restart.delays[min(stuck, len(restart.delays) - 1)]
     change: Action = action if can_act and action in ("fewer_devices", "roll_back") else "restart"
     why = f"Restarting after {_name(failure)}."

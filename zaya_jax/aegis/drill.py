@@ -19,8 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.failure import FaultClass
 from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.goodput import Goodput, measure_goodput
 from zaya_jax.aegis.processes import die_with_parent
 from zaya_jax.aegis.supervision_report import supervisor_folders
 from zaya_jax.config import load_config
@@ -32,11 +34,9 @@ from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import METRICS
-from zaya_jax.run.goodput import Goodput, measure_goodput
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import EVENTS, read_events
 from zaya_jax.run.writing import open_file, resolved
 
 CRASHES = ("sigkill", "sigsegv", "sigabrt", "exit1", "exit137", "exception")
@@ -110,18 +110,42 @@ class Drill:
         run_dir, marks = self.folder / name, self.folder / f"{name}-marks"
         marks.mkdir()
         python = [sys.executable, "-m"]
-        argv = [*python, "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"), "--run-dir",
-                str(run_dir), "--processes", str(self.processes), "--", *python, "zaya_jax.aegis.faults",
-                *map(str, faults), "--", *self.trainer, f"run_dir={run_dir}"]  # fmt: skip
+        argv = [
+            *python,
+            "zaya_jax.aegis",
+            "run",
+            "--policy",
+            str(self.folder / "policy.yaml"),
+            "--run-dir",
+            str(run_dir),
+            "--processes",
+            str(self.processes),
+            "--",
+            *python,
+            "zaya_jax.aegis.faults",
+            *map(str, faults),
+            "--",
+            *self.trainer,
+            f"run_dir={run_dir}",
+        ]
         # Both runs compile the same functions, so they share the cache.
-        environment = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
-                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ, MARKS: str(marks)}  # fmt: skip
+        environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            **os.environ,
+            MARKS: str(marks),
+        }
         log = self.folder / f"{name}.log"
         with open(open_file(log, os.O_WRONLY), "wb") as file:
             status = subprocess.run(  # noqa: S603 (an argument list, without a shell)
-                argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False,
+                argv,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                check=False,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
-            ).returncode  # fmt: skip
+            ).returncode
         if status:
             raise RunStopped(f"The {name} run ended with exit code {status}. See {log}.")
         return read_events(supervisor_folders(run_dir)[0] / EVENTS)
@@ -133,9 +157,12 @@ class Drill:
 
 
 def score(
-    faults: Sequence[Fault], quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], hang: float,
+    faults: Sequence[Fault],
+    quiet: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    hang: float,
     saves: int,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Score a drill.
 
     Args:
@@ -154,21 +181,30 @@ def score(
     classes: dict[str, Any] = {}
     for name in sorted({row["expected"] for row in rows}):
         mine = [row for row in rows if row["expected"] == name]
-        classes[name] = {key: _quantiles([row[key] for row in mine if row[key] is not None])
-                         for key in ("detect", "since_fault", "recover")}  # fmt: skip
+        classes[name] = {
+            key: _quantiles([row[key] for row in mine if row[key] is not None])
+            for key in ("detect", "since_fault", "recover")
+        }
     failures = [event for event in events if event["kind"] == "end" and event["code"] != "finished"]
     return {
-        "faults": len(faults), "made": len(rows), "attempts": sum(event["kind"] == "start" for event in events),
+        "faults": len(faults),
+        "made": len(rows),
+        "attempts": sum(event["kind"] == "start" for event in events),
         "classes": classes,
         "attributed": sum(row["attributed"] for row in rows) / max(len(rows), 1),
         "missed": [row for row in rows if not row["attributed"]],
-        "times": [{key: row[key] if isinstance(row[key], str) or row[key] is None else round(row[key], 3)
-                   for key in ("fault", "since_fault", "detect", "recover")} for row in rows],
+        "times": [
+            {
+                key: row[key] if isinstance(row[key], str) or row[key] is None else round(row[key], 3)
+                for key in ("fault", "since_fault", "detect", "recover")
+            }
+            for row in rows
+        ],
         "false_alarms": len([event for event in quiet if event["kind"] == "detect" and event["severity"] != "info"])
         + len([each for each in failures if not any(row["attempt"] == each["attempt"] for row in rows)]),
         "quiet_seconds": measure_goodput(quiet).seconds,
         "ettr": _ettr(quiet, events, saves),
-    }  # fmt: skip
+    }
 
 
 def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]], hang: float) -> dict[str, Any]:
@@ -180,9 +216,13 @@ def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]], ha
     fault = parse_fault(injected["code"])
     end = next((event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"]), None)
     detect = next((event for event in events if end is not None and event["id"] == end["cause"]), None)
-    recover = None if detect is None else next(
-        (event for event in events if event["kind"] == "recover" and event["monotonic"] > detect["monotonic"]), None
-    )  # fmt: skip
+    recover = (
+        None
+        if detect is None
+        else next(
+            (event for event in events if event["kind"] == "recover" and event["monotonic"] > detect["monotonic"]), None
+        )
+    )
     drawn = FaultClass.HANG if fault.name in HANGS else FaultClass.CRASH
     made, expected = injected["made_at"], str(_OTHERS.get(fault.name, drawn))
     expires = made
@@ -190,21 +230,26 @@ def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]], ha
         seconds = detect.get("seconds", {})
         expires = max(made, detect["monotonic"] - seconds.get("quiet", math.inf)) + seconds.get("timeout", hang)
     return {
-        "fault": str(fault), "attempt": injected["attempt"], "expected": expected,
+        "fault": str(fault),
+        "attempt": injected["attempt"],
+        "expected": expected,
         "since_fault": None if detect is None else detect["monotonic"] - made,
         "detect": None if detect is None else detect["monotonic"] - expires,
         "recover": None if recover is None else recover["monotonic"] - made,
         "attributed": end is not None and (end.get("rank"), end.get("fault")) == (fault.process, expected),
         "said": None if end is None else {key: end.get(key) for key in ("rank", "fault", "code", "text")},
-    }  # fmt: skip
+    }
 
 
 def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     if not ordered:
         return {"n": 0}
-    return {"n": len(ordered), "p50": round(statistics.median(ordered), 4),
-            "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4)}  # fmt: skip
+    return {
+        "n": len(ordered),
+        "p50": round(statistics.median(ordered), 4),
+        "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4),
+    }
 
 
 def _ettr(quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], saves: int) -> dict[str, float]:
@@ -217,8 +262,13 @@ def _ettr(quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]
     made = [event for event in events if event["kind"] != "inject"]
     first = _starting(measure_goodput([event for event in made if event["attempt"] == made[0]["attempt"]]))
     goodput, undisturbed = measure_goodput(made), measure_goodput(quiet)
-    lost = (_starting(goodput) - first + goodput.buckets["wasted_progress"]
-            + goodput.buckets["infrastructure_recovery"] + goodput.buckets["checkpoint_save"])  # fmt: skip
+    lost = (
+        _starting(goodput)
+        - first
+        + goodput.buckets["wasted_progress"]
+        + goodput.buckets["infrastructure_recovery"]
+        + goodput.buckets["checkpoint_save"]
+    )
     seconds = goodput.seconds - first - goodput.buckets["other"]
     # A fault during a restart prolongs the recovery from the one before, so outages are counted, not faults.
     outages = [event["seconds"]["recover"] for event in events if event["kind"] == "recover"]
@@ -240,16 +290,19 @@ def _starting(goodput: Goodput) -> float:
 
 def format_card(card: Mapping[str, Any]) -> str:
     """Format a score-card as text."""
-    lines = [f"{card['made']} of {card['faults']} faults made in {card['attempts']} attempts; the results are "
-             f"{'identical to' if card['identical'] else 'NOT those of'} the undisturbed run."]  # fmt: skip
+    lines = [
+        f"{card['made']} of {card['faults']} faults made in {card['attempts']} attempts; the results are "
+        f"{'identical to' if card['identical'] else 'NOT those of'} the undisturbed run."
+    ]
     lines.append(f"{'class':<10}{'n':>5}{'detect p50':>13}{'p95':>9}{'next step p50':>16}{'p95':>9}")
     for name, row in card["classes"].items():
         detect, recover = row["detect"], row["recover"]
         cells = [(detect, "p50", 13), (detect, "p95", 9), (recover, "p50", 16), (recover, "p95", 9)]
         texts = [f"{value.get(key, float('nan')):>{width - 2}.2f} s" for value, key, width in cells]
         lines.append(f"{name:<10}{detect['n']:>5}{''.join(texts)}")
-    lines.append(f"Attributed to the right process and class: {card['attributed']:.1%}. False alarms: "
-                 f"{card['false_alarms']}.")  # fmt: skip
+    lines.append(
+        f"Attributed to the right process and class: {card['attributed']:.1%}. False alarms: {card['false_alarms']}."
+    )
     lines += [f"  missed: {row['fault']} -> {row['said']}" for row in card["missed"]]
     ettr = card["ettr"]
     lines.append(f"ETTR {ettr['measured']:.1%}, by the formula {ettr['predicted']:.1%}.")

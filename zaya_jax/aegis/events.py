@@ -10,13 +10,60 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.file_worker import FileWorker
-from zaya_jax.aegis.observation import Severity
 from zaya_jax.errors import printable
 from zaya_jax.run.files import LONGEST_JSON, read_end
 from zaya_jax.run.metrics import DiskGuard, LineFile
-from zaya_jax.run.supervision import EVENTS, VERSION, parse_events
 
+EVENTS = "events.jsonl"
+VERSION = 1  # of the schema of events
+_LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
+_NEEDED = {"id", "attempt", "unix", "time", "kind", "code", "severity", "text"}
+_TYPES = {
+    "id": int,
+    "attempt": int,
+    "time": str,
+    "kind": str,
+    "code": str,
+    "severity": str,
+    "text": str,
+    "cause": int,
+    "fault": str,
+    "rank": int,
+    "step": int,
+    "seconds": dict,
+    "times": dict,
+    "first_step": int,
+    "last_step": int,
+    "exit_statuses": list,
+    "monotonic": int | float,
+    "action": str,
+    "explanation": str,
+    "files": list,
+}
+_TYPES = {
+    "id": int,
+    "attempt": int,
+    "time": str,
+    "kind": str,
+    "code": str,
+    "severity": str,
+    "text": str,
+    "cause": int,
+    "fault": str,
+    "rank": int,
+    "step": int,
+    "seconds": dict,
+    "times": dict,
+    "first_step": int,
+    "last_step": int,
+    "exit_statuses": list,
+    "monotonic": int | float,
+    "action": str,
+    "explanation": str,
+    "files": list,
+}
 _MOST_WAITING = 2**20  # bytes of events that wait for a full disk; later ones are dropped
 
 # start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
@@ -32,9 +79,12 @@ class EventLog:
     """
 
     def __init__(
-        self, folder: Path, node: str, files: FileWorker,
+        self,
+        folder: Path,
+        node: str,
+        files: FileWorker,
         listener: Callable[[Mapping[str, Any]], object] = lambda event: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Continue the log.
 
         Args:
@@ -58,9 +108,15 @@ class EventLog:
         self._dropped = 0
 
     def write(
-        self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, cause: int | None = None,
-        text: str = "", **details: Any,
-    ) -> int:  # fmt: skip
+        self,
+        kind: Kind,
+        code: str,
+        *,
+        severity: Severity = Severity.INFO,
+        cause: int | None = None,
+        text: str = "",
+        **details: Any,
+    ) -> int:
         """Append an event.
 
         Args:
@@ -78,11 +134,19 @@ class EventLog:
         self._id += 1
         now = time.time()
         event = {
-            "v": VERSION, "id": self._id,
+            "v": VERSION,
+            "id": self._id,
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z",
-            "unix": round(now, 6), "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt,
-            "kind": kind, "code": code, "severity": str(severity), "cause": cause, "text": printable(text, 500),
-        } | {key: _plain(value) for key, value in details.items() if value is not None}  # fmt: skip
+            "unix": round(now, 6),
+            "monotonic": round(time.monotonic(), 6),
+            "node": self._node,
+            "attempt": self.attempt,
+            "kind": kind,
+            "code": code,
+            "severity": str(severity),
+            "cause": cause,
+            "text": printable(text, 500),
+        } | {key: _plain(value) for key, value in details.items() if value is not None}
         written = self._files.submit(lambda: self._append(event))
         self._dropped += written.done() and written.exception() is not None  # refused, since too many jobs wait
         self._listener(event)
@@ -116,3 +180,44 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     return value
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the last 64 MiB of the events of one node; none if the file cannot be read."""
+    return parse_events(read_content(path))
+
+
+def parse_events(content: bytes) -> list[dict[str, Any]]:
+    """Return the events of a log, without lines that are torn or no events."""
+    events = []
+    for line in content.splitlines():
+        try:
+            event = json.loads(line[:_LONGEST_LINE])
+            if event["v"] == VERSION and _is_whole(event):
+                events.append({"cause": None, **{key: value for key, value in event.items() if value is not None}})
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            continue
+    return events
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    """Return whether an event has the fields of its schema; raises `TypeError` if a number is none."""
+    fields = {key: value for key, value in event.items() if value is not None}
+    if not all(isinstance(value, _TYPES.get(key, object)) for key, value in fields.items()):
+        return False
+    numbers = (
+        fields["unix"],
+        fields.get("monotonic", 0),
+        *fields.get("seconds", {}).values(),
+        *fields.get("times", {}).values(),
+    )
+    has_steps = "first_step" not in fields or 0 <= fields["first_step"] <= fields.get("last_step", -1)
+    return fields.keys() >= _NEEDED and has_steps and all(map(math.isfinite, numbers))
+
+
+def read_content(path: Path) -> bytes:
+    """Return the last 64 MiB of a log; nothing if it cannot be read."""
+    try:
+        return read_end(path, LONGEST_JSON)
+    except OSError:
+        return b""

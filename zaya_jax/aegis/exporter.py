@@ -18,16 +18,18 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.failure import FaultClass
+from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.state import STATE, is_running, running_attempt
+from zaya_jax.aegis.supervision_report import AEGIS, list_faults
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
-from zaya_jax.run.goodput import measure_goodput
 from zaya_jax.run.manifest import saved_at
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import AEGIS, EVENTS, STATE, is_running, list_faults, read_events, running_attempt
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -73,11 +75,18 @@ FAMILIES = {
     "zaya_exporter_read_errors_total": "Reads of the run folder that failed, by source.",
 }
 _COLUMNS = {
-    "zaya_step": "step", "zaya_tokens_seen": "tokens_seen", "zaya_loss": "loss", "zaya_grad_norm": "grad_norm",
-    "zaya_learning_rate": "learning_rate", "zaya_skipped_steps": "skipped", "zaya_step_seconds": "seconds",
-    "zaya_data_wait_seconds": "data_wait", "zaya_tokens_per_second": "tokens_per_second",
-    "zaya_flops_per_second": "flops_per_second", "zaya_mfu": "mfu",
-}  # fmt: skip
+    "zaya_step": "step",
+    "zaya_tokens_seen": "tokens_seen",
+    "zaya_loss": "loss",
+    "zaya_grad_norm": "grad_norm",
+    "zaya_learning_rate": "learning_rate",
+    "zaya_skipped_steps": "skipped",
+    "zaya_step_seconds": "seconds",
+    "zaya_data_wait_seconds": "data_wait",
+    "zaya_tokens_per_second": "tokens_per_second",
+    "zaya_flops_per_second": "flops_per_second",
+    "zaya_mfu": "mfu",
+}
 _LAYER_COLUMNS: Mapping[str, tuple[str, Callable[[Iterable[float]], float]]] = {
     "zaya_router_entropy": ("load_entropy", statistics.fmean),
     "zaya_router_entropy_min": ("load_entropy", min),
@@ -110,8 +119,10 @@ class RunReader:
         for folder in self._attempt("nodes", lambda: (path.parent for path in (run_dir / AEGIS).glob(f"*/{EVENTS}"))):
             samples += self._attempt("state", lambda folder=folder: _state(folder))
             samples += self._attempt("events", lambda folder=folder: _events(folder))
-        samples += [Sample("zaya_exporter_read_errors_total", count, {"source": source})
-                    for source, count in self._errors.items()]  # fmt: skip
+        samples += [
+            Sample("zaya_exporter_read_errors_total", count, {"source": source})
+            for source, count in self._errors.items()
+        ]
         return samples
 
     def _attempt(self, source: str, read: Callable[[], Iterator[T]]) -> list[T]:
@@ -213,8 +224,10 @@ def make_registry(run_dir: Path) -> "CollectorRegistry":
 
     class RunCollector(Collector):
         def collect(self) -> "Iterator[Metric]":
-            families = {key: Metric(key.removesuffix("_total"), text, "counter" if key.endswith("_total") else "gauge")
-                        for key, text in FAMILIES.items()}  # fmt: skip
+            families = {
+                key: Metric(key.removesuffix("_total"), text, "counter" if key.endswith("_total") else "gauge")
+                for key, text in FAMILIES.items()
+            }
             for sample in reader.read():
                 families[sample.name].add_sample(sample.name, dict(sample.labels), sample.value)
             yield from (family for family in families.values() if family.samples)

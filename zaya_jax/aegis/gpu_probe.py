@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 
 _MOST_OUTPUT = 1 << 18  # bytes
 _MOST_GPUS = 128
@@ -120,9 +120,12 @@ class GpuProbe:
         try:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "zaya_jax.aegis.gpu_probe"],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                env=self._environment, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
         except OSError as error:
             return self._fail("gpu-probe-failed", f"The GPU probe did not start: {error.strerror or error}.")
         if self._child.stdout is not None:
@@ -165,8 +168,10 @@ class GpuProbe:
         self._failed = False
         elapsed = None if self._read_at is None else max(1e-3, now - self._read_at)
         names = {gpu.index: name for name, gpu in self._known.items()}
-        self.gpus = [gpu if gpu.name else dataclasses.replace(gpu, name=names.get(gpu.index, f"index {gpu.index}"))
-                     for gpu in gpus[:_MOST_GPUS]]  # fmt: skip
+        self.gpus = [
+            gpu if gpu.name else dataclasses.replace(gpu, name=names.get(gpu.index, f"index {gpu.index}"))
+            for gpu in gpus[:_MOST_GPUS]
+        ]
         self._read_at = now
         seen = [change for gpu in self.gpus for change in self._compare(gpu, self._known.get(gpu.name), elapsed)]
         seen += self._find_missing()
@@ -196,8 +201,10 @@ class GpuProbe:
         self._missing = {name: self._missing.get(name, 0) + 1 for name in self._known if name not in present}
         gone = [name for name, readings in self._missing.items() if readings == 2 and not self._known[name].lost]
         numbers = {name: self._known[name].index for name in gone}
-        return [_observe("gpu-lost", Severity.FATAL, f"GPU {index} ({name}) is gone.", index)
-                for name, index in numbers.items()]  # fmt: skip
+        return [
+            _observe("gpu-lost", Severity.FATAL, f"GPU {index} ({name}) is gone.", index)
+            for name, index in numbers.items()
+        ]
 
 
 def _rise(old: int | None, new: int | None) -> int:
@@ -240,11 +247,16 @@ def _amd_gpu(amdsmi: Any, index: int, handle: Any) -> Gpu:
         correctable=_count(errors.get("correctable_count")),
         deferred=_count(errors.get("deferred_count")),
         pcie_replays=_count(link),
-        temperature=_count(_try(lambda: amdsmi.amdsmi_get_temp_metric(
-            handle, amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT))),
+        temperature=_count(
+            _try(
+                lambda: amdsmi.amdsmi_get_temp_metric(
+                    handle, amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT
+                )
+            )
+        ),
         memory_used=_count(_try(lambda: amdsmi.amdsmi_get_gpu_memory_usage(handle, amdsmi.AmdSmiMemoryType.VRAM))),
         processes=_count(_try(lambda: len(amdsmi.amdsmi_get_gpu_process_list(handle)))),
-    )  # fmt: skip
+    )
 
 
 def _read_nvidia(nvml: Any) -> list[Gpu]:

@@ -55,16 +55,25 @@ class HangWatch:
         if not set(suspects) & set(late) and not stopped:
             return None  # they wait for a process that is within its own time, such as one that compiles
         first, suspect = late[0], progress[suspects[0]]
-        who = "all processes alike" if len(suspects) == len(progress) > 1 else (
-            f"process{'es' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}")  # fmt: skip
+        who = (
+            "all processes alike"
+            if len(suspects) == len(progress) > 1
+            else (f"process{'es' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}")
+        )
         how = " (stopped by a signal)" if suspects[0] in stopped else ""
-        words = (f"No progress for {silences[first].seconds:.1f} s in phase {phases[first].name.lower()}, more than "
-                 f"its timeout of {limits[first]:g} s. The cause seems to be {who}{how}.")  # fmt: skip
+        words = (
+            f"No progress for {silences[first].seconds:.1f} s in phase {phases[first].name.lower()}, more than "
+            f"its timeout of {limits[first]:g} s. The cause seems to be {who}{how}."
+        )
         return Hang(
             suspects[0] if len(suspects) == 1 else None,
             -1 if suspect is None or suspect.first_step < 0 else suspect.step,
-            phases[first], limits[first], counted[first].seconds, counted[first].since, words,
-        )  # fmt: skip
+            phases[first],
+            limits[first],
+            counted[first].seconds,
+            counted[first].since,
+            words,
+        )
 
 
 class Silence:

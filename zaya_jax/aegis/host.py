@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.run.host_memory import OWN, ROOT, memory_groups, read_group
 
 _GB = 1e9
@@ -42,8 +42,14 @@ class HostWatch:
         except OSError as error:
             if not self._rise("disk", 2):
                 return []
-            return [Observation("disk-unreadable", FaultClass.DISK, Severity.ERROR,
-                                f"The file system of {folder} cannot be read: {error.strerror or error}.")]  # fmt: skip
+            return [
+                Observation(
+                    "disk-unreadable",
+                    FaultClass.DISK,
+                    Severity.ERROR,
+                    f"The file system of {folder} cannot be read: {error.strerror or error}.",
+                )
+            ]
         text = f"The file system of {folder} has {free / _GB:.3g} GB free."
         return self._compare("disk", FaultClass.DISK, free, *_DISK, text)
 
@@ -76,8 +82,14 @@ class HostWatch:
         self._kills = self._kills if kills is None else kills
         if new <= 0:
             return []
-        return [Observation("host-out-of-memory", FaultClass.HOST_MEMORY, Severity.ERROR, "The kernel killed "
-                            f"{new} process{'es' * (new > 1)} of this control group for lack of memory.")]  # fmt: skip
+        return [
+            Observation(
+                "host-out-of-memory",
+                FaultClass.HOST_MEMORY,
+                Severity.ERROR,
+                f"The kernel killed {new} process{'es' * (new > 1)} of this control group for lack of memory.",
+            )
+        ]
 
     def _oom_kills(self) -> int | None:
         """Return how many processes of this control group were killed for memory; None if that is unknown."""

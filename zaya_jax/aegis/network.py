@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.hardware.sysfs import MOST_LINKS, Sysfs
 from zaya_jax.run.files import read_start
 
@@ -92,22 +92,34 @@ class NetworkWatch:
             yield _observe("link-down", Severity.WARNING, f"The link {name} went down.")
         elif link.down_since is None and rises:
             link.flaps += rises
-            yield _observe("link-flap", Severity.INFO, f"The link {name} went down and came back "
-                           f"{_times(rises)} between two polls, {_times(link.flaps)} in all.")  # fmt: skip
+            yield _observe(
+                "link-flap",
+                Severity.INFO,
+                f"The link {name} went down and came back "
+                f"{_times(rises)} between two polls, {_times(link.flaps)} in all.",
+            )
         elif link.down_since is not None and reading.up:
             down, code = now - link.down_since, "link-up" if link.is_lost else "link-flap"
             link.down_since = None
             link.flaps += rises
-            yield _observe(code, Severity.INFO, f"The link {name} came back after {down:.0f} s. It went down "
-                           f"{_times(link.flaps)} in all.")  # fmt: skip
+            yield _observe(
+                code,
+                Severity.INFO,
+                f"The link {name} came back after {down:.0f} s. It went down {_times(link.flaps)} in all.",
+            )
         if link.down_since is not None and not link.is_lost and now - link.down_since >= self._down_seconds:
             link.is_lost = True
-            yield _observe("link-lost", Severity.ERROR, f"The link {name} has been down for "
-                           f"{now - link.down_since:.0f} s; at most {self._down_seconds:g} s are allowed.")  # fmt: skip
+            yield _observe(
+                "link-lost",
+                Severity.ERROR,
+                f"The link {name} has been down for "
+                f"{now - link.down_since:.0f} s; at most {self._down_seconds:g} s are allowed.",
+            )
         link.new_errors += max(0, reading.errors - old.errors)
         if link.new_errors and now - link.errors_at >= _ERRORS_EVERY:
-            yield _observe("link-errors", Severity.WARNING, f"The link {name} counted {link.new_errors} new "
-                           "transmission errors.")  # fmt: skip
+            yield _observe(
+                "link-errors", Severity.WARNING, f"The link {name} counted {link.new_errors} new transmission errors."
+            )
             link.errors_at, link.new_errors = now, 0
 
     def _read(self) -> Iterator[tuple[str, Reading]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from zaya_jax.aegis.observation import Severity
+from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.policy import NotifyPolicy
 from zaya_jax.aegis.processes import adopt_orphans, die_with_parent
 
@@ -120,10 +120,15 @@ def start_command(
         file.write(line.encode())
         file.seek(0)
         return subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
-            list(command), env=environment, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            list(command),
+            env=environment,
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             # Its orphans stay its descendants.
-            start_new_session=True, preexec_fn=lambda: (die_with_parent(parent), adopt_orphans()),  # noqa: PLW1509
-        )  # fmt: skip
+            start_new_session=True,
+            preexec_fn=lambda: (die_with_parent(parent), adopt_orphans()),  # noqa: PLW1509
+        )
 
 
 def _kill(running: _Running) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import FaultClass
 from zaya_jax.config.bounds import NonNegative, Positive, check_bounds
 from zaya_jax.config.checks import require
 from zaya_jax.config.loader import load_as
@@ -59,8 +59,12 @@ class RestartPolicy:
     def check(self) -> None:
         """Raise `InputError` if a value is invalid."""
         check_bounds(self, "restart")
-        require(len(self.delays) > 0 and min(self.delays) >= 0, "restart.delays", list(self.delays),
-                "a list of at least one number, none negative")  # fmt: skip
+        require(
+            len(self.delays) > 0 and min(self.delays) >= 0,
+            "restart.delays",
+            list(self.delays),
+            "a list of at least one number, none negative",
+        )
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,12 @@ class NotifyPolicy:
         if self.command:
             program = Path(self.command[0])
             is_program = program.is_absolute() and program.is_file() and os.access(program, os.X_OK)
-            require(is_program, "notify.command", list(self.command), "a list that starts with the absolute path of "
-                    "an executable file")  # fmt: skip
+            require(
+                is_program,
+                "notify.command",
+                list(self.command),
+                "a list that starts with the absolute path of an executable file",
+            )
 
 
 @dataclass(frozen=True)
@@ -148,8 +156,11 @@ class Policy:
 
     def acting(self, *actions: Action) -> list[FaultClass]:
         """Return the classes of faults for which one of `actions` is taken, not only logged."""
-        return [FaultClass(rule.name) for rule in fields(RulePolicy)
-                if getattr(self.rules, rule.name) in actions and rule.name not in self.log_only]  # fmt: skip
+        return [
+            FaultClass(rule.name)
+            for rule in fields(RulePolicy)
+            if getattr(self.rules, rule.name) in actions and rule.name not in self.log_only
+        ]
 
     def check(self) -> None:
         """Raise `InputError` if a value is invalid."""

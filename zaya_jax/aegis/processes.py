@@ -40,9 +40,14 @@ class Rank:
     """
 
     def __init__(
-        self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output],
-        *, expects_record: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        index: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: Sequence[Output],
+        *,
+        expects_record: bool = False,
+    ) -> None:
         """Start `command` in `environment`; its output goes to `outputs`, stdout and stderr.
 
         With `expects_record` it must keep a progress record: without one it has not finished, whatever it returns.
@@ -60,9 +65,14 @@ class Rank:
         try:
             # The supervisor has one thread, so running Python between fork and exec is safe.
             self.process = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
-                list(command), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True, preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509
-            )  # fmt: skip
+                list(command),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509
+            )
         except BaseException:
             os.close(self._record)
             raise
@@ -144,10 +154,18 @@ class Rank:
         elif self._finished is not None and progress is not None and progress.first_step < 0:
             progress = self._finished  # another command came after it
         end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed, expects_record=self._expects_record)
-        self.end = end if progress is None else dataclasses.replace(
-            end, step=progress.step if progress.first_step >= 0 else -1, phase=progress.phase,
-            record=progress.exit_record, has_progress=True, is_wrapped=progress.pid != self.process.pid,
-        )  # fmt: skip
+        self.end = (
+            end
+            if progress is None
+            else dataclasses.replace(
+                end,
+                step=progress.step if progress.first_step >= 0 else -1,
+                phase=progress.phase,
+                record=progress.exit_record,
+                has_progress=True,
+                is_wrapped=progress.pid != self.process.pid,
+            )
+        )
         return self.end
 
     @property
@@ -203,9 +221,12 @@ class ProcessGroup:
     """The processes of one attempt, and a selector that waits for their output and end."""
 
     def __init__(
-        self, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], outputs: Sequence[Output],
-        *, expects_records: bool,
-    ) -> None:  # fmt: skip
+        self,
+        processes: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+        outputs: Sequence[Output],
+        *,
+        expects_records: bool,
+    ) -> None:
         """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started.
 
         See `Rank` for the other arguments.

@@ -22,8 +22,11 @@ class Timeouts:
         with contextlib.suppress(InputError, KeyError, TypeError, ValueError):  # missing or damaged: learn again
             learned = read_object(self._path)
             if learned["command"] == command:
-                self._longest = {phase.name: float(learned["longest"][phase.name])
-                                 for phase in Phase if phase.name in learned["longest"]}  # fmt: skip
+                self._longest = {
+                    phase.name: float(learned["longest"][phase.name])
+                    for phase in Phase
+                    if phase.name in learned["longest"]
+                }
 
     def limit(self, phase: Phase, progress: Progress | None) -> float:
         """Return the seconds that a process may stay in `phase`.

@@ -49,10 +49,23 @@ class TrainingCommand:
             visible = {"HIP_VISIBLE_DEVICES": device, "CUDA_VISIBLE_DEVICES": device}
             return [(argv, visible if self.is_reduced else {})]
         secret = {} if self.coordinator else {VARIABLE: make_secret()}  # processes of other nodes would not have it
-        job = [["--coordinator", self.coordinator or address, "--processes", str(count), "--process",
-                str(self.node * here + index)] if count > 1 else [] for index in range(here)]  # fmt: skip
-        return [([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret})
-                for flags, device in zip(job, self.devices, strict=True)]  # fmt: skip
+        job = [
+            [
+                "--coordinator",
+                self.coordinator or address,
+                "--processes",
+                str(count),
+                "--process",
+                str(self.node * here + index),
+            ]
+            if count > 1
+            else []
+            for index in range(here)
+        ]
+        return [
+            ([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret})
+            for flags, device in zip(job, self.devices, strict=True)
+        ]
 
     def with_fewer_devices(self, lost: int | None) -> Self | None:
         """Return the command without the device `lost` (the last, if None), on as many others as its batches allow.
@@ -129,9 +142,15 @@ def fits(config: Config, devices: int) -> bool:
 
 
 def read_command(
-    argv: Sequence[str], processes: int, run_dir: str | None, *, nodes: int = 1, node: int | None = None,
-    coordinator: str | None = None, environment: Mapping[str, str] = os.environ,
-) -> TrainingCommand:  # fmt: skip
+    argv: Sequence[str],
+    processes: int,
+    run_dir: str | None,
+    *,
+    nodes: int = 1,
+    node: int | None = None,
+    coordinator: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> TrainingCommand:
     """Read a command, and check its configuration if it is a training command.
 
     Args:
@@ -148,20 +167,26 @@ def read_command(
     """
     node = node_index(environment) if node is None else node
     if nodes > 1 and (coordinator is None or node is None or not 0 <= node < nodes):
-        raise InputError(f"--nodes {nodes} needs --coordinator HOST:PORT, and --node from 0 to {nodes - 1} where "
-                         "neither Slurm nor Kubernetes sets it.")  # fmt: skip
+        raise InputError(
+            f"--nodes {nodes} needs --coordinator HOST:PORT, and --node from 0 to {nodes - 1} where "
+            "neither Slurm nor Kubernetes sets it."
+        )
     if nodes == 1:
         node = coordinator = None
     devices, arguments = tuple(range(processes)), _training_arguments(argv)
     if arguments is None:
         if run_dir is None:
-            raise InputError("--run-dir is missing. It can be left out only if the command is zaya train or contains "
-                             "-m zaya_jax.main.")  # fmt: skip
+            raise InputError(
+                "--run-dir is missing. It can be left out only if the command is zaya train or contains "
+                "-m zaya_jax.main."
+            )
         return TrainingCommand(tuple(argv), expanded(run_dir), devices, nodes, node or 0, coordinator)
     options = parse_training(arguments)
     if (options.coordinator, options.processes, options.process) != (None, None, None):
-        raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
-                         "from the command, and set --processes and --nodes before --.")  # fmt: skip
+        raise InputError(
+            "The supervisor sets --coordinator, --processes and --process of each process. Remove them "
+            "from the command, and set --processes and --nodes before --."
+        )
     config = load_config(options.config, options.overrides)
     folder = expanded(config.run_dir if run_dir is None else run_dir)
     return TrainingCommand(tuple(argv), folder, devices, nodes, node or 0, coordinator, config, options.peer_timeout)

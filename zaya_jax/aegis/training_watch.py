@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import TrainingPolicy
 from zaya_jax.config import Config
 from zaya_jax.config.stages import phase_steps, schedule_spans, tokens_before
@@ -92,8 +92,10 @@ class LossWatch:
         is_level = newest <= min(2 * median, level + tolerance) and spread <= self._policy.spike_threshold * tolerance
         if self._changes is not None or not is_level:
             self._is_reported = True
-            text = (f"The loss has been high for {len(high)} steps, until step {step}: {loss:.4g} after a median of "
-                    f"{median:.4g} nats/token.")  # fmt: skip
+            text = (
+                f"The loss has been high for {len(high)} steps, until step {step}: {loss:.4g} after a median of "
+                f"{median:.4g} nats/token."
+            )
             return Observation("loss-spike", FaultClass.SPIKE, Severity.ERROR, text, None, self._good)
         if len(high) >= self._policy.spike_window:
             self._losses.extend(high)
@@ -152,9 +154,14 @@ class StragglerWatch:
             score = (total - (seconds - median)) / total if total > 0 else 1.0
             self._slow[rank] = self._slow.get(rank, 0) + 1 if score < self._policy.straggler_score else 0
             if self._slow[rank] == self._policy.straggler_windows:
-                slow.append(Observation(
-                    "straggler", FaultClass.STRAGGLER, Severity.WARNING,
-                    f"Without the delay of process {rank}, steps would take {score:.0%} of their time, for "
-                    f"{self._slow[rank]} windows of {self._policy.straggler_steps} steps.", rank,
-                ))  # fmt: skip
+                slow.append(
+                    Observation(
+                        "straggler",
+                        FaultClass.STRAGGLER,
+                        Severity.WARNING,
+                        f"Without the delay of process {rank}, steps would take {score:.0%} of their time, for "
+                        f"{self._slow[rank]} windows of {self._policy.straggler_steps} steps.",
+                        rank,
+                    )
+                )
         return slow

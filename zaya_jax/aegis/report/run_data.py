@@ -7,19 +7,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
+from zaya_jax.aegis.events import EVENTS
+from zaya_jax.aegis.report.curves import POINTS, History, Line, scaled, significant
+from zaya_jax.aegis.supervision_report import AEGIS, describe_nodes
 from zaya_jax.config import flatten_keys, from_dict
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError, as_sentence
-from zaya_jax.report.history import History, Line, scaled
-from zaya_jax.report.series import POINTS, significant
 from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.files import read_object, require_regular
 from zaya_jax.run.folder import CONFIG, METRICS, SUMMARY, TIMINGS, read_config
 from zaya_jax.run.metrics import parse_row
 from zaya_jax.run.run import Run, open_run
 from zaya_jax.run.status import KILLED, STOPPED, Status
-from zaya_jax.run.supervision import AEGIS, EVENTS, describe_nodes
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Warn(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class RunData:
     """A run that the page is about.
 
     Attributes:
@@ -144,10 +144,10 @@ class Subject:
         return lines
 
 
-def make_or(default: T, make: Callable[[Subject], T], subject: Subject) -> T:
+def make_or(default: T, make: Callable[[RunData], T], run: RunData) -> T:
     """Return what `make` returns for a run; `default` if a damaged file prevents it."""
     try:
-        return make(subject)
+        return make(run)
     except DAMAGE:
         return default
 
@@ -157,7 +157,7 @@ def flatten_settings(tree: dict[str, Any]) -> dict[str, Any]:
     return dict(flatten_keys({**tree, "phases": {phase["name"]: phase for phase in tree["phases"]}}))
 
 
-def read_subjects(paths: Sequence[str]) -> list[Subject]:
+def read_runs(paths: Sequence[str]) -> list[RunData]:
     """Read runs.
 
     Raises:
@@ -168,15 +168,17 @@ def read_subjects(paths: Sequence[str]) -> list[Subject]:
     return [_read(run, index, name) for index, (run, name) in enumerate(zip(folders, names, strict=True))]
 
 
-def _read(run: Run, index: int, name: str) -> Subject:
+def _read(run: Run, index: int, name: str) -> RunData:
     folder, problems = run.folder, list[str]()
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} has no {CONFIG}, so its run cannot be identified. Name the folder of a run.")
     metrics, timings = History(folder / METRICS), History(folder / TIMINGS)
     problems += filter(None, (metrics.problem, timings.problem))
     if not metrics.steps:
-        raise InputError(f"{folder} has no steps yet: {METRICS} is missing, empty or damaged. Train the run, or wait "
-                         "for its first step.")  # fmt: skip
+        raise InputError(
+            f"{folder} has no steps yet: {METRICS} is missing, empty or damaged. Train the run, or wait "
+            "for its first step."
+        )
     changes = list[dict[str, Any]]()
     try:
         changes = run.changes
@@ -197,13 +199,29 @@ def _read(run: Run, index: int, name: str) -> Subject:
     except DAMAGE:
         problems.append(f"The supervisor's files in {folder / AEGIS} are damaged; goodput and faults are not shown.")
         nodes = {}
-    problems += [f"{folder / AEGIS / name / EVENTS}: {counted(node['unread_events'], 'line')} left out, damaged or of "
-                 "another version." for name, node in nodes.items() if node["unread_events"]]  # fmt: skip
+    problems += [
+        f"{folder / AEGIS / name / EVENTS}: {counted(node['unread_events'], 'line')} left out, damaged or of "
+        "another version."
+        for name, node in nodes.items()
+        if node["unread_events"]
+    ]
     evaluations.sort(key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
-    return Subject(
-        index, name, folder, read_config(folder), metrics, timings, run.status, _object(folder / SUMMARY, problems),
-        run.checkpoints, [path.name for path in run.quarantined], nodes, evaluations, changes, problems,
-    )  # fmt: skip
+    return RunData(
+        index,
+        name,
+        folder,
+        read_config(folder),
+        metrics,
+        timings,
+        run.status,
+        _object(folder / SUMMARY, problems),
+        run.checkpoints,
+        [path.name for path in run.quarantined],
+        nodes,
+        evaluations,
+        changes,
+        problems,
+    )
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -225,10 +243,14 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _is_heldout(record: Any) -> TypeGuard[dict[str, dict[str, Any]]]:
-    return isinstance(record, dict) and len(record) > 0 and all(
-        isinstance(text, dict) and all(isinstance(text.get(key), int) for key in ("tokens", "bytes"))
-        for text in record.values()
-    )  # fmt: skip
+    return (
+        isinstance(record, dict)
+        and len(record) > 0
+        and all(
+            isinstance(text, dict) and all(isinstance(text.get(key), int) for key in ("tokens", "bytes"))
+            for text in record.values()
+        )
+    )
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

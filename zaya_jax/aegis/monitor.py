@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.gpu_probe import GpuProbe
 from zaya_jax.aegis.host import HostWatch
 from zaya_jax.aegis.kernel_log import KernelLog
 from zaya_jax.aegis.network import NetworkWatch
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.aegis.signatures import observe_line
@@ -19,7 +19,7 @@ _EVERY = 1.0  # seconds between two looks at the machine
 _SILENT = 30.0  # seconds after which a run folder that does not answer is reported
 
 
-class Watch:
+class Monitor:
     """Watches the machine for as long as the supervisor runs, and output and training attempt by attempt."""
 
     def __init__(self, policy: Policy, run_dir: Path, files: FileWorker, changes: LevelChanges = None) -> None:
@@ -34,8 +34,9 @@ class Watch:
         self._policy, self._run_dir, self._files, self._changes = policy, run_dir, files, changes
         self._kernel_log = None if policy.watch.kernel_log is None else KernelLog(Path(policy.watch.kernel_log))
         telemetry = policy.watch.network_telemetry
-        self._network = NetworkWatch(Path(policy.watch.sysfs), policy.watch.link_down_seconds,
-                                     None if telemetry is None else Path(telemetry))  # fmt: skip
+        self._network = NetworkWatch(
+            Path(policy.watch.sysfs), policy.watch.link_down_seconds, None if telemetry is None else Path(telemetry)
+        )
         self._host = HostWatch(run_dir)
         self._disk: Future[list[Observation]] | None = None  # what is being read
         self._is_silent = False  # whether the run folder has not answered for long
@@ -82,8 +83,13 @@ class Watch:
         self._looked = now
         lines = [] if self._kernel_log is None else self._kernel_log.read()
         seen = [observe_line("kernel", line) for line in lines]
-        return [*(each for each in seen if each is not None), *self._network.poll(now), *self._host.poll(),
-                *self._gpus.poll(now), *self.poll_folder()]  # fmt: skip
+        return [
+            *(each for each in seen if each is not None),
+            *self._network.poll(now),
+            *self._host.poll(),
+            *self._gpus.poll(now),
+            *self.poll_folder(),
+        ]
 
     def poll_folder(self) -> list[Observation]:
         """Return what is new of the run folder: its free space, and whether its file system answers."""
@@ -92,12 +98,21 @@ class Watch:
         if (seconds > _SILENT) != self._is_silent:
             self._is_silent = not self._is_silent
             seen.append(
-                Observation("folder-silent", FaultClass.DISK, Severity.ERROR, f"The file system of {self._run_dir} has "
-                            f"not answered for {seconds:.0f} s. The supervisor continues without it.")
-                if self._is_silent else
-                Observation("folder-answers", FaultClass.DISK, Severity.INFO,
-                            f"The file system of {self._run_dir} answers again.")
-            )  # fmt: skip
+                Observation(
+                    "folder-silent",
+                    FaultClass.DISK,
+                    Severity.ERROR,
+                    f"The file system of {self._run_dir} has "
+                    f"not answered for {seconds:.0f} s. The supervisor continues without it.",
+                )
+                if self._is_silent
+                else Observation(
+                    "folder-answers",
+                    FaultClass.DISK,
+                    Severity.INFO,
+                    f"The file system of {self._run_dir} answers again.",
+                )
+            )
         if self._disk is None or self._disk.done():
             if self._disk is not None and self._disk.exception() is None:
                 seen += self._disk.result()

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.aegis.report.run_data import RunData, flatten_settings
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.config.checks import shown
 from zaya_jax.config.weight_source import HF
 from zaya_jax.errors import InputError
-from zaya_jax.report.subject import Subject, flatten_settings
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.table import NONE, Table
@@ -17,16 +17,16 @@ from zaya_jax.run.table import NONE, Table
 _LINEAGE = ("resume_from", "init_from")
 
 
-def between_runs(subjects: Sequence[Subject]) -> Table:
+def between_runs(runs: Sequence[RunData]) -> Table:
     """List the settings in which runs differ."""
-    return differences("Settings that differ between the runs", {each.name: each.settings for each in subjects})
+    return differences("Settings that differ between the runs", {each.name: each.settings for each in runs})
 
 
-def from_parents(subject: Subject) -> list[Table]:
+def from_parents(run: RunData) -> list[Table]:
     """List the settings in which a run differs from those whose weights it started from."""
     tables = []
     for key in _LINEAGE:
-        source = subject.config.get(key)
+        source = run.config.get(key)
         if not isinstance(source, str):
             continue
         title = f"Differences from {key}={source}"
@@ -37,24 +37,30 @@ def from_parents(subject: Subject) -> list[Table]:
             tables.append(Table(title, [], [], (str(error),)))
             continue
         if parent_settings is None:
-            why = "A transformers folder has no training settings." if source.startswith(HF) else (
-                f"{source} has no {CONFIG}, so its settings are unknown.")  # fmt: skip
+            why = (
+                "A transformers folder has no training settings."
+                if source.startswith(HF)
+                else (f"{source} has no {CONFIG}, so its settings are unknown.")
+            )
             tables.append(Table(title, [], [], (why,)))
         else:
-            tables.append(differences(title, {source: parent_settings, subject.name: subject.settings}))
+            tables.append(differences(title, {source: parent_settings, run.name: run.settings}))
     return tables
 
 
-def from_file(subjects: Sequence[Subject], path: str) -> Table:
+def from_file(runs: Sequence[RunData], path: str) -> Table:
     """List the settings in which runs differ from a configuration file; InputError if it is invalid."""
     settings = flatten_settings(to_dict(load_config(path)))
-    return differences(f"Differences from {path}", {path: settings} | {each.name: each.settings for each in subjects})
+    return differences(f"Differences from {path}", {path: settings} | {each.name: each.settings for each in runs})
 
 
-def changes(subject: Subject) -> Table:
+def changes(run: RunData) -> Table:
     """List the settings that changed when a run resumed."""
-    rows = [[f"{change['step']:,}", key, shown(old), shown(new)] for change in subject.changes
-            for key, (old, new) in change["changes"].items()]  # fmt: skip
+    rows = [
+        [f"{change['step']:,}", key, shown(old), shown(new)]
+        for change in run.changes
+        for key, (old, new) in change["changes"].items()
+    ]
     return Table("Settings that changed on resuming", ["after step", "key", "old", "new"], rows)
 
 

@@ -4,13 +4,23 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from zaya_jax.report.history import Line
-from zaya_jax.report.series import significant, thin
+from zaya_jax.aegis.report.curves import Line, significant, thin
 from zaya_jax.run.figures import FAINT, smoothed
 
 # A color means the same run, source or role in all plots. Color-blind readers can distinguish the first ones.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#7a7a7a", "#8c6d31", "#b3261e",
-          "#c4c4c4")  # fmt: skip
+COLORS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7f3c8d",
+    "#7a7a7a",
+    "#8c6d31",
+    "#b3261e",
+    "#c4c4c4",
+)
 _PARTS = 50  # parts of a run that a smoothed line is a mean over
 _ROW, _LEGEND = 20, 240  # pixels of a name in the legend, and of the highest legend
 _MARKERS = 60  # at most, so that they stay distinguishable
@@ -49,8 +59,16 @@ def trace(line: Line, name: str, hue: str, run: int, /, **options: Any) -> dict[
     """
     xs, ys = thin(line.steps, line.values)
     style = {"color": hue, "width": 2} | options.pop("line", {})
-    return {"type": "scatter", "mode": "lines", "x": xs, "y": list(map(significant, ys)), "name": plain(name),
-            "line": style, "meta": {"run": run}, **options}  # fmt: skip
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": xs,
+        "y": list(map(significant, ys)),
+        "name": plain(name),
+        "line": style,
+        "meta": {"run": run},
+        **options,
+    }
 
 
 def noisy(line: Line, name: str, hue: str, run: int, /, **options: Any) -> list[dict[str, Any]]:
@@ -74,15 +92,27 @@ def evaluated(line: Line, name: str, hue: str, run: int) -> dict[str, Any]:
 
 def level(line: Line, value: float, name: str, dash: str, run: int) -> dict[str, Any]:
     """Make a horizontal line that is as long as `line`."""
-    return {"type": "scatter", "mode": "lines", "x": [line.steps[0], line.steps[-1]], "y": [significant(value)] * 2,
-            "name": plain(name), "line": {"color": "#222", "width": 1.5, "dash": dash},
-            "meta": {"run": run}}  # fmt: skip
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [line.steps[0], line.steps[-1]],
+        "y": [significant(value)] * 2,
+        "name": plain(name),
+        "line": {"color": "#222", "width": 1.5, "dash": dash},
+        "meta": {"run": run},
+    }
 
 
 def make_figure(
-    traces: Sequence[dict[str, Any]], y: str, *, x: str = "step", integers: str = "x", scale: Scale = "data",
-    boundaries: Iterable[tuple[int, int]] = (), **layout: Any,
-) -> dict[str, Any]:  # fmt: skip
+    traces: Sequence[dict[str, Any]],
+    y: str,
+    *,
+    x: str = "step",
+    integers: str = "x",
+    scale: Scale = "data",
+    boundaries: Iterable[tuple[int, int]] = (),
+    **layout: Any,
+) -> dict[str, Any]:
     """Make a figure.
 
     Args:
@@ -101,27 +131,55 @@ def make_figure(
     return {
         "data": list(traces),
         "layout": {
-            "height": _HEIGHT + min(_ROW * named, _LEGEND), "margin": {"l": 8, "r": 12, "t": 34, "b": 8},
-            "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}, "plot_bgcolor": "white",
+            "height": _HEIGHT + min(_ROW * named, _LEGEND),
+            "margin": {"l": 8, "r": 12, "t": 34, "b": 8},
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"},
+            "plot_bgcolor": "white",
             "xaxis": {**axis, **form.get("x", {}), "title": {"text": x, "standoff": 6}},
-            "yaxis": {**axis, **values, **form.get("y", {}), "title": {"text": y, "standoff": 8},
-                      "exponentformat": "SI"},
-            "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0,
-                       "traceorder": "normal", "maxheight": 0.7},
-            "showlegend": True, "hovermode": "closest", "meta": {"integers": integers, "steps": x == "step"},
+            "yaxis": {
+                **axis,
+                **values,
+                **form.get("y", {}),
+                "title": {"text": y, "standoff": 8},
+                "exponentformat": "SI",
+            },
+            "legend": {
+                "orientation": "h",
+                "yref": "container",
+                "y": 0,
+                "yanchor": "bottom",
+                "x": 0,
+                "traceorder": "normal",
+                "maxheight": 0.7,
+            },
+            "showlegend": True,
+            "hovermode": "closest",
+            "meta": {"integers": integers, "steps": x == "step"},
             "shapes": [
-                {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "name": str(run),
-                 "line": {"color": "#888", "width": 1, "dash": "dot"}} for run, step in boundaries
+                {
+                    "type": "line",
+                    "x0": step,
+                    "x1": step,
+                    "yref": "paper",
+                    "y0": 0,
+                    "y1": 1,
+                    "name": str(run),
+                    "line": {"color": "#888", "width": 1, "dash": "dot"},
+                }
+                for run, step in boundaries
             ],
             **layout,
         },
-    }  # fmt: skip
+    }
 
 
 def _log_ticks(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a logarithmic axis with ticks at 1, 2 and 5 times powers of ten, or over a wide range at powers of ten."""
     known = [value for each in traces for value in each["y"] if value is not None and value > 0] or [1.0]
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
-    ticks = [float(f"{digit}e{power}") for power in range(low, high + 1)
-             for digit in ((1, 2, 5) if high - low <= 2 else (1,))]  # fmt: skip
+    ticks = [
+        float(f"{digit}e{power}")
+        for power in range(low, high + 1)
+        for digit in ((1, 2, 5) if high - low <= 2 else (1,))
+    ]
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}

@@ -23,7 +23,7 @@ class Detected(NamedTuple):
     attempt: int  # in which it happened
 
 
-class Shared:
+class JobState:
     """State that the attempts of a supervisor share.
 
     Attributes:
