@@ -235,5 +235,6 @@ def test_bad_input_is_named(tmp_path, monkeypatch, capsys, options, words):
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "zaya_jax.aegis.exporter")
     assert main(["export", str(tmp_path)]) == ExitCode.BAD_INPUT
     assert capsys.readouterr().err.count("pip install 'zaya-jax[aegis]'") == 1

@@ -15,7 +15,6 @@ from pathlib import Path
 from zaya_jax.aegis.checks import check_timeouts
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.exporter import serve
 from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.state import is_running, read_state
@@ -131,6 +130,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    try:
+        from zaya_jax.aegis.exporter import serve
+    except ImportError as error:
+        raise InputError("Serving metrics requires prometheus_client: pip install 'zaya-jax[aegis]'.") from error
     serve(options.path, options.address, options.port)
     return ExitCode.OK
 
