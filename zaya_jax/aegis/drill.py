@@ -174,7 +174,8 @@ def _follow(injected: Mapping[str, Any], events: Events, hang: float) -> dict[st
     The timeout of a hang begins when nothing that the process waits for makes progress, such as a compilation in
     another one. A process that hangs in a phase with a longer timeout is waited for that long.
     """
-    fault, made, missing = parse_fault(injected["code"]), injected["made_at"], {"cause": None, "monotonic": None}
+    fault, made = parse_fault(injected["code"]), injected["made_at"]
+    missing: dict[str, Any] = {"cause": None, "monotonic": None}
     ends = [event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"]]
     end = next(iter(ends), missing)
     detect = next((event for event in events if ends and event["id"] == end["cause"]), missing)

@@ -192,13 +192,15 @@ def _read_amd(amdsmi: Any) -> list[Gpu]:
         sensor = amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT
         memory = amdsmi.AmdSmiMemoryType.VRAM
         return Gpu(
-            index,
-            str(amdsmi.amdsmi_get_gpu_device_bdf(handle)),
-            *(_count(errors.get(f"{kind}_count")) for kind in ("uncorrectable", "correctable", "deferred")),
-            _try_count(lambda: amdsmi.amdsmi_get_pcie_info(handle)["pcie_metric"]["pcie_replay_count"]),
-            _try_count(lambda: amdsmi.amdsmi_get_temp_metric(handle, *sensor)),
-            _try_count(lambda: amdsmi.amdsmi_get_gpu_memory_usage(handle, memory)),
-            _try_count(lambda: len(amdsmi.amdsmi_get_gpu_process_list(handle))),
+            index=index,
+            name=str(amdsmi.amdsmi_get_gpu_device_bdf(handle)),
+            uncorrectable=_count(errors.get("uncorrectable_count")),
+            correctable=_count(errors.get("correctable_count")),
+            deferred=_count(errors.get("deferred_count")),
+            pcie_replays=_try_count(lambda: amdsmi.amdsmi_get_pcie_info(handle)["pcie_metric"]["pcie_replay_count"]),
+            temperature=_try_count(lambda: amdsmi.amdsmi_get_temp_metric(handle, *sensor)),
+            memory_used=_try_count(lambda: amdsmi.amdsmi_get_gpu_memory_usage(handle, memory)),
+            processes=_try_count(lambda: len(amdsmi.amdsmi_get_gpu_process_list(handle))),
         )
 
     amdsmi.amdsmi_init()

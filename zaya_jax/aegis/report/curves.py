@@ -38,47 +38,40 @@ class Skip(NamedTuple):
 class Line:
     """Values by step; NaN stands for a value that was not finite."""
 
-    def __init__(self) -> None:
-        """Start without values."""
-        self.steps, self.values = array("q"), array("d")
+    def __init__(self, steps: Iterable[int] = (), values: Iterable[float] = ()) -> None:
+        """Start with these values."""
+        self.steps, self.values = array("q", steps), array("d", values)
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a step."""
         self.steps.append(step)
         self.values.append(value)
 
+    @property
+    def finite(self) -> list[float]:
+        """The finite values."""
+        return [value for value in self.values if math.isfinite(value)]
+
 
 def scaled(line: Line, factor: float) -> Line:
     """Return a line with all values multiplied by `factor`."""
-    result = Line()
-    result.steps = line.steps
-    result.values.extend(value * factor for value in line.values)
-    return result
+    return Line(line.steps, (value * factor for value in line.values))
 
 
 class History:
-    """The columns of a file of rows, over the steps.
-
-    Attributes:
-      steps: number of the step of each row.
-      lines: by name of the metric; of those with values per layer, source or role, by '(metric, part)'.
-      phases: first step and name of each phase.
-      skips: skipped steps, the first ones if there are many.
-      skipped: number of skipped steps.
-      entropy: load entropy of each layer.
-      loads: load of each expert of each layer over that of a uniform load.
-      problem: a sentence about a damaged row, after which nothing is read; empty if there is none.
-    """
+    """The columns of a file of rows, over the steps."""
 
     def __init__(self, path: Path) -> None:
         """Read the rows of a file; none if it does not exist."""
-        self.steps = array("q")
+        self.steps = array("q")  # number of the step of each row
+        # By name of the metric; of those with values per layer, source or role, by '(metric, part)'.
         self.lines: dict[str | tuple[str, str], Line] = defaultdict(Line)
-        self.phases: list[tuple[int, str]] = []
-        self.skips: list[Skip] = []
-        self.skipped = 0
-        self.entropy, self.loads = Thinned[list[float]](MAPS), Thinned[list[list[float]]](FRAMES)
-        self.problem = ""
+        self.phases: list[tuple[int, str]] = []  # first step and name of each phase
+        self.skips: list[Skip] = []  # skipped steps, the first ones if there are many
+        self.skipped = 0  # number of skipped steps
+        self.entropy = Thinned[list[float]](MAPS)  # load entropy of each layer
+        self.loads = Thinned[list[list[float]]](FRAMES)  # of each expert of each layer, over that of a uniform load
+        self.problem = ""  # a sentence about a damaged row, after which nothing is read
         require_regular(path)
         if path.exists():
             with path.open("rb") as file:
@@ -98,15 +91,15 @@ class History:
 
     def last(self, name: str) -> float | None:
         """Return the last value of a metric; None if it has none."""
-        return next((value for value in reversed(self.line(name).values) if math.isfinite(value)), None)
+        return next(iter(self.line(name).finite[-1:]), None)
 
     def _read(self, path: Path, lines: Iterable[bytes]) -> None:
         for number, line in enumerate(lines, 1):
-            row = parse_row(line)
-            row = None if row is not None and not 0 <= row["step"] < _MOST_STEPS else row
-            if row is None or (self.steps and row["step"] <= self.steps[-1]):
+            row, last = parse_row(line), self.steps[-1] if self.steps else -1
+            if row is None or not last < row["step"] < _MOST_STEPS:
                 if line.endswith(b"\n"):
-                    why = "is damaged" if row is None else f"has step {row['step']} after step {self.steps[-1]}"
+                    is_old = row is not None and 0 <= row["step"] <= last
+                    why = f"has step {row['step']} after step {last}" if row and is_old else "is damaged"
                     self.problem = f"Line {number} of {path} {why}; the rows from there on are not shown."
                 return  # without its end, the line is being written, or was when its writer was killed
             self._add(row)
@@ -165,10 +158,7 @@ def _list(value: Any) -> list[Any]:
 def thin(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tuple[list[float], list[float]]:
     """Return at most `most` of the points of a line, with its ends, peaks and dips.
 
-    Args:
-      xs: positions, in order.
-      ys: values; NaN is a gap, and stays one if the line has no value near it.
-      most: at least 4.
+    NaN is a gap, and stays one if the line has no value near it. `most` is at least 4.
     """
     if len(xs) <= most:
         return list(xs), list(ys)
@@ -182,17 +172,12 @@ def thin(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tuple[
 
 
 class Thinned(Generic[T]):
-    """Keeps items that are added, evenly spread: each of a few, every second, fourth, … of many.
-
-    Attributes:
-      steps: of the kept items.
-      items: the kept items.
-    """
+    """Keeps items that are added, evenly spread: each of a few, every second, fourth, … of many."""
 
     def __init__(self, most: int) -> None:
         """Keep at most `most` items, and the last one; at least half as many once there are so many."""
-        self.steps: list[int] = []
-        self.items: list[T] = []
+        self.steps: list[int] = []  # of the kept items
+        self.items: list[T] = []  # that are kept
         self._most, self._stride, self._count = most, 1, 0
         self._last: tuple[int, T] | None = None
 

@@ -32,50 +32,36 @@ class Section(NamedTuple):
 def make_sections(runs: Sequence[RunData], config: str | None = None) -> list[Section]:
     """Make the sections of a page about runs, which are compared with the file `config`, too."""
     compared = [settings.from_file(runs, config)] if config is not None else []  # an invalid file ends the command
-    by_title: dict[str, list[Callable[[], Any]]] = {
-        "Loss": [
-            *_all(runs, comparison.loss),
-            *_each(runs, run_page.loss_by_source, run_page.bits_per_byte),
-        ],
-        "Data": _each(runs, tables.data),
-        "Learning rate and batch": _all(runs, comparison.learning_rate, comparison.batch),
-        "Speed": _all(runs, comparison.tokens_per_second, comparison.utilization, comparison.data_wait),
+    every, each = functools.partial(_of_all, runs), functools.partial(_of_each, runs)
+    makers = {
+        "Loss": every(comparison.loss) + each(run_page.loss_by_source, run_page.bits_per_byte),
+        "Data": each(tables.data),
+        "Learning rate and batch": every(comparison.LEARNING_RATE.plot, comparison.BATCH.plot),
+        "Speed": every(comparison.TOKENS_PER_SECOND.plot, comparison.utilization, comparison.DATA_WAIT.plot),
         "Routing": [
-            *_all(runs, comparison.entropy, comparison.largest_load),
-            *_each(runs, run_page.expert_load, run_page.entropy_by_layer),
-            *_all(runs, comparison.skip_rate, comparison.bias_range),
+            *every(comparison.ENTROPY.plot, comparison.LARGEST_LOAD.plot),
+            *each(run_page.expert_load, run_page.entropy_by_layer),
+            *every(comparison.SKIP_RATE.plot, comparison.BIAS_RANGE.plot),
         ],
-        "Gradients and updates": [
-            *_all(runs, comparison.grad_norm),
-            *_each(
-                runs,
-                lambda run: run_page.norms(run, "grad_norm_by_role"),
-                lambda run: run_page.norms(run, "update_norm_by_role"),
-            ),
-        ],
-        "Reliability": _each(runs, run_page.goodput, tables.faults, tables.skipped_steps, tables.checkpoints),
-        "Evaluations and samples": _each(runs, tables.evaluations, _samples),
+        "Gradients and updates": every(comparison.GRAD_NORM.plot) + each(run_page.norms),
+        "Reliability": each(run_page.goodput, tables.faults, tables.skipped_steps, tables.checkpoints),
+        "Evaluations and samples": each(tables.evaluations, _samples),
         "Configuration": [
-            *([lambda: settings.between_runs(runs)] if len(runs) > 1 else []),
+            *(every(settings.between_runs) if len(runs) > 1 else []),
             lambda: compared,
-            *_each(
-                runs,
-                settings.from_parents,
-                settings.changes,
-                lambda run: Text(CONFIG, (run.path / CONFIG).read_text(encoding="utf-8")),
-            ),
+            *each(settings.from_parents, settings.changes, _config),
         ],
     }
-    made = [Section(title, list(_blocks(title, makers))) for title, makers in by_title.items()]
+    made = [Section(title, list(_blocks(title, functions))) for title, functions in makers.items()]
     return [section for section in made if section.blocks]
 
 
-def _all(runs: Sequence[RunData], *makers: Callable[[Sequence[RunData]], Any]) -> list[Callable[[], Any]]:
+def _of_all(runs: Sequence[RunData], *makers: Callable[[Sequence[RunData]], Any]) -> list[Callable[[], Any]]:
     """Return functions that make a block about all runs."""
     return [functools.partial(maker, runs) for maker in makers]
 
 
-def _each(runs: Sequence[RunData], *makers: Callable[[RunData], Any]) -> list[Callable[[], Any]]:
+def _of_each(runs: Sequence[RunData], *makers: Callable[[RunData], Any]) -> list[Callable[[], Any]]:
     """Return functions that make the blocks of each run, named after the run if there are several."""
 
     def make(maker: Callable[[RunData], Any], run: RunData) -> Iterator[Block]:
@@ -87,7 +73,7 @@ def _each(runs: Sequence[RunData], *makers: Callable[[RunData], Any]) -> list[Ca
             else:
                 yield block._replace(title=f"{run.name}: {block.title}")
 
-    return [lambda maker=maker, run=run: make(maker, run) for maker in makers for run in runs]
+    return [functools.partial(make, maker, run) for maker in makers for run in runs]
 
 
 def _blocks(title: str, makers: Iterable[Callable[[], Any]]) -> Iterator[Block]:
@@ -96,27 +82,23 @@ def _blocks(title: str, makers: Iterable[Callable[[], Any]]) -> Iterator[Block]:
         try:
             blocks = list(_flat(make()))
         except DAMAGE as error:
-            blocks = [
-                f"A part of this section ({title}) could not be made; a file of the run may be damaged. "
-                f"{type(error).__name__}: {as_sentence(error)}"
-            ]
-        for block in blocks:
-            if not isinstance(block, Table) or block.rows or block.remarks:
-                yield block
+            why = f"{type(error).__name__}: {as_sentence(error)}"
+            blocks = [f"A part of this section ({title}) could not be made; a file of the run may be damaged. {why}"]
+        yield from (block for block in blocks if not isinstance(block, Table) or block.rows or block.remarks)
 
 
 def _flat(made: Any) -> Iterator[Block]:
-    if made is None:
-        return
     if isinstance(made, (str, Plot, Table, Text)):
         yield made
     else:
-        for each in made:
+        for each in made or ():
             yield from _flat(each)
 
 
-def _samples(run: RunData) -> list[Text]:
-    return [
-        Text(f"Continuation of {sample['prompt']!r}", sample["prompt"] + sample["continuation"])
-        for sample in run.summary.get("samples", ())
-    ]
+def _samples(run: RunData) -> Iterator[Text]:
+    for sample in run.summary.get("samples", ()):
+        yield Text(f"Continuation of {sample['prompt']!r}", sample["prompt"] + sample["continuation"])
+
+
+def _config(run: RunData) -> Text:
+    return Text(CONFIG, (run.path / CONFIG).read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from zaya_jax.aegis.report.run_data import RunData, make_or
 from zaya_jax.config.checks import counted, list_counts
+from zaya_jax.run.manifest import Manifest
 from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity
 
 _MOST = 200  # rows of a table
@@ -20,10 +21,10 @@ def overview(runs: Sequence[RunData]) -> Table:
 
 
 def _state(run: RunData) -> str:
-    status = run.status
-    if status is None:
+    if run.status is None:
         return NONE
-    return f"{status.state}, {status.time}" if status.state != "running" else f"running since {status.time}"
+    state, time = run.status.state, run.status.time
+    return f"{state}, {time}" if state != "running" else f"running since {time}"
 
 
 def _steps(run: RunData) -> str:
@@ -43,31 +44,36 @@ def _heldout(run: RunData) -> str:
 
 def _bits(run: RunData) -> str:
     lines = run.heldout_bits
-    return (
-        ", ".join(f"{line.values[-1]:.4f}{f' ({name})' if len(lines) > 1 else ''}" for name, line in lines.items())
-        or NONE
-    )
+    names = {name: f" ({name})" if len(lines) > 1 else "" for name in lines}
+    return ", ".join(f"{line.values[-1]:.4f}{names[name]}" for name, line in lines.items()) or NONE
 
 
 def _compressors(run: RunData) -> str:
-    return (
-        ", ".join(
-            f"{name.replace('_given_train', ' after the training text')} {bits:.4f}"
-            for name, bits in sorted(run.baselines.items())
-        )
-        or NONE
-    )
+    texts = [f"{name} {bits:.4f}" for name, bits in sorted(run.baselines.items())]
+    return ", ".join(texts).replace("_given_train", " after the training text") or NONE
 
 
 def _training_loss(run: RunData) -> str:
-    values = [value for value in run.metrics.line("loss").values if math.isfinite(value)]
+    values = run.metrics.line("loss").finite
     recent = values[-max(len(values) // 50, 1) :]
     return f"{sum(recent) / len(recent):.4f} (mean of {counted(len(recent), 'step')})" if recent else NONE
 
 
 def _time(run: RunData) -> str:
-    seconds = sum(value for value in run.timings.line("seconds").values if math.isfinite(value))
+    seconds = sum(run.timings.line("seconds").finite)
     return duration(seconds) if seconds else NONE
+
+
+def _tokens(run: RunData) -> str:
+    return _whole(run.metrics.last("tokens_seen"))
+
+
+def _speed(run: RunData) -> str:
+    return _whole(_mean(run, "tokens_per_second"))
+
+
+def _mfu(run: RunData) -> str:
+    return percent(_mean(run, "mfu"))
 
 
 def _whole(value: float | None) -> str:
@@ -76,14 +82,10 @@ def _whole(value: float | None) -> str:
 
 def _mean(run: RunData, name: str) -> float | None:
     """Return the mean over the time of the steps."""
-    seconds, line = run.timings.line("seconds"), run.timings.line(name)
-    pairs = [
-        (weight, value)
-        for weight, value in zip(seconds.values, line.values, strict=False)
-        if math.isfinite(weight) and math.isfinite(value)
-    ]
-    total = sum(weight for weight, _ in pairs)
-    return sum(weight * value for weight, value in pairs) / total if total else None
+    pairs = zip(run.timings.line("seconds").values, run.timings.line(name).values, strict=False)
+    known = [pair for pair in pairs if all(map(math.isfinite, pair))]
+    total = sum(seconds for seconds, _ in known)
+    return sum(seconds * value for seconds, value in known) / total if total else None
 
 
 def _skipped(run: RunData) -> str:
@@ -93,12 +95,13 @@ def _skipped(run: RunData) -> str:
 
 
 def _goodput(run: RunData) -> str:
-    total = sum(node["goodput"]["seconds"] for node in run.nodes.values())
-    productive = sum(node["goodput"]["fraction"] * node["goodput"]["seconds"] for node in run.nodes.values())
-    if not run.nodes:
+    nodes = [node["goodput"] for node in run.nodes.values()]
+    if not nodes:
         return "not supervised"
-    nodes = f" on {len(run.nodes)} nodes" if len(run.nodes) > 1 else ""
-    return f"{percent(productive / total if total else 0.0)} of {duration(total)}{nodes}"
+    total = sum(node["seconds"] for node in nodes)
+    productive = sum(node["fraction"] * node["seconds"] for node in nodes)
+    on = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
+    return f"{percent(productive / total if total else 0.0)} of {duration(total)}{on}"
 
 
 def _faults(run: RunData) -> str:
@@ -110,36 +113,31 @@ def _faults(run: RunData) -> str:
 
 def _checkpoints(run: RunData) -> str:
     usable = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.is_usable]
-    damaged = sum(bool(checkpoint.problem) for checkpoint in run.checkpoints)
+    damaged, quarantined = sum(bool(checkpoint.problem) for checkpoint in run.checkpoints), len(run.quarantined)
     parts = [f"{len(usable)}, newest of step {usable[-1]:,}" if usable else "0"]
     parts += [f"{damaged} damaged or unreadable"] if damaged else []
-    return ", ".join(parts + ([f"{len(run.quarantined)} quarantined"] if run.quarantined else []))
+    return ", ".join([*parts, f"{quarantined} quarantined"] if quarantined else parts)
+
+
+def _manifest(run: RunData) -> Manifest | None:
+    """Return the newest manifest that could be read."""
+    return next((checkpoint.manifest for checkpoint in reversed(run.checkpoints) if checkpoint.manifest), None)
 
 
 def _parameters(run: RunData) -> str:
-    manifest = next((checkpoint.manifest for checkpoint in reversed(run.checkpoints) if checkpoint.manifest), None)
-    shapes = [leaf["shape"] for name, leaf in (manifest.leaves if manifest else {}).items() if name.startswith(_PARAMS)]
+    leaves = manifest.leaves if (manifest := _manifest(run)) else {}
+    shapes = [leaf["shape"] for name, leaf in leaves.items() if name.startswith(_PARAMS)]
     return f"{sum(map(math.prod, shapes)):,}{' in adapters' if run.config.get('lora') else ''}" if shapes else NONE
 
 
 def _devices(run: RunData) -> str:
-    environment = next(
-        (
-            checkpoint.manifest.metadata.get("environment", {})
-            for checkpoint in reversed(run.checkpoints)
-            if checkpoint.manifest
-        ),
-        {},
-    )
+    environment = manifest.metadata.get("environment", {}) if (manifest := _manifest(run)) else {}
     if "device" not in environment:
         return NONE
     count = f"{environment['devices']} × " if "devices" in environment else ""
-    details = [
-        environment[key] if key == "cpu" else counted(environment[key], "CPU")
-        for key in ("cpu", "cpus")
-        if environment.get("platform") == "cpu" and environment.get(key)
-    ]
-    cpu = f" ({', '.join(details)})" if details else ""
+    host = environment if environment.get("platform") == "cpu" else {}
+    details = [host.get("cpu"), counted(host["cpus"], "CPU") if host.get("cpus") else None]
+    cpu = f" ({', '.join(filter(None, details))})" if any(details) else ""
     version = f", jax {environment['jax']}" if "jax" in environment else ""
     return f"{count}{environment['device']}{cpu}{version}"
 
@@ -151,10 +149,10 @@ _OVERVIEW: Mapping[str, Callable[[RunData], str]] = {
     "compressors (bits/byte)": _compressors,
     "training loss (nats/token)": _training_loss,
     "steps": _steps,
-    "tokens, with padding": lambda run: _whole(run.metrics.last("tokens_seen")),
+    "tokens, with padding": _tokens,
     "time in steps": _time,
-    "tokens/s": lambda run: _whole(_mean(run, "tokens_per_second")),
-    "MFU": lambda run: percent(_mean(run, "mfu")),
+    "tokens/s": _speed,
+    "MFU": _mfu,
     "goodput": _goodput,
     "faults": _faults,
     "skipped steps": _skipped,
@@ -176,63 +174,38 @@ def checkpoints(run: RunData) -> Table:
     """List the checkpoints."""
 
     def notes(row: Row) -> str:
-        if row["problem"]:
-            return row["problem"]
-        flags = {"verified": row["is_verified"], "pinned": row["is_pinned"], "superseded": row["is_superseded"]}
-        return ", ".join(name for name, holds in flags.items() if holds) or NONE
+        flags = [name for name in ("verified", "pinned", "superseded") if row[f"is_{name}"]]
+        return row["problem"] or ", ".join(flags) or NONE
 
-    kept = [checkpoint._asdict() for checkpoint in run.checkpoints[-_MOST:]]
+    columns = {
+        "held-out (nats/token)": _digits("heldout_loss"),
+        "size (MB)": quantity("size", unit=1e6),
+        "notes": notes,
+    }
     remarks = [f"Quarantined: {', '.join(run.quarantined)}."] if run.quarantined else []
     if len(run.checkpoints) > _MOST:
         remarks.append(f"This table shows the last {_MOST} of {len(run.checkpoints):,}.")
-    return make_table(
-        "Checkpoints",
-        kept,
-        {
-            "step": "step",
-            "phase": "phase",
-            "tokens": "tokens",
-            "held-out (nats/token)": lambda row: NONE if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}",
-            "size (MB)": quantity("size", unit=1e6),
-            "notes": notes,
-        },
-        *remarks,
-    )
+    kept = [checkpoint._asdict() for checkpoint in run.checkpoints[-_MOST:]]
+    return _table("Checkpoints", kept, _same("step", "phase", "tokens") | columns, *remarks)
 
 
 def faults(run: RunData) -> list[Table]:
     """List the faults that supervisors saw, and how each supervisor ended."""
     rows = [{"node": name, **fault} for name, node in run.nodes.items() for fault in node["faults"]]
     ends = [{"node": name, **node["verdict"]} for name, node in run.nodes.items() if node["verdict"]]
-    return [
-        make_table(
-            "Faults",
-            rows[:_MOST],
-            {
-                "time": "time",
-                "node": "node",
-                "class": _text("fault"),
-                "fault": _text("code"),
-                "process": _text("rank"),
-                "after step": _text("step"),
-                "action": _text("action"),
-                "detected after (s)": quantity("detect_seconds", unit=1.0),
-                "next step after (s)": quantity("recover_seconds", unit=1.0),
-                "evidence": _text("text"),
-            },
-            *([f"This table shows the first {_MOST} of {len(rows):,}."] if len(rows) > _MOST else []),
-        ),
-        make_table(
-            "How the supervisors ended",
-            ends,
-            {
-                "node": "node",
-                "exit code": _text("exit_code"),
-                "meaning": _text("meaning"),
-                "reason": _text("why"),
-            },
-        ),
-    ]
+    columns = {
+        **_same("time", "node"),
+        "class": "fault",
+        "fault": "code",
+        "process": "rank",
+        "after step": "step",
+        "action": "action",
+        "detected after (s)": quantity("detect_seconds", unit=1.0),
+        "next step after (s)": quantity("recover_seconds", unit=1.0),
+        "evidence": "text",
+    }
+    verdict = {"node": "node", "exit code": "exit_code", "meaning": "meaning", "reason": "why"}
+    return [_table("Faults", rows, columns), _table("How the supervisors ended", ends, verdict)]
 
 
 def data(run: RunData) -> Table:
@@ -244,23 +217,10 @@ def data(run: RunData) -> Table:
         for key, what in (("refused", "documents that the preparation refused"), ("unread_files", "files not read")):
             if counts := source.get(key):  # older summaries have no `unread_files`
                 remarks.append(f"{name}: {what}: {list_counts(counts)}.")
-    return make_table(
-        "Documents of each source",
-        rows[:_MOST],
-        {
-            "source": "source",
-            "split": "split",
-            "documents": "documents",
-            "used": "used",
-            "too long": "too_long",
-            "a single token": "too_short",
-            "never read": "unread",
-            "trimmed": "trimmed",
-            "bytes": "bytes",
-            "bytes without a token": "lost_bytes",
-        },
-        *remarks,
-    )
+    unused = {"too long": "too_long", "a single token": "too_short", "never read": "unread", "trimmed": "trimmed"}
+    sizes = {"bytes": "bytes", "bytes without a token": "lost_bytes"}
+    columns = _same("source", "split", "documents", "used") | unused | sizes
+    return _table("Documents of each source", rows, columns, *remarks)
 
 
 def evaluations(run: RunData) -> list[Table]:
@@ -270,39 +230,34 @@ def evaluations(run: RunData) -> list[Table]:
         origin = {"step": record.get("step"), "file": file}
         for kind in ("heldout", "texts"):
             texts += [origin | {"name": name} | text for name, text in _items(record.get(kind))]
-        tasks += [
-            origin | {"name": task, "metric": metric.removesuffix(",none")} | value
-            for task, result in _items(record.get("tasks"))
-            for metric, value in _items(result.get("metrics"))
-        ]
+        for task, result in _items(record.get("tasks")):
+            for metric, value in _items(result.get("metrics")):
+                tasks.append(origin | {"name": task, "metric": metric.removesuffix(",none")} | value)
+    text_columns = {
+        "step": "step",
+        "text": "name",
+        "nats/token": _digits("nats_per_token"),
+        "perplexity": quantity("perplexity", unit=1.0),
+        "bits/byte": _digits("bits_per_byte"),
+        **_same("tokens", "bytes", "file"),
+    }
+    scores = {"score": _digits("value"), "standard error": _digits("stderr"), "file": "file"}
     return [
-        make_table(
-            "Evaluations of texts",
-            texts[:_MOST],
-            {
-                "step": _text("step"),
-                "text": "name",
-                "nats/token": _digits("nats_per_token"),
-                "perplexity": quantity("perplexity", unit=1.0),
-                "bits/byte": _digits("bits_per_byte"),
-                "tokens": _text("tokens"),
-                "bytes": _text("bytes"),
-                "file": "file",
-            },
-        ),
-        make_table(
-            "Evaluations of tasks",
-            tasks[:_MOST],
-            {
-                "step": _text("step"),
-                "task": "name",
-                "metric": "metric",
-                "score": _digits("value"),
-                "standard error": _digits("stderr"),
-                "file": "file",
-            },
-        ),
+        _table("Evaluations of texts", texts, text_columns),
+        _table("Evaluations of tasks", tasks, {"step": "step", "task": "name", "metric": "metric", **scores}),
     ]
+
+
+def _table(title: str, rows: Sequence[Row], columns: Mapping[str, str | Cell], *remarks: str) -> Table:
+    """Make a table of the first rows, with '–' for what a row does not have."""
+    cells = {head: _text(cell) if isinstance(cell, str) else cell for head, cell in columns.items()}
+    more = [f"This table shows the first {_MOST} of {len(rows):,}."] if len(rows) > _MOST else []
+    return make_table(title, rows[:_MOST], cells, *remarks, *more)
+
+
+def _same(*keys: str) -> dict[str, str | Cell]:
+    """Return columns whose heads are their keys."""
+    return {key: key for key in keys}
 
 
 def _text(key: str) -> Cell:
