@@ -37,38 +37,22 @@ class Warn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
-    """A run that the page is about.
+    """A run that the page is about."""
 
-    Attributes:
-      index: among the runs of the page.
-      name: of the run, different from those of the others.
-      path: of its folder.
-      config: its configuration, as nested dicts.
-      metrics, timings: the rows of both files.
-      status: of the process that trained it last; None if it is unknown.
-      summary: what the run wrote at its end; {} before that.
-      checkpoints: by step, with damaged ones.
-      quarantined: names of quarantined checkpoints.
-      nodes: what supervisors wrote, by node; {} without them.
-      evaluations: records of evaluations, by file.
-      changes: settings that changed when the run resumed.
-      problems: sentences about files that are damaged.
-    """
-
-    index: int
-    name: str
-    path: Path
-    config: dict[str, Any]
+    index: int  # among the runs of the page
+    name: str  # different from those of the others
+    path: Path  # of its folder
+    config: dict[str, Any]  # its configuration, as nested dicts
     metrics: History
     timings: History
-    status: Status | None
-    summary: dict[str, Any]
-    checkpoints: list[Checkpoint]
-    quarantined: list[str]
-    nodes: dict[str, dict[str, Any]]
-    evaluations: list[tuple[str, dict[str, Any]]]
-    changes: list[dict[str, Any]]
-    problems: list[str]
+    status: Status | None  # of the process that trained it last; None if it is unknown
+    summary: dict[str, Any]  # what the run wrote at its end; {} before that
+    checkpoints: list[Checkpoint]  # by step, with damaged ones
+    quarantined: list[str]  # names of quarantined checkpoints
+    nodes: dict[str, dict[str, Any]]  # what supervisors wrote, by node; {} without them
+    evaluations: list[tuple[str, dict[str, Any]]]  # records of evaluations, by file
+    changes: list[dict[str, Any]]  # settings that changed when the run resumed
+    problems: list[str]  # sentences about files that are damaged
 
     @property
     def warnings(self) -> list[Warn]:
@@ -163,9 +147,9 @@ def read_runs(paths: Sequence[str]) -> list[RunData]:
     Raises:
       InputError: a path is not a run folder, its configuration is damaged, or it has no steps yet.
     """
-    folders = [open_run(path) for path in paths]
-    names = _names([run.folder for run in folders])
-    return [_read(run, index, name) for index, (run, name) in enumerate(zip(folders, names, strict=True))]
+    runs = [open_run(path) for path in paths]
+    names = _names([run.folder for run in runs])
+    return [_read(run, index, name) for index, (run, name) in enumerate(zip(runs, names, strict=True))]
 
 
 def _read(run: Run, index: int, name: str) -> RunData:
@@ -175,63 +159,44 @@ def _read(run: Run, index: int, name: str) -> RunData:
     metrics, timings = History(folder / METRICS), History(folder / TIMINGS)
     problems += filter(None, (metrics.problem, timings.problem))
     if not metrics.steps:
-        raise InputError(
-            f"{folder} has no steps yet: {METRICS} is missing, empty or damaged. Train the run, or wait "
-            "for its first step."
-        )
-    changes = list[dict[str, Any]]()
+        why = f"{METRICS} is missing, empty or damaged. Train the run, or wait for its first step."
+        raise InputError(f"{folder} has no steps yet: {why}")
+    config, changes, nodes = read_config(folder), list[dict[str, Any]](), dict[str, dict[str, Any]]()
     try:
         changes = run.changes
     except InputError as error:
         problems.append(str(error))
-    evaluations = list[tuple[str, dict[str, Any]]]()
-    for path in sorted((folder / _EVALUATIONS).glob("*.json*")):
-        try:
-            records = _records(path)
-        except (OSError, InputError) as error:
-            problems.append(as_sentence(error))
-            continue
-        evaluations += [(path.name, record) for record in records]
-        if not records:
-            problems.append(f"{path} is damaged; its evaluation is not shown.")
+    evaluations = _read_evaluations(folder / _EVALUATIONS, problems)
     try:
         nodes = describe_nodes(folder)
     except DAMAGE:
         problems.append(f"The supervisor's files in {folder / AEGIS} are damaged; goodput and faults are not shown.")
-        nodes = {}
-    problems += [
-        f"{folder / AEGIS / name / EVENTS}: {counted(node['unread_events'], 'line')} left out, damaged or of "
-        "another version."
-        for name, node in nodes.items()
-        if node["unread_events"]
-    ]
-    evaluations.sort(key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
-    return RunData(
-        index,
-        name,
-        folder,
-        read_config(folder),
-        metrics,
-        timings,
-        run.status,
-        _object(folder / SUMMARY, problems),
-        run.checkpoints,
-        [path.name for path in run.quarantined],
-        nodes,
-        evaluations,
-        changes,
-        problems,
-    )
+    for node, each in nodes.items():
+        if unread := each["unread_events"]:
+            path = folder / AEGIS / node / EVENTS
+            problems.append(f"{path}: {counted(unread, 'line')} left out, damaged or of another version.")
+    quarantined, summary = [path.name for path in run.quarantined], _object(folder / SUMMARY, problems)
+    files = run.status, summary, run.checkpoints, quarantined
+    return RunData(index, name, folder, config, metrics, timings, *files, nodes, evaluations, changes, problems)
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Read the record, or the records by step, of a file of evaluations."""
-    if path.suffix == ".jsonl":
-        require_regular(path)
-        rows = (parse_row(line) for line in path.read_bytes().splitlines(keepends=True))
-        return [row for row in rows if row is not None]
-    record = _object(path, [])
-    return [record] if record else []
+def _read_evaluations(folder: Path, problems: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Read the records of all files of evaluations, by step."""
+    evaluations = list[tuple[str, dict[str, Any]]]()
+    for path in sorted(folder.glob("*.json*")):
+        try:
+            if path.suffix == ".jsonl":
+                require_regular(path)
+                records = [parse_row(line) for line in path.read_bytes().splitlines(keepends=True)]
+            else:
+                records = [_object(path, [])]
+        except (OSError, InputError) as error:
+            problems.append(as_sentence(error))
+            continue
+        evaluations += [(path.name, record) for record in records if record]
+        if not any(records):
+            problems.append(f"{path} is damaged; its evaluation is not shown.")
+    return sorted(evaluations, key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
 
 
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:
