@@ -20,55 +20,21 @@ EVENTS = "events.jsonl"
 VERSION = 1  # of the schema of events
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 _NEEDED = {"id", "attempt", "unix", "time", "kind", "code", "severity", "text"}
-_TYPES = {
-    "id": int,
-    "attempt": int,
-    "time": str,
-    "kind": str,
-    "code": str,
-    "severity": str,
-    "text": str,
-    "cause": int,
-    "fault": str,
-    "rank": int,
-    "step": int,
-    "seconds": dict,
-    "times": dict,
-    "first_step": int,
-    "last_step": int,
-    "exit_statuses": list,
-    "monotonic": int | float,
-    "action": str,
-    "explanation": str,
-    "files": list,
+_FIELDS = {
+    int: ("id", "attempt", "cause", "rank", "step", "first_step", "last_step"),
+    int | float: ("monotonic",),
+    str: ("time", "kind", "code", "severity", "text", "fault", "action", "explanation"),
+    dict: ("seconds", "times"),
+    list: ("exit_statuses", "files"),
 }
-_TYPES = {
-    "id": int,
-    "attempt": int,
-    "time": str,
-    "kind": str,
-    "code": str,
-    "severity": str,
-    "text": str,
-    "cause": int,
-    "fault": str,
-    "rank": int,
-    "step": int,
-    "seconds": dict,
-    "times": dict,
-    "first_step": int,
-    "last_step": int,
-    "exit_statuses": list,
-    "monotonic": int | float,
-    "action": str,
-    "explanation": str,
-    "files": list,
-}
+_TYPES = {name: kind for kind, names in _FIELDS.items() for name in names}
 _MOST_WAITING = 2**20  # bytes of events that wait for a full disk; later ones are dropped
 
 # start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
 # recover: the first step after a restart. inject: a fault that a drill made.
 Kind = Literal["start", "end", "detect", "decide", "act", "recover", "inject"]
+
+Listener = Callable[[Mapping[str, Any]], object]
 
 
 class EventLog:
@@ -78,21 +44,8 @@ class EventLog:
     event that is written says how many were dropped (`dropped`).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        node: str,
-        files: FileWorker,
-        listener: Callable[[Mapping[str, Any]], object] = lambda event: None,
-    ) -> None:
-        """Continue the log.
-
-        Args:
-          folder: of the log; it exists.
-          node: name of this machine.
-          files: writes to the file.
-          listener: is called with each event that was written.
-        """
+    def __init__(self, folder: Path, node: str, files: FileWorker, listener: Listener = lambda event: None) -> None:
+        """Continue the log of this `node` in `folder`; `listener` is called with each event that was written."""
         self._node, self._files, self._listener = node, files, listener
         path = folder / EVENTS
         size = path.stat().st_size if path.exists() else 0
@@ -108,28 +61,16 @@ class EventLog:
         self._dropped = 0
 
     def write(
-        self,
-        kind: Kind,
-        code: str,
-        *,
-        severity: Severity = Severity.INFO,
-        cause: int | None = None,
-        text: str = "",
-        **details: Any,
+        self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, text: str = "", **details: Any
     ) -> int:
-        """Append an event.
+        """Append an event, and return its id.
 
         Args:
           kind: see `Kind`.
           code: stable name of what happened.
           severity: ERROR and FATAL are synced to disk.
-          cause: id of the event that this one follows from.
           text: evidence or explanation; cut and escaped.
-          **details: other fields of the schema: `fault`, `rank`, `step`, `phase`, `rule`, `action`, `seconds`, `files`,
-            `log_only`, `exit_code`, `times`.
-
-        Returns:
-          The id of the event.
+          **details: other fields of the schema, such as `cause`, the id of the event that this one follows from.
         """
         self._id += 1
         now = time.time()
@@ -144,7 +85,7 @@ class EventLog:
             "kind": kind,
             "code": code,
             "severity": str(severity),
-            "cause": cause,
+            "cause": None,
             "text": printable(text, 500),
         } | {key: _plain(value) for key, value in details.items() if value is not None}
         written = self._files.submit(lambda: self._append(event))
@@ -205,12 +146,8 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
     fields = {key: value for key, value in event.items() if value is not None}
     if not all(isinstance(value, _TYPES.get(key, object)) for key, value in fields.items()):
         return False
-    numbers = (
-        fields["unix"],
-        fields.get("monotonic", 0),
-        *fields.get("seconds", {}).values(),
-        *fields.get("times", {}).values(),
-    )
+    spent = [*fields.get("seconds", {}).values(), *fields.get("times", {}).values()]
+    numbers = [fields["unix"], fields.get("monotonic", 0), *spent]
     has_steps = "first_step" not in fields or 0 <= fields["first_step"] <= fields.get("last_step", -1)
     return fields.keys() >= _NEEDED and has_steps and all(map(math.isfinite, numbers))
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis.exit_codes import MEANINGS, SupervisorExit
+from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.files import read_object, write_atomically
@@ -25,7 +25,7 @@ _STALE = 10.0  # seconds after which a state is taken for that of a supervisor t
 
 def describe_ranks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
     """Describe the processes, for JSON: index, pid, exit status, phase, steps, loss, seconds in each phase."""
-    return [_describe(rank) for rank in ranks]
+    return list(map(_describe, ranks))
 
 
 def _describe(rank: Rank) -> dict[str, Any]:
@@ -47,15 +47,9 @@ def write_state(folder: Path, **state: Any) -> None:
 
 def write_verdict(folder: Path, code: SupervisorExit, why: str, attempts: int, step: int) -> None:
     """Write how the supervisor ended, since some schedulers hide exit codes; on a full disk, try for some seconds."""
-    verdict = {
-        "exit_code": int(code),
-        "name": code.name.lower(),
-        "meaning": MEANINGS[code],
-        "why": printable(why, 2000),
-        "attempts": attempts,
-        "step": step if step >= 0 else None,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
+    verdict = {"exit_code": int(code), "name": code.name.lower(), "meaning": code.meaning, "why": printable(why, 2000)}
+    verdict |= {"attempts": attempts, "step": step if step >= 0 else None}
+    verdict["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     for pause in (0.0, 1.0, 2.0):
         time.sleep(pause)
         with contextlib.suppress(OSError):
@@ -93,12 +87,8 @@ def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     process, running = next(iter(state.get("ranks", ())), {}), None
     if "times" in process:
-        running = {
-            "attempt": state["attempt"],
-            "times": process["times"],
-            "first_step": process.get("first_step"),
-            "last_step": process.get("step"),
-        }
+        steps = {"first_step": process.get("first_step"), "last_step": process.get("step")}
+        running = {"attempt": state["attempt"], "times": process["times"], **steps}
     return {"now": float(state["unix"]), "running": running}
 
 
