@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from zaya_jax.aegis.failure import Severity
+from zaya_jax.aegis.failure import Observation, Severity
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.errors import printable
 from zaya_jax.run.files import LONGEST_JSON, read_end
@@ -92,6 +92,11 @@ class EventLog:
         self._dropped += written.done() and written.exception() is not None  # refused, since too many jobs wait
         self._listener(event)
         return self._id
+
+    def write_observation(self, seen: Observation, kind: Kind = "detect", **details: Any) -> int:
+        """Append an event about an observation, and return its id."""
+        details = {"rank": seen.rank, "device": seen.device, "fault": seen.fault, **details}
+        return self.write(kind, seen.code, severity=seen.severity, text=seen.text, **details)
 
     def flush(self) -> None:
         """Write events that wait for a full disk."""

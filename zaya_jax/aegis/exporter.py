@@ -212,15 +212,9 @@ def _events(folder: Path) -> Iterator[Sample]:
 def serve(run_dir: Path, address: str, port: int) -> None:
     """Serve the metrics of a run over HTTP until the process is interrupted.
 
-    Args:
-      run_dir: folder of the run.
-      address: of this machine to listen on. Nothing encrypts or authenticates; beyond the loopback address that is up
-        to the operator. Requests must name it, an IP address or localhost as their host: a web page whose own name
-        leads here (DNS rebinding) can read nothing.
-      port: to listen on; 0 for any free one.
-
-    Raises:
-      InputError: `run_dir` is not a folder, or the address cannot be used.
+    Nothing encrypts or authenticates; beyond the loopback address that is up to the operator. Requests must name
+    `address`, an IP address or localhost as their host: a web page whose own name leads here (DNS rebinding) can read
+    nothing. Port 0 is any free one. Raises `InputError` if `run_dir` is not a folder, or the address cannot be used.
     """
     if not run_dir.is_dir():
         raise InputError(f"{run_dir} is not a folder.")

@@ -56,6 +56,11 @@ class Observation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", printable(self.text, 500))
 
+    @property
+    def is_severe(self) -> bool:
+        """True if it is an error that may end a run."""
+        return self.severity in (Severity.ERROR, Severity.FATAL)
+
 
 UNKILLABLE = "unkillable"  # code of a process that SIGKILL does not end
 SUPERSEDED = "superseded"  # code of a run that other processes have resumed
@@ -71,7 +76,6 @@ _REASONS = {
     Reason.DEVICE_MEMORY: (FaultClass.DEVICE_MEMORY, "device-out-of-memory"),
 }
 _NO_GPU = (Reason.NO_CHECKPOINT, Reason.DISK, Reason.SAVE_FAILED)  # what no GPU causes
-_SEVERE = (Severity.ERROR, Severity.FATAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +105,11 @@ class RankEnd:
         if self.record is None or (self.record.status and not self.is_wrapped and self.record.status != self.status):
             return None
         return self.record.status
+
+    @property
+    def words(self) -> str:
+        """The sentence of its exit record, printable; empty if it left none."""
+        return "" if self.record is None else printable(self.record.sentence, 500)
 
     @property
     def followed(self) -> bool:
@@ -151,25 +160,22 @@ def find_failure(
         return None if is_saved else Failure(FaultClass.CRASH, "not-saved", None, progress, words, progress)
     for end in ends:
         if end.record is not None and end.record.status == ExitCode.SUPERSEDED:  # a restart would fence its successor
-            words = printable(end.record.sentence, 500)
-            return Failure(FaultClass.PREEMPTION, SUPERSEDED, end.rank, end.step, words, progress)
+            return Failure(FaultClass.PREEMPTION, SUPERSEDED, end.rank, end.step, end.words, progress)
     failed = [end for end in ends if end.outcome != 0 and not end.was_killed]
     if not failed:
         return Failure(FaultClass.PREEMPTION, "killed", None, progress, "", progress)
     origins = [end for end in failed if not end.followed]
     if not origins:
-        words = next(printable(end.record.sentence, 500) for end in failed if end.record is not None)
-        killed = [end for end in ends if end.was_killed]
-        if len(killed) == 1:  # the others were right: it sent no heartbeat, and did not end
+        killed, words = [end for end in ends if end.was_killed], failed[0].words
+        if len(killed) == 1:  # the process that the others had lost: it sent no heartbeat, and did not end
             code = f"hang-{killed[0].phase.name.lower()}"
             return Failure(FaultClass.HANG, code, killed[0].rank, killed[0].step, words, progress)
         return Failure(FaultClass.PEERS, "peer-lost", None, progress, words, progress)
     origin = min(origins, key=lambda end: end.time if end.record is None else min(end.time, end.record.time_ns / 1e9))
-    words = "" if origin.record is None else printable(origin.record.sentence, 500)
     fault, code, device = _classify(origin, observations)
-    severe = (each for each in lines if each.severity in _SEVERE and each.rank == origin.rank)
+    severe = (each for each in lines if each.is_severe and each.rank == origin.rank)
     explanation = next((f"{each.code}: {each.text}" for each in severe), "")
-    return Failure(fault, code, origin.rank, origin.step, words, progress, device, explanation)
+    return Failure(fault, code, origin.rank, origin.step, origin.words, progress, device, explanation)
 
 
 def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[FaultClass, str, int | None]:
@@ -202,25 +208,13 @@ def _name(origin: RankEnd) -> str:
 
 def _cause(origin: RankEnd, observations: Sequence[Observation]) -> Observation | None:
     """Return the observed fault that explains the end; those of hardware before those of software."""
-    severe = [each for each in observations if each.severity in _SEVERE and each.rank in (None, origin.rank)]
-    # A shell returns 128 more than the signal, and a pipe the status of its last command.
-    may_be_killed = origin.status in (-signal.SIGKILL, 128 + signal.SIGKILL) or (
-        origin.is_wrapped and not origin.status
-    )
-    order = (
-        FaultClass.GPU,
-        FaultClass.HOST_MEMORY,
-        FaultClass.DISK,
-        FaultClass.NETWORK,
-        FaultClass.NON_FINITE,
-        FaultClass.SPIKE,
-    )
-    for fault in order:
-        if fault is FaultClass.HOST_MEMORY and not may_be_killed:
-            continue  # the out-of-memory killer sends SIGKILL
-        if fault is FaultClass.DISK and origin.status < 0 and origin.status != -signal.SIGBUS:
-            continue  # a trainer whose disk is full ends by itself, unless it writes to a mapped file
-        for each in severe:
-            if each.fault is fault:
-                return each
-    return None
+    severe = [each for each in observations if each.is_severe and each.rank in (None, origin.rank)]
+    causes = [FaultClass.GPU]
+    # The out-of-memory killer sends SIGKILL. A shell returns 128 more, and a pipe the status of its last command.
+    is_killed = origin.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if is_killed or (origin.is_wrapped and not origin.status):
+        causes.append(FaultClass.HOST_MEMORY)
+    if origin.status >= 0 or origin.status == -signal.SIGBUS:  # when its disk is full, a trainer ends by itself, unless
+        causes.append(FaultClass.DISK)  # it writes to a mapped file
+    causes += [FaultClass.NETWORK, FaultClass.NON_FINITE, FaultClass.SPIKE]
+    return next((each for fault in causes for each in severe if each.fault is fault), None)

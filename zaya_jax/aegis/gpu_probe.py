@@ -48,7 +48,7 @@ class Gpu:
 
 
 class GpuProbe:
-    """Runs the probe at intervals and compares its readings; nothing it meets ends the supervisor."""
+    """Runs the probe at intervals and compares its readings; no failure of it ends the supervisor."""
 
     def __init__(
         self, interval: float = 60.0, timeout: float = 30.0, environment: Mapping[str, str] | None = None

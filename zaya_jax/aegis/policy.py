@@ -173,11 +173,7 @@ class Policy:
 
 
 def load_policy(path: str | Path | None) -> Policy:
-    """Read and check a policy; None for the defaults.
-
-    Raises:
-      InputError: the file cannot be read, a key is unknown, or a value is invalid.
-    """
+    """Read and check a policy, None for the defaults; `InputError` if a key or value of the file is invalid."""
     policy = Policy() if path is None else load_as(Policy, path)
     policy.check()
     return policy

@@ -29,8 +29,7 @@ class Rollback(NamedTuple):
 def plan_rollback(command: TrainingCommand, failure: Failure) -> Rollback | None:
     """Plan to undo the steps before a failure that were bad: as many as were skipped, or all since the last good one.
 
-    Returns:
-      None if the rows of the steps are not known, or no checkpoint is old enough.
+    None if the rows of the steps are not known, or no checkpoint is old enough.
     """
     if command.config is None:
         return None
@@ -59,7 +58,9 @@ def roll_back(command: TrainingCommand, plan: Rollback, should_stop: Callable[[]
                 process.kill()
             time.sleep(_TICK)
         output.seek(0)
-        said = output.read(4096).decode(errors="replace").strip()
+        printed = output.read(4096).decode(errors="replace").strip()
     if process.returncode:
-        raise InputError(f"The run could not be rolled back to step {plan.step}: {said or 'the command was stopped.'}")
+        raise InputError(
+            f"The run could not be rolled back to step {plan.step}: {printed or 'the command was stopped.'}"
+        )
     return command.without_rows(plan.first, plan.end)

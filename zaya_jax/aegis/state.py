@@ -20,7 +20,7 @@ STATE = "state.json"
 VERDICT = "verdict.json"
 _RANK = {"rank": int, "phase": str, "step": int | None, "first_step": int | None, "loss": int | float | None}
 _LARGEST = 1e300  # of a number in a state, which may have any
-_STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
+_STALE = 10.0  # seconds after which the supervisor that wrote a state counts as gone
 
 
 def describe_ranks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:

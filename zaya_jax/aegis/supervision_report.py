@@ -44,7 +44,7 @@ def _describe_node(folder: Path) -> dict[str, Any]:
 def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """List each fault with what followed from it, by the links of the events.
 
-    A fault that ended an attempt is one, however many processes it ended and whatever else the machine said of it.
+    A fault that ended an attempt is one, however many processes it ended and whatever else the machine logged about it.
     """
     faults, follow_ups, ended = [], defaultdict[int, list[Mapping[str, Any]]](list), dict[int, Mapping[str, Any]]()
     for event in events:

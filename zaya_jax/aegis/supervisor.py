@@ -1,6 +1,5 @@
 """The supervisor: runs a training command, attempt after attempt, until it is done or must be given up."""
 
-import dataclasses
 import errno
 import functools
 import os
@@ -11,7 +10,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from zaya_jax.aegis.attempt import Attempt
@@ -45,15 +43,7 @@ class Supervisor:
     def __init__(
         self, command: TrainingCommand, policy: Policy, folder: Path, node: str, environment: Mapping[str, str]
     ) -> None:
-        """Prepare to run `command`.
-
-        Args:
-          command: of the trainer.
-          policy: what to do about faults.
-          folder: of this supervisor; it exists.
-          node: name of this machine.
-          environment: of the processes.
-        """
+        """Prepare to run `command` in `environment` on this `node`; the `folder` of the supervisor exists."""
         self._command, self._policy, self._environment = command, policy, environment
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode(errors="surrogateescape")))
         self._job = JobState(folder, node, policy, timeouts)
@@ -65,7 +55,7 @@ class Supervisor:
         """Run the job to its end; the signals that ask it to stop are handled meanwhile."""
         adopt_orphans()
         handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
-        before = {number: signal.signal(number, self._note_signal) for number in handled}
+        before = {number: signal.signal(number, self._job.note_signal) for number in handled}
         try:
             try:
                 code, why = self._supervise()
@@ -158,13 +148,11 @@ class Supervisor:
         self._failures.append((time.monotonic(), failure))
         can_act = failure.fault not in self._policy.log_only
         decision = decide(self._failures, self._policy, jitter=random.random(), can_act=can_act)
-        changes: dict[str, Callable[[Failure, Decision], Decision]] = {
-            "fewer_devices": self._use_fewer_devices,
-            "roll_back": self._roll_back,
-        }
-        if decision.exit_code is None and decision.action in changes:
-            decision = changes[decision.action](failure, decision)
-        wanted = self._policy.rules.of(failure.fault)
+        if decision.exit_code is None and decision.action == "fewer_devices":
+            decision = self._use_fewer_devices(failure, decision)
+        elif decision.exit_code is None and decision.action == "roll_back":
+            decision = self._roll_back(failure, decision)
+        ruled, code = self._policy.rules.of(failure.fault), decision.exit_code
         self._job.log.write(
             "decide",
             decision.rule,
@@ -173,8 +161,8 @@ class Supervisor:
             fault=failure.fault,
             rank=failure.rank,
             step=failure.step,
-            action=decision.action if decision.exit_code is None else f"exit-{decision.exit_code.name.lower()}",
-            log_only=wanted if not can_act and wanted != "restart" else None,
+            action=decision.action if code is None else f"exit-{code.name.lower()}",
+            log_only=ruled if not can_act and ruled != "restart" else None,
         )
         return decision
 
@@ -184,29 +172,22 @@ class Supervisor:
             lost = self._command.devices[failure.rank]
         fewer = self._command.with_fewer_devices(lost)
         if fewer is None:
-            return dataclasses.replace(
-                decision,
-                exit_code=SupervisorExit.RETRY_ELSEWHERE,
-                why=(f"{decision.why} No smaller number of devices divides the batches, so another node is needed."),
-            )
+            why = "No smaller number of devices divides the batches, so another node is needed."
+            return decision.adding(why, SupervisorExit.RETRY_ELSEWHERE)
         self._command = fewer
-        devices = ", ".join(map(str, fewer.devices))
-        return dataclasses.replace(decision, why=f"{decision.why} Training continues on the devices {devices}.")
+        return decision.adding(f"Training continues on the devices {', '.join(map(str, fewer.devices))}.")
 
     def _roll_back(self, failure: Failure, decision: Decision) -> Decision:
-        plan, why = None, "No checkpoint is older than the bad steps."
+        why = "No checkpoint is older than the bad steps."
         try:
             plan = self._read(lambda: plan_rollback(self._command, failure))
             if plan is not None:
                 self._command = roll_back(self._command, plan, lambda: bool(self._job.signals))
+                rows = f"the rows {plan.first} to {plan.end - 1}"
+                return decision.adding(f"Resuming from step {plan.step} without {rows}.")
         except (InputError, OSError) as error:
-            plan, why = None, str(error)
-        if plan is None:
-            return dataclasses.replace(decision, exit_code=SupervisorExit.DO_NOT_REQUEUE, why=f"{decision.why} {why}")
-        return dataclasses.replace(
-            decision,
-            why=(f"{decision.why} Resuming from step {plan.step} without the rows {plan.first} to {plan.end - 1}."),
-        )
+            why = str(error)
+        return decision.adding(why, SupervisorExit.DO_NOT_REQUEUE)
 
     def _read(self, job: Callable[[], _T]) -> _T:
         """Return what `job` reads in the run folder.
@@ -220,13 +201,7 @@ class Supervisor:
             if self._job.signals or time.monotonic() > deadline:
                 raise TimeoutError(f"The file system of {self._command.run_dir} does not answer.")
             for observation in self._monitor.poll_folder():
-                self._job.log.write(
-                    "detect",
-                    observation.code,
-                    severity=observation.severity,
-                    text=observation.text,
-                    fault=observation.fault,
-                )
+                self._job.log.write_observation(observation)
         return result.result()
 
     def _sleep(self, seconds: float) -> None:
@@ -234,6 +209,3 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while not self._job.signals and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _TICK))
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._job.note_signal(number)

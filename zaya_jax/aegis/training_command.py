@@ -42,36 +42,24 @@ class TrainingCommand:
     skipped_rows: tuple[tuple[int, int], ...] = ()  # ranges of rows that the supervisor has decided to skip
 
     def processes(self, address: str) -> list[tuple[list[str], dict[str, str]]]:
-        """Return the command and the variables of each process; without `coordinator` several meet at `address`."""
+        """Return the command and the variables of each process; without `coordinator` several connect at `address`."""
         argv, here, count = [*self.argv, *self._overrides()], len(self.devices), self.nodes * len(self.devices)
         if here == 1 and self.nodes == 1:  # jax then uses all devices that it sees
             device = str(self.devices[0])
             visible = {"HIP_VISIBLE_DEVICES": device, "CUDA_VISIBLE_DEVICES": device}
             return [(argv, visible if self.is_reduced else {})]
         secret = {} if self.coordinator else {VARIABLE: make_secret()}  # processes of other nodes would not have it
-        job = [
-            [
-                "--coordinator",
-                self.coordinator or address,
-                "--processes",
-                str(count),
-                "--process",
-                str(self.node * here + index),
-            ]
-            if count > 1
-            else []
-            for index in range(here)
-        ]
-        return [
-            ([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret})
-            for flags, device in zip(job, self.devices, strict=True)
-        ]
+        listed = []
+        for index, device in enumerate(self.devices):
+            job = ["--coordinator", self.coordinator or address, "--processes", str(count), "--process"]
+            flags = [*job, str(self.node * here + index)] if count > 1 else []
+            listed.append(([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret}))
+        return listed
 
     def with_fewer_devices(self, lost: int | None) -> Self | None:
         """Return the command without the device `lost` (the last, if None), on as many others as its batches allow.
 
-        Returns:
-          None if there is no such number, other nodes would have to agree, or this is not a training command.
+        None if there is no such number, other nodes would have to agree, or this is not a training command.
         """
         if self.config is None or self.nodes > 1:
             return None
@@ -176,10 +164,8 @@ def read_command(
     devices, arguments = tuple(range(processes)), _training_arguments(argv)
     if arguments is None:
         if run_dir is None:
-            raise InputError(
-                "--run-dir is missing. It can be left out only if the command is zaya train or contains "
-                "-m zaya_jax.main."
-            )
+            alone = "if the command is zaya train or contains -m zaya_jax.main"
+            raise InputError(f"--run-dir is missing. It can be left out only {alone}.")
         return TrainingCommand(tuple(argv), expanded(run_dir), devices, nodes, node or 0, coordinator)
     options = parse_training(arguments)
     if (options.coordinator, options.processes, options.process) != (None, None, None):

@@ -20,39 +20,24 @@ _FOLDER = Path(__file__).parent
 
 
 def render(runs: Sequence[RunData], config: str | None = None) -> str:
-    """Return the page.
-
-    Args:
-      runs: the runs, at least one.
-      config: a configuration file that they are compared with.
-
-    Raises:
-      InputError: the configuration file is invalid.
-    """
+    """Return the page about at least one run; `InputError` if the file `config`, to compare with, is invalid."""
     sections = make_sections(runs, config)
     plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
     axes = [make_or({}, lambda run: run.axes, run) for run in runs]
     data = {"figures": [plot.figure for plot in plots], "axes": axes}
     figures = json.dumps(data, allow_nan=False, separators=(",", ":"), default=list)
     scripts = [get_plotlyjs(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    unknown = Warn("failed", "The warnings about this run could not be made; a file of the run may be damaged.")
     return render_page(
         _FOLDER / "report.html.j2",
         mark=MARK,
         runs=runs,
-        warnings=list(map(_warnings, runs)),
+        warnings=[make_or([unknown], lambda run: run.warnings, run) for run in runs],
         overview=overview(runs),
         sections=sections,
         scripts=scripts,
-        hashes=[_hash(script) for script in scripts],
+        hashes=[f"sha256-{digest}" for digest in digests],
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         figures=figures.replace("<", "\\u003c"),
     )
-
-
-def _warnings(run: RunData) -> list[Warn]:
-    unknown = Warn("failed", "The warnings about this run could not be made; a file of the run may be damaged.")
-    return make_or([unknown], lambda run: run.warnings, run)
-
-
-def _hash(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -92,11 +92,6 @@ class RunData:
         return {"step": list(steps), "tokens": list(tokens), "hours": list(map(significant, times))}
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The configuration by dotted keys, with phases by name."""
-        return flatten_settings(self.config)
-
-    @property
     def baselines(self) -> dict[str, float]:
         """Bits per byte of compressors on the held-out text, by name; {} before the end, and without a text corpus."""
         baselines = self.summary.get("baselines")

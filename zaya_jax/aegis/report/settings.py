@@ -19,7 +19,7 @@ _LINEAGE = ("resume_from", "init_from")
 
 def between_runs(runs: Sequence[RunData]) -> Table:
     """List the settings in which runs differ."""
-    return differences("Settings that differ between the runs", {each.name: each.settings for each in runs})
+    return differences("Settings that differ between the runs", _by_name(runs))
 
 
 def from_parents(run: RunData) -> Iterator[Table]:
@@ -31,7 +31,7 @@ def from_parents(run: RunData) -> Iterator[Table]:
         title, why = f"Differences from {key}={source}", f"{source} has no {CONFIG}, so its settings are unknown."
         try:
             if (parent := _run_folder(source)) is not None:
-                settings = {source: flatten_settings(read_config(parent)), run.name: run.settings}
+                settings = {source: flatten_settings(read_config(parent)), run.name: flatten_settings(run.config)}
                 yield differences(title, settings)
                 continue
         except InputError as error:
@@ -43,7 +43,7 @@ def from_parents(run: RunData) -> Iterator[Table]:
 def from_file(runs: Sequence[RunData], path: str) -> Table:
     """List the settings in which runs differ from a configuration file; InputError if it is invalid."""
     settings = flatten_settings(to_dict(load_config(path)))
-    return differences(f"Differences from {path}", {path: settings} | {each.name: each.settings for each in runs})
+    return differences(f"Differences from {path}", {path: settings} | _by_name(runs))
 
 
 def changes(run: RunData) -> Table:
@@ -60,6 +60,10 @@ def differences(title: str, settings: Mapping[str, Mapping[str, Any]]) -> Table:
     texts = {key: [shown(each[key]) if key in each else NONE for each in settings.values()] for key in keys}
     rows = [[key, *values] for key, values in texts.items() if len(set(values)) > 1]
     return Table(title, ["key", *settings], rows, () if rows else ("No settings differ.",))
+
+
+def _by_name(runs: Sequence[RunData]) -> dict[str, dict[str, Any]]:
+    return {run.name: flatten_settings(run.config) for run in runs}
 
 
 def _run_folder(source: str) -> Path | None:
