@@ -14,12 +14,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.failure import FaultClass
@@ -87,14 +88,6 @@ FAMILIES = {  # name → help
 }
 
 
-class Sample(NamedTuple):
-    """A value of a metric in `FAMILIES`."""
-
-    name: str
-    value: float
-    labels: Mapping[str, str] = {}
-
-
 class RunReader(Collector):
     """Reads the samples of a run; a file that cannot be read costs its own samples only, and is counted."""
 
@@ -110,7 +103,7 @@ class RunReader(Collector):
             for name, text in FAMILIES.items()
         }
         for sample in self.read():
-            families[sample.name].add_sample(sample.name, dict(sample.labels), sample.value)
+            families[sample.name].samples.append(sample)
         yield from (family for family in families.values() if family.samples)
 
     def read(self) -> list[Sample]:
@@ -122,7 +115,7 @@ class RunReader(Collector):
             samples += self._attempt("state", lambda folder=folder: _state(folder))
             samples += self._attempt("events", lambda folder=folder: _events(folder))
         errors = "zaya_exporter_read_errors_total"
-        return samples + [Sample(errors, count, {"source": source}) for source, count in self._errors.items()]
+        return samples + [Sample(errors, {"source": source}, count) for source, count in self._errors.items()]
 
     def _attempt(self, source: str, read: Callable[[], Iterable[T]]) -> list[T]:
         try:
@@ -139,11 +132,11 @@ def _rows(run_dir: Path) -> Iterator[Sample]:
         return
     metrics = read_last_row(path)
     row = read_last_row(run_dir / TIMINGS) | metrics if (run_dir / TIMINGS).exists() else metrics
-    yield from _samples(row, {name: column for name, (column, _) in _ROW.items()})
+    yield from _samples(row, {name: column for name, (column, _) in _ROW.items()}, {})
     for name, (column, reduce, _) in _LAYERS.items():
         if values := [float(value) for value in row.get(column) or () if isinstance(value, int | float)]:
-            yield Sample(name, reduce(values))
-    yield Sample("zaya_telemetry_age_seconds", max(0.0, time.time() - path.stat().st_mtime))
+            yield Sample(name, {}, reduce(values))
+    yield Sample("zaya_telemetry_age_seconds", {}, max(0.0, time.time() - path.stat().st_mtime))
 
 
 def read_last_row(path: Path) -> dict[str, Any]:
@@ -156,11 +149,13 @@ def read_last_row(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _samples(tree: Mapping[str, Any], keys: Mapping[str, str], labels: Mapping[str, str] = {}) -> Iterator[Sample]:
+def _samples(
+    tree: Mapping[str, Any], keys: Mapping[str, str], labels: dict[str, str] | None = None
+) -> Iterator[Sample]:
     """Yield the numbers in `tree`, whose keys are by name of the metric; null stands for one that is not finite."""
     for name, key in keys.items():
         if isinstance(value := tree.get(key), int | float):
-            yield Sample(name, float(value), labels)
+            yield Sample(name, labels, float(value))
 
 
 def _checkpoints(folder: Path) -> Iterator[Sample]:
@@ -168,8 +163,8 @@ def _checkpoints(folder: Path) -> Iterator[Sample]:
     for step in reversed(named_steps(folder)):
         saved = saved_at(folder / str(step))
         if saved is not None:
-            yield Sample("zaya_checkpoint_step", step)
-            yield Sample("zaya_checkpoint_age_seconds", max(0.0, time.time() - saved))
+            yield Sample("zaya_checkpoint_step", {}, step)
+            yield Sample("zaya_checkpoint_age_seconds", {}, max(0.0, time.time() - saved))
             return
 
 
@@ -181,12 +176,12 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def _state(folder: Path) -> Iterator[Sample]:
     """Yield what the supervisor of a node and its processes do."""
     state, node = _read_state(folder), {"node": printable(folder.name)}
-    yield Sample("zaya_up", int(is_running(state)), node)
+    yield Sample("zaya_up", node, int(is_running(state)))
     yield from _samples(state, {"zaya_attempt": "attempt", "zaya_supervisor_exit_code": "exit_code"}, node)
     for rank in state.get("ranks", ()) if is_running(state) else ():
         process = node | {"process": str(int(rank["rank"]))}
         yield from _samples(rank, {"zaya_process_step": "step"}, process)
-        yield Sample("zaya_process_phase", 1, process | {"phase": Phase[rank["phase"].upper()].name.lower()})
+        yield Sample("zaya_process_phase", process | {"phase": Phase[rank["phase"].upper()].name.lower()}, 1)
 
 
 def _events(folder: Path) -> Iterator[Sample]:
@@ -198,15 +193,15 @@ def _events(folder: Path) -> Iterator[Sample]:
     with contextlib.suppress(InputError):  # a damaged state is counted elsewhere
         state = _read_state(folder)
     goodput = measure_goodput(events, **running_attempt(state))
-    yield Sample("zaya_goodput_fraction", goodput.fraction, node)
+    yield Sample("zaya_goodput_fraction", node, goodput.fraction)
     for bucket, seconds in goodput.buckets.items():
-        yield Sample("zaya_goodput_seconds", seconds, node | {"bucket": bucket})
+        yield Sample("zaya_goodput_seconds", node | {"bucket": bucket}, seconds)
     actions = [event.get("action") for event in events if event["kind"] == "decide"]
     restarts = [action for action in actions if action is not None and not action.startswith("exit-")]
-    yield Sample("zaya_restarts_total", len(restarts), node)
+    yield Sample("zaya_restarts_total", node, len(restarts))
     faults = Counter(fault["fault"] for fault in list_faults(events))
     for fault in FaultClass:
-        yield Sample("zaya_faults_total", faults[fault.value], node | {"fault": fault.value})
+        yield Sample("zaya_faults_total", node | {"fault": fault.value}, faults[fault.value])
 
 
 def serve(run_dir: Path, address: str, port: int) -> None:

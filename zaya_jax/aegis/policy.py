@@ -56,16 +56,6 @@ class RestartPolicy:
     same_failure: Positive[int] = 2  # equal failures at the same step that make it deterministic
     no_progress: Positive[int] = 3  # restarts in a row without a new step before the supervisor gives up
 
-    def check(self) -> None:
-        """Raise `InputError` if a value is invalid."""
-        check_bounds(self, "restart")
-        require(
-            len(self.delays) > 0 and min(self.delays) >= 0,
-            "restart.delays",
-            list(self.delays),
-            "a list of at least one number, none negative",
-        )
-
 
 @dataclass(frozen=True)
 class TrainingPolicy:
@@ -122,19 +112,6 @@ class NotifyPolicy:
     severity: Literal["warning", "error", "fatal"] = "error"  # least severity of the events
     timeout_seconds: Positive[float] = 30.0  # after which the command is killed
 
-    def check(self) -> None:
-        """Raise `InputError` if a value is invalid."""
-        check_bounds(self, "notify")
-        if self.command:
-            program = Path(self.command[0])
-            is_program = program.is_absolute() and program.is_file() and os.access(program, os.X_OK)
-            require(
-                is_program,
-                "notify.command",
-                list(self.command),
-                "a list that starts with the absolute path of an executable file",
-            )
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -164,9 +141,15 @@ class Policy:
 
     def check(self) -> None:
         """Raise `InputError` if a value is invalid."""
-        check_bounds(self, "")
-        self.restart.check()
-        self.notify.check()
+        check_bounds(self)
+        delays, command = list(self.restart.delays), list(self.notify.command)
+        allowed = "a list of at least one number, none negative"
+        require(len(delays) > 0 and min(delays) >= 0, "restart.delays", delays, allowed)
+        if command:
+            program = Path(command[0])
+            is_program = program.is_absolute() and program.is_file() and os.access(program, os.X_OK)
+            allowed = "a list that starts with the absolute path of an executable file"
+            require(is_program, "notify.command", command, allowed)
         names = [rule.name for rule in fields(RulePolicy)]
         for name in self.log_only:
             require(name in names, "log_only", name, f"a list of {', '.join(names)}")

@@ -21,10 +21,9 @@ from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.monitor import Monitor
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import adopt_orphans
-from zaya_jax.aegis.rollback import plan_rollback, roll_back
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
-from zaya_jax.aegis.training_command import TrainingCommand
+from zaya_jax.aegis.training_command import TrainingCommand, plan_rollback, roll_back
 from zaya_jax.aegis.training_watch import level_changes
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest

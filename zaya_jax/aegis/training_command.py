@@ -5,15 +5,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
+from zaya_jax.aegis.failure import SKIPPED, Failure
 from zaya_jax.config import Config, from_dict, load_config
 from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
-from zaya_jax.config.stages import micro_batch, stages, total_steps
+from zaya_jax.config.stages import micro_batch, rows_before, stages, total_steps
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
+from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps, usable_checkpoints
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.job_secret import VARIABLE, make_secret
@@ -22,6 +27,8 @@ from zaya_jax.run.options import parse_training
 
 _TRAINING = (("zaya_jax.main",), ("zaya_jax", "train"), ("zaya", "train"))  # how a training command can be written
 _ROWS = "data.skip_rows"
+_TICK = 0.05  # seconds
+_LONGEST = 3600.0  # seconds that verifying the checkpoint may take
 _NAMES_TRAINER = r"zaya_jax\.main|zaya(_jax)? train"
 
 
@@ -186,3 +193,51 @@ def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:
             if tuple(names[place : place + len(words)]) == words:
                 return argv[place + len(words) :]
     return None
+
+
+class Rollback(NamedTuple):
+    """A roll-back."""
+
+    step: int  # of the checkpoint to resume from
+    first: int  # first row of the data to skip
+    end: int  # the row after the last one
+
+
+def plan_rollback(command: TrainingCommand, failure: Failure) -> Rollback | None:
+    """Plan to undo the steps before a failure that were bad: as many as were skipped, or all since the last good one.
+
+    None if the rows of the steps are not known, or no checkpoint is old enough.
+    """
+    if command.config is None:
+        return None
+    skipped = command.config.train.max_skipped_steps if failure.code == SKIPPED else 0
+    last_good = max(failure.step - skipped, 0)
+    steps = [each.step for each in usable_checkpoints(command.run_dir / CHECKPOINTS) if each.step <= last_good]
+    if not steps or failure.progress <= last_good:
+        return None
+    rows = command.rows_to_skip()
+    config = dataclasses.replace(command.config, data=dataclasses.replace(command.config.data, skip_rows=rows))
+    return Rollback(max(steps), rows_before(config, last_good), rows_before(config, failure.progress))
+
+
+def roll_back(command: TrainingCommand, plan: Rollback, should_stop: Callable[[], bool]) -> TrainingCommand:
+    """Quarantine the later checkpoints, and return the command that skips the rows.
+
+    Raises:
+      InputError: the checkpoint is damaged, the run is in use, or `should_stop()` became true.
+    """
+    argv = [sys.executable, "-m", "zaya_jax.checkpoint", "rollback", str(command.run_dir), str(plan.step)]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=output)  # noqa: S603 (an argument list, without a shell)
+        deadline = time.monotonic() + _LONGEST
+        while process.poll() is None:
+            if should_stop() or time.monotonic() > deadline:
+                process.kill()
+            time.sleep(_TICK)
+        output.seek(0)
+        printed = output.read(4096).decode(errors="replace").strip()
+    if process.returncode:
+        raise InputError(
+            f"The run could not be rolled back to step {plan.step}: {printed or 'the command was stopped.'}"
+        )
+    return command.without_rows(plan.first, plan.end)

@@ -1,79 +1,67 @@
 """Tables of the page."""
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zaya_jax.aegis.report.run_data import RunData, make_or
+from zaya_jax.aegis.report.run_data import DAMAGE, RunData
 from zaya_jax.config.checks import counted, list_counts
-from zaya_jax.run.manifest import Manifest
 from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity
 
 _MOST = 200  # rows of a table
+Facts = Iterator[tuple[str, str]]  # label and text
 _PARAMS = "params."  # how the names of parameters start in a checkpoint
 
 
 def overview(runs: Sequence[RunData]) -> Table:
     """Say how the runs went, in one table."""
-    rows = [[label, *(make_or(NONE, cell, run) for run in runs)] for label, cell in _OVERVIEW.items()]
+    facts = [dict(_facts(run)) for run in runs]
+    labels = dict.fromkeys(label for each in facts for label in each)
+    rows = [[label, *(each.get(label, NONE) for each in facts)] for label in labels]
     return Table("", ["", *(run.name for run in runs)], [row for row in rows if set(row[1:]) != {NONE}])
 
 
-def _state(run: RunData) -> str:
-    if run.status is None:
-        return NONE
-    state, time = run.status.state, run.status.time
-    return f"{state}, {time}" if state != "running" else f"running since {time}"
+def _facts(run: RunData) -> Facts:
+    """Yield what can be said; damage in one file costs what is made of it."""
+    for facts in (_state, _losses, _speed, _supervision, _skipped, _checkpoints):
+        with contextlib.suppress(*DAMAGE):
+            yield from facts(run)
 
 
-def _steps(run: RunData) -> str:
-    last, planned = run.metrics.steps[-1], run.total_steps
-    return f"{last:,}" if planned is None else f"{last:,} of {planned:,}"
+def _state(run: RunData) -> Facts:
+    if run.status is not None:
+        state, time = run.status.state, run.status.time
+        yield "state", f"{state}, {time}" if state != "running" else f"running since {time}"
 
 
-def _heldout(run: RunData) -> str:
+def _losses(run: RunData) -> Facts:
     line = run.metrics.line("heldout_loss")
     known = [(value, step) for step, value in zip(line.steps, line.values, strict=True) if math.isfinite(value)]
-    if not known:
-        return NONE
-    (last, step), (best, at) = known[-1], min(known)
-    lowest = "" if best == last else f"; lowest {best:.4f}, after step {at:,}"
-    return f"{last:.4f} after step {step:,}{lowest}"
-
-
-def _bits(run: RunData) -> str:
-    lines = run.heldout_bits
-    names = {name: f" ({name})" if len(lines) > 1 else "" for name in lines}
-    return ", ".join(f"{line.values[-1]:.4f}{names[name]}" for name, line in lines.items()) or NONE
-
-
-def _compressors(run: RunData) -> str:
-    texts = [f"{name} {bits:.4f}" for name, bits in sorted(run.baselines.items())]
-    return ", ".join(texts).replace("_given_train", " after the training text") or NONE
-
-
-def _training_loss(run: RunData) -> str:
+    if known:
+        (last, step), (best, at) = known[-1], min(known)
+        lowest = "" if best == last else f"; lowest {best:.4f}, after step {at:,}"
+        yield "held-out loss (nats/token)", f"{last:.4f} after step {step:,}{lowest}"
+    bits = run.heldout_bits
+    names = {name: f" ({name})" if len(bits) > 1 else "" for name in bits}
+    yield "held-out loss (bits/byte)", ", ".join(f"{bits[name].values[-1]:.4f}{names[name]}" for name in bits) or NONE
+    compressed = ", ".join(f"{name} {bits:.4f}" for name, bits in sorted(run.baselines.items())) or NONE
+    yield "compressors (bits/byte)", compressed.replace("_given_train", " after the training text")
     values = run.metrics.line("loss").finite
-    recent = values[-max(len(values) // 50, 1) :]
-    return f"{sum(recent) / len(recent):.4f} (mean of {counted(len(recent), 'step')})" if recent else NONE
+    if recent := values[-max(len(values) // 50, 1) :]:
+        mean = f"{sum(recent) / len(recent):.4f} (mean of {counted(len(recent), 'step')})"
+        yield "training loss (nats/token)", mean
 
 
-def _time(run: RunData) -> str:
+def _speed(run: RunData) -> Facts:
+    last, planned = run.metrics.steps[-1], run.total_steps
+    yield "steps", f"{last:,}" if planned is None else f"{last:,} of {planned:,}"
+    yield "tokens, with padding", _whole(run.metrics.last("tokens_seen"))
     seconds = sum(run.timings.line("seconds").finite)
-    return duration(seconds) if seconds else NONE
-
-
-def _tokens(run: RunData) -> str:
-    return _whole(run.metrics.last("tokens_seen"))
-
-
-def _speed(run: RunData) -> str:
-    return _whole(_mean(run, "tokens_per_second"))
-
-
-def _mfu(run: RunData) -> str:
-    return percent(_mean(run, "mfu"))
+    yield "time in steps", duration(seconds) if seconds else NONE
+    yield "tokens/s", _whole(_mean(run, "tokens_per_second"))
+    yield "MFU", percent(_mean(run, "mfu"))
 
 
 def _whole(value: float | None) -> str:
@@ -88,78 +76,44 @@ def _mean(run: RunData, name: str) -> float | None:
     return sum(seconds * value for seconds, value in known) / total if total else None
 
 
-def _skipped(run: RunData) -> str:
-    reasons = Counter(skip.reason for skip in run.metrics.skips)
-    listed = ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())
-    return f"{run.metrics.skipped:,}" + (f" ({listed})" if listed else "")
-
-
-def _goodput(run: RunData) -> str:
+def _supervision(run: RunData) -> Facts:
     nodes = [node["goodput"] for node in run.nodes.values()]
     if not nodes:
-        return "not supervised"
+        yield "goodput", "not supervised"
+        return
     total = sum(node["seconds"] for node in nodes)
     productive = sum(node["fraction"] * node["seconds"] for node in nodes)
     on = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
-    return f"{percent(productive / total if total else 0.0)} of {duration(total)}{on}"
+    yield "goodput", f"{percent(productive / total if total else 0.0)} of {duration(total)}{on}"
+    faults, attempts = sum(len(node["faults"]) for node in run.nodes.values()), max(node["attempts"] for node in nodes)
+    yield "faults", f"{faults}, in {counted(attempts, 'attempt')}"
 
 
-def _faults(run: RunData) -> str:
-    if not run.nodes:
-        return NONE
-    attempts = max(node["goodput"]["attempts"] for node in run.nodes.values())
-    return f"{sum(len(node['faults']) for node in run.nodes.values())}, in {counted(attempts, 'attempt')}"
+def _skipped(run: RunData) -> Facts:
+    reasons = Counter(skip.reason for skip in run.metrics.skips)
+    listed = ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())
+    yield "skipped steps", f"{run.metrics.skipped:,}" + (f" ({listed})" if listed else "")
 
 
-def _checkpoints(run: RunData) -> str:
+def _checkpoints(run: RunData) -> Facts:
     usable = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.is_usable]
     damaged, quarantined = sum(bool(checkpoint.problem) for checkpoint in run.checkpoints), len(run.quarantined)
     parts = [f"{len(usable)}, newest of step {usable[-1]:,}" if usable else "0"]
     parts += [f"{damaged} damaged or unreadable"] if damaged else []
-    return ", ".join([*parts, f"{quarantined} quarantined"] if quarantined else parts)
-
-
-def _manifest(run: RunData) -> Manifest | None:
-    """Return the newest manifest that could be read."""
-    return next((checkpoint.manifest for checkpoint in reversed(run.checkpoints) if checkpoint.manifest), None)
-
-
-def _parameters(run: RunData) -> str:
-    leaves = manifest.leaves if (manifest := _manifest(run)) else {}
-    shapes = [leaf["shape"] for name, leaf in leaves.items() if name.startswith(_PARAMS)]
-    return f"{sum(map(math.prod, shapes)):,}{' in adapters' if run.config.get('lora') else ''}" if shapes else NONE
-
-
-def _devices(run: RunData) -> str:
-    environment = manifest.metadata.get("environment", {}) if (manifest := _manifest(run)) else {}
-    if "device" not in environment:
-        return NONE
-    count = f"{environment['devices']} × " if "devices" in environment else ""
-    host = environment if environment.get("platform") == "cpu" else {}
-    details = [host.get("cpu"), counted(host["cpus"], "CPU") if host.get("cpus") else None]
-    cpu = f" ({', '.join(filter(None, details))})" if any(details) else ""
-    version = f", jax {environment['jax']}" if "jax" in environment else ""
-    return f"{count}{environment['device']}{cpu}{version}"
-
-
-_OVERVIEW: Mapping[str, Callable[[RunData], str]] = {
-    "state": _state,
-    "held-out loss (nats/token)": _heldout,
-    "held-out loss (bits/byte)": _bits,
-    "compressors (bits/byte)": _compressors,
-    "training loss (nats/token)": _training_loss,
-    "steps": _steps,
-    "tokens, with padding": _tokens,
-    "time in steps": _time,
-    "tokens/s": _speed,
-    "MFU": _mfu,
-    "goodput": _goodput,
-    "faults": _faults,
-    "skipped steps": _skipped,
-    "checkpoints": _checkpoints,
-    "parameters": _parameters,
-    "devices": _devices,
-}
+    yield "checkpoints", ", ".join([*parts, f"{quarantined} quarantined"] if quarantined else parts)
+    manifest = next((checkpoint.manifest for checkpoint in reversed(run.checkpoints) if checkpoint.manifest), None)
+    if manifest is None:
+        return
+    if shapes := [leaf["shape"] for name, leaf in manifest.leaves.items() if name.startswith(_PARAMS)]:
+        yield "parameters", f"{sum(map(math.prod, shapes)):,}{' in adapters' if run.config.get('lora') else ''}"
+    environment = manifest.metadata.get("environment", {})
+    if "device" in environment:
+        count = f"{environment['devices']} × " if "devices" in environment else ""
+        host = environment if environment.get("platform") == "cpu" else {}
+        details = [host.get("cpu"), counted(host["cpus"], "CPU") if host.get("cpus") else None]
+        cpu = f" ({', '.join(filter(None, details))})" if any(details) else ""
+        version = f", jax {environment['jax']}" if "jax" in environment else ""
+        yield "devices", f"{count}{environment['device']}{cpu}{version}"
 
 
 def skipped_steps(run: RunData) -> Table:
