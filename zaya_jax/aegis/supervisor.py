@@ -152,17 +152,10 @@ class Supervisor:
         elif decision.exit_code is None and decision.action == "roll_back":
             decision = self._roll_back(failure, decision)
         ruled, code = self._policy.rules.of(failure.fault), decision.exit_code
-        self._job.log.write(
-            "decide",
-            decision.rule,
-            cause=self._job.cause,
-            text=decision.why,
-            fault=failure.fault,
-            rank=failure.rank,
-            step=failure.step,
-            action=decision.action if code is None else f"exit-{code.name.lower()}",
-            log_only=ruled if not can_act and ruled != "restart" else None,
-        )
+        details = {"cause": self._job.cause, "fault": failure.fault, "rank": failure.rank, "step": failure.step}
+        details["action"] = decision.action if code is None else f"exit-{code.name.lower()}"
+        details["log_only"] = ruled if not can_act and ruled != "restart" else None
+        self._job.log.write("decide", decision.rule, text=decision.why, **details)
         return decision
 
     def _use_fewer_devices(self, failure: Failure, decision: Decision) -> Decision:

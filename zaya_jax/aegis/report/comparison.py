@@ -55,9 +55,8 @@ class Comparison(NamedTuple):
     timings: bool = False  # whether they are in `timings.jsonl`
     note: str = ""  # a sentence below the plot
     scale: Scale = "zero"  # of the y axis
-    # Whether the values are settings: without noise, changed at steps. The boundaries of the phases are then explained.
-    is_setting: bool = False
-    integers: str = "x"  # axes with values that are integers
+    is_setting: bool = False  # whether the values are settings, without noise; then the phases are explained
+    integers: str = "x"  # axes with values that are integers; on the y axis they jump
 
     def plot(self, runs: Sequence[RunData]) -> Plot | str:
         """Plot the metrics of all runs that have them; without such a run, return a sentence that says so."""
@@ -72,7 +71,7 @@ class Comparison(NamedTuple):
                     continue
                 part = f"{metric[1]} of the layers" if isinstance(metric, tuple) else ""
                 name = ", ".join(filter(None, (part, run.name if several else ""))) or self.y
-                style = {"dash": dash, "shape": "hv"} if self.is_setting else {"dash": dash}
+                style = {"dash": dash, "shape": "hv" if "y" in self.integers else "linear"}
                 options: dict[str, Any] = {"line": style, "showlegend": several or len(self.metrics) > 1}
                 drawn = line, name, color(run.index), run.index
                 traces += [trace(*drawn, **options)] if self.is_setting else noisy(*drawn, **options)
