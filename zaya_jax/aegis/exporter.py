@@ -149,9 +149,7 @@ def read_last_row(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _samples(
-    tree: Mapping[str, Any], keys: Mapping[str, str], labels: dict[str, str] | None = None
-) -> Iterator[Sample]:
+def _samples(tree: Mapping[str, Any], keys: Mapping[str, str], labels: dict[str, str]) -> Iterator[Sample]:
     """Yield the numbers in `tree`, whose keys are by name of the metric; null stands for one that is not finite."""
     for name, key in keys.items():
         if isinstance(value := tree.get(key), int | float):
