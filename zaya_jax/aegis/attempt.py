@@ -23,7 +23,7 @@ from zaya_jax.aegis.hang import HangWatch
 from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.monitor import Monitor
 from zaya_jax.aegis.processes import KILL_SECONDS, Process, ProcessGroup, kill_orphans
-from zaya_jax.aegis.state import describe_ranks, write_state
+from zaya_jax.aegis.state import describe_rank, write_state
 from zaya_jax.aegis.supervision_report import SAME_FAULT
 from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.errors import REQUESTED, ExitCode
@@ -166,7 +166,7 @@ class Attempt:
             self._state_time = now
             job.notifier.poll()
             job.log.flush()
-            attempt, ranks = self._log.attempt, describe_ranks(self._group.ranks)
+            attempt, ranks = self._log.attempt, list(map(describe_rank, self._group.ranks))
             self._state = job.files.submit(
                 lambda: write_state(job.folder, attempt=attempt, state="running", ranks=ranks)
             )

@@ -24,7 +24,7 @@ from zaya_jax.aegis.failure import FaultClass
 from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
 from zaya_jax.aegis.goodput import Goodput, measure_goodput
 from zaya_jax.aegis.processes import die_with_parent
-from zaya_jax.aegis.supervision_report import supervisor_folders
+from zaya_jax.aegis.supervision_report import node_folders
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
@@ -81,7 +81,7 @@ class Drill:
         """Run both, and return the score-card, for JSON.
 
         Raises:
-          InputError: the folder exists, the training command is invalid, or a run left no events.
+          InputError: the folder exists, or the training command is invalid.
           RunStopped: a run did not finish.
         """
         if self.folder.exists():
@@ -123,7 +123,7 @@ class Drill:
             ).returncode
         if status:
             raise RunStopped(f"The {name} run ended with exit code {status}. See {log}.")
-        return read_events(supervisor_folders(run_dir)[0] / EVENTS)
+        return read_events(node_folders(run_dir)[0] / EVENTS)
 
     def _results(self, name: str, steps: int) -> tuple[object, bytes]:
         """Return the digests of all arrays of the last checkpoint, and the rows of metrics."""

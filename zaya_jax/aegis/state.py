@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,8 @@ _LARGEST = 1e300  # of a number in a state, which may have any
 _STALE = 10.0  # seconds after which the supervisor that wrote a state counts as gone
 
 
-def describe_ranks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
-    """Describe the processes, for JSON: index, pid, exit status, phase, steps, loss, seconds in each phase."""
-    return list(map(_describe, ranks))
-
-
-def _describe(rank: Rank) -> dict[str, Any]:
+def describe_rank(rank: Rank) -> dict[str, Any]:
+    """Describe a process, for JSON: index, pid, exit status, phase, steps, loss, seconds in each phase."""
     progress, status = rank.progress, None if rank.end is None else rank.end.status
     row: dict[str, Any] = {"rank": rank.index, "pid": rank.process.pid, "exit_status": status}
     if progress is None:

@@ -72,18 +72,11 @@ def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return faults
 
 
-def supervisor_folders(run_dir: Path) -> list[Path]:
-    """Return the folder of each node that supervised the run; `InputError` if there is none."""
-    folders = node_folders(run_dir)
-    if not folders:
-        raise InputError(f"{run_dir} was not run under aegis: it contains no {AEGIS}/NODE/{EVENTS}.")
-    return folders
-
-
 def describe_run(run_dir: Path) -> dict[str, Any]:
     """Return `describe_nodes` of a run; `InputError` if it was not supervised."""
-    supervisor_folders(run_dir)
-    return describe_nodes(run_dir)
+    if not (nodes := describe_nodes(run_dir)):
+        raise InputError(f"{run_dir} was not run under aegis: it contains no {AEGIS}/NODE/{EVENTS}.")
+    return nodes
 
 
 def format_report(run_dir: Path) -> str:

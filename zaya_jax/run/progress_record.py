@@ -206,14 +206,13 @@ def end_with_supervisor(environment: Mapping[str, str] = os.environ) -> None:
     if pid is None:
         return
     with contextlib.suppress(OSError):  # it has ended; its child is killed in any case
-        supervisor = os.pidfd_open(pid)
-        threading.Thread(target=_kill_at_end, args=(supervisor,), name="supervisor", daemon=True).start()
+        ended = select.poll()
+        ended.register(os.pidfd_open(pid), select.POLLIN)
+        threading.Thread(target=_kill_after, args=(ended,), name="supervisor", daemon=True).start()
 
 
-def _kill_at_end(supervisor: int) -> None:
-    poll = select.poll()
-    poll.register(supervisor, select.POLLIN)
-    poll.poll()
+def _kill_after(ended: select.poll) -> None:
+    ended.poll()
     os.killpg(0, signal.SIGKILL)
 
 
