@@ -71,7 +71,7 @@ class Comparison(NamedTuple):
                     continue
                 part = f"{metric[1]} of the layers" if isinstance(metric, tuple) else ""
                 name = ", ".join(filter(None, (part, run.name if several else ""))) or self.y
-                style = {"dash": dash, "shape": "hv" if "y" in self.integers else "linear"}
+                style = {"dash": dash} | ({"shape": "hv"} if "y" in self.integers else {})
                 options: dict[str, Any] = {"line": style, "showlegend": several or len(self.metrics) > 1}
                 drawn = line, name, color(run.index), run.index
                 traces += [trace(*drawn, **options)] if self.is_setting else noisy(*drawn, **options)

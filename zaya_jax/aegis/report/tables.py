@@ -31,27 +31,27 @@ def _facts(run: RunData) -> Facts:
 
 
 def _state(run: RunData) -> Facts:
-    if run.status is not None:
-        state, time = run.status.state, run.status.time
-        yield "state", f"{state}, {time}" if state != "running" else f"running since {time}"
+    state, time = (NONE, "") if run.status is None else (run.status.state, run.status.time)
+    yield "state", f"running since {time}" if state == "running" else ", ".join(filter(None, (state, time)))
 
 
 def _losses(run: RunData) -> Facts:
-    line = run.metrics.line("heldout_loss")
+    line, heldout = run.metrics.line("heldout_loss"), NONE
     known = [(value, step) for step, value in zip(line.steps, line.values, strict=True) if math.isfinite(value)]
     if known:
         (last, step), (best, at) = known[-1], min(known)
         lowest = "" if best == last else f"; lowest {best:.4f}, after step {at:,}"
-        yield "held-out loss (nats/token)", f"{last:.4f} after step {step:,}{lowest}"
+        heldout = f"{last:.4f} after step {step:,}{lowest}"
+    yield "held-out loss (nats/token)", heldout
     bits = run.heldout_bits
     names = {name: f" ({name})" if len(bits) > 1 else "" for name in bits}
     yield "held-out loss (bits/byte)", ", ".join(f"{bits[name].values[-1]:.4f}{names[name]}" for name in bits) or NONE
     compressed = ", ".join(f"{name} {bits:.4f}" for name, bits in sorted(run.baselines.items())) or NONE
     yield "compressors (bits/byte)", compressed.replace("_given_train", " after the training text")
     values = run.metrics.line("loss").finite
-    if recent := values[-max(len(values) // 50, 1) :]:
-        mean = f"{sum(recent) / len(recent):.4f} (mean of {counted(len(recent), 'step')})"
-        yield "training loss (nats/token)", mean
+    recent = values[-max(len(values) // 50, 1) :] or [math.nan]
+    mean = f"{sum(recent) / len(recent):.4f} (mean of {counted(len(recent), 'step')})"
+    yield "training loss (nats/token)", mean if values else NONE
 
 
 def _speed(run: RunData) -> Facts:
@@ -79,7 +79,7 @@ def _mean(run: RunData, name: str) -> float | None:
 def _supervision(run: RunData) -> Facts:
     nodes = [node["goodput"] for node in run.nodes.values()]
     if not nodes:
-        yield "goodput", "not supervised"
+        yield from (("goodput", "not supervised"), ("faults", NONE))
         return
     total = sum(node["seconds"] for node in nodes)
     productive = sum(node["fraction"] * node["seconds"] for node in nodes)
@@ -102,18 +102,16 @@ def _checkpoints(run: RunData) -> Facts:
     parts += [f"{damaged} damaged or unreadable"] if damaged else []
     yield "checkpoints", ", ".join([*parts, f"{quarantined} quarantined"] if quarantined else parts)
     manifest = next((checkpoint.manifest for checkpoint in reversed(run.checkpoints) if checkpoint.manifest), None)
-    if manifest is None:
-        return
-    if shapes := [leaf["shape"] for name, leaf in manifest.leaves.items() if name.startswith(_PARAMS)]:
-        yield "parameters", f"{sum(map(math.prod, shapes)):,}{' in adapters' if run.config.get('lora') else ''}"
-    environment = manifest.metadata.get("environment", {})
-    if "device" in environment:
-        count = f"{environment['devices']} × " if "devices" in environment else ""
-        host = environment if environment.get("platform") == "cpu" else {}
-        details = [host.get("cpu"), counted(host["cpus"], "CPU") if host.get("cpus") else None]
-        cpu = f" ({', '.join(filter(None, details))})" if any(details) else ""
-        version = f", jax {environment['jax']}" if "jax" in environment else ""
-        yield "devices", f"{count}{environment['device']}{cpu}{version}"
+    leaves, environment = (manifest.leaves, manifest.metadata.get("environment", {})) if manifest else ({}, {})
+    shapes = [leaf["shape"] for name, leaf in leaves.items() if name.startswith(_PARAMS)]
+    size = f"{sum(map(math.prod, shapes)):,}{' in adapters' if run.config.get('lora') else ''}"
+    yield "parameters", size if shapes else NONE
+    count = f"{environment['devices']} × " if "devices" in environment else ""
+    host = environment if environment.get("platform") == "cpu" else {}
+    details = [host.get("cpu"), counted(host["cpus"], "CPU") if host.get("cpus") else None]
+    cpu = f" ({', '.join(filter(None, details))})" if any(details) else ""
+    version = f", jax {environment['jax']}" if "jax" in environment else ""
+    yield "devices", f"{count}{environment['device']}{cpu}{version}" if "device" in environment else NONE
 
 
 def skipped_steps(run: RunData) -> Table:
