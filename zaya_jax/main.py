@@ -17,9 +17,8 @@ from zaya_jax.job.process import TrainingProcess
 from zaya_jax.run.command_output import Unescaped, status_of_output
 from zaya_jax.run.files import expanded
 from zaya_jax.run.options import parse_training, training_config
-from zaya_jax.run.progress_record import Phase
+from zaya_jax.run.progress_record import Phase, end_with_supervisor
 from zaya_jax.run.signals import Listener
-from zaya_jax.run.supervised import end_with_supervisor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

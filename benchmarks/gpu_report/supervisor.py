@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu_report.temporary import temporary_folder
 from benchmarks.gpu_report.tiny import CONTEXT, ONE_DEVICE, TINY, text_folder
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.state import VERDICT
+from zaya_jax.aegis.supervision_report import node_folders
 from zaya_jax.config import from_dict, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
@@ -26,7 +29,6 @@ from zaya_jax.lab.subprocesses import restored_environment
 from zaya_jax.run.files import read_json, read_object
 from zaya_jax.run.folder import TIMINGS
 from zaya_jax.run.metrics import read_rows
-from zaya_jax.run.supervision import EVENTS, VERDICT, node_folders, read_events
 
 _STEPS, _EVERY = 24, 4  # steps of the run, and between two checkpoints
 _FAULTS = ("sigkill@0:5:dispatch", "device-hang@0:10:device_wait", "host-memory@0:15:data")

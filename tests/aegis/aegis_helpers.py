@@ -13,7 +13,7 @@ import jsonschema
 import psutil
 
 from tests.train_helpers import ROOT
-from zaya_jax.run.supervision import EVENTS, read_events
+from zaya_jax.aegis.events import EVENTS, read_events
 
 LIGHT = ROOT / "tests" / "aegis" / "light_trainer.py"
 SCHEMA = json.loads((ROOT / "zaya_jax" / "aegis" / "event.schema.json").read_text())

@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 from zaya_jax.errors import Reason
-from zaya_jax.run.progress_record import Phase, record_from_environment
-from zaya_jax.run.supervised import end_with_supervisor
+from zaya_jax.run.progress_record import Phase, end_with_supervisor, record_from_environment
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 process = int(sys.argv[sys.argv.index("--process") + 1]) if "--process" in sys.argv else 0

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.file_worker import FileWorker
-from zaya_jax.aegis.observation import Severity
 from zaya_jax.aegis.state import write_state
 from zaya_jax.run.manifest import Manifest, write_manifest
 from zaya_jax.run.metrics import DiskGuard, JsonlFile

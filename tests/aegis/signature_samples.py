@@ -91,17 +91,6 @@ SAMPLES = [
     ("kernel", "file-server-evicted",
      "LustreError: 167-0: MGC10.0.0.1@o2ib: This client was evicted by MGS; in progress operations using this "
      "service will fail."),
-    ("trainer", "checkpoint-damaged",
-     "runs/tiny/checkpoints/250/arrays does not match its checksum. It was quarantined as 250.corrupt. Trying the "
-     "next older checkpoint."),
-    ("trainer", "checkpoint-damaged",
-     "Error: runs/tiny/checkpoints/250 is damaged, but cannot be quarantined (renamed): Permission denied."),
-    ("trainer", "checkpoint-superseded",
-     "The checkpoint of step 500 was saved by superseded processes; it was quarantined as 500.stale."),
-    ("trainer", "save-failed",
-     "The checkpoint of step 500 could not be saved: runs/tiny: Read-only file system. Training continues; the "
-     "newest checkpoint is that of step 250. Retrying in about 5 s."),
-    ("trainer", "save-recovered", "The checkpoint of step 500 is saved."),
     ("trainer", "rdma-retry-exceeded",
      "node7:4242:4301 [0] net_ib.cc:1985 NCCL WARN NET/IB : Got completion from peer 10.0.0.8<51234> with status=12 "
      "opcode=0 len=0 vendor err 129 (Send)"),

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.aegis.checks import check_timeouts, network_window
 from zaya_jax.aegis.policy import Policy, TimeoutPolicy, WatchPolicy
+from zaya_jax.aegis.timeouts import check_timeouts, network_window
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.presets import PRESETS
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from zaya_jax.aegis.decision import decide
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import Failure
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import Failure, FaultClass
 from zaya_jax.aegis.policy import Policy, RestartPolicy, load_policy
 from zaya_jax.errors import InputError
 

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from tests.aegis.aegis_helpers import SCHEMA
 from zaya_jax.aegis import events
-from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.events import EVENTS, EventLog, read_events
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.failure import FaultClass, Severity
 from zaya_jax.aegis.file_worker import FileWorker
-from zaya_jax.aegis.observation import FaultClass, Severity
-from zaya_jax.aegis.state import write_verdict
+from zaya_jax.aegis.state import VERDICT, write_verdict
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import EVENTS, VERDICT, read_events
 
 
 def test_the_schema_knows_every_class_and_phase():

@@ -25,9 +25,9 @@ from tests.aegis.metrics_helpers import (
 )
 from zaya_jax.aegis.__main__ import main
 from zaya_jax.aegis.exporter import FAMILIES, RunReader, read_last_row
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import FaultClass
+from zaya_jax.aegis.goodput import BUCKETS
 from zaya_jax.errors import ExitCode
-from zaya_jax.run.goodput import BUCKETS
 
 
 @contextlib.contextmanager
@@ -235,5 +235,6 @@ def test_bad_input_is_named(tmp_path, monkeypatch, capsys, options, words):
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "zaya_jax.aegis.exporter")
     assert main(["export", str(tmp_path)]) == ExitCode.BAD_INPUT
     assert capsys.readouterr().err.count("pip install 'zaya-jax[aegis]'") == 1

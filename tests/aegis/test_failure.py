@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.aegis.failure import RankEnd, find_failure
+from zaya_jax.aegis.failure import FaultClass, Observation, RankEnd, Severity, find_failure
 from zaya_jax.aegis.hang import HangWatch, find_suspects
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import TimeoutPolicy
 from zaya_jax.aegis.timeouts import Timeouts
 from zaya_jax.errors import Reason, printable

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.aegis import host
+from zaya_jax.aegis.failure import FaultClass, Severity
 from zaya_jax.aegis.host import HostWatch
-from zaya_jax.aegis.observation import FaultClass, Severity
 
 DISK, MEMORY = (100, 10), (0.1, 0.05)  # limits of warnings and errors
 

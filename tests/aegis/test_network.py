@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zaya_jax.aegis.failure import Observation, Severity
 from zaya_jax.aegis.network import NetworkWatch, Reading, read_telemetry
-from zaya_jax.aegis.observation import Observation, Severity
 
 DOWN = 30.0
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.aegis.metrics_helpers import ROOT
 from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.notify import Notifier
-from zaya_jax.aegis.observation import Severity
 from zaya_jax.aegis.policy import NotifyPolicy, load_policy
 from zaya_jax.aegis.processes import kill_orphans
 from zaya_jax.errors import InputError

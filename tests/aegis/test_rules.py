@@ -11,9 +11,8 @@ from tests.aegis.aegis_helpers import SCHEMA, check_events, left_running, superv
 from tests.aegis.signature_samples import SAMPLES
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.exporter import RunReader
-from zaya_jax.aegis.supervision_report import format_report
-from zaya_jax.run.goodput import measure_goodput
-from zaya_jax.run.supervision import list_faults
+from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.supervision_report import format_report, list_faults
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """
@@ -126,7 +125,7 @@ def test_no_line_of_output_decides_what_is_done_but_one_explains_the_failure(tmp
     ends = supervised.kinds("end")
     jsonschema.validate(ends[0], SCHEMA)
     assert [(end["code"], end.get("rank")) for end in ends] == [("signal-SIGKILL", 1), ("finished", None)]
-    assert ends[0]["explanation"].startswith("checkpoint-damaged: Error: runs/tiny/checkpoints/250 is damaged")
+    assert ends[0]["explanation"].startswith("rdma-retry-exceeded: node7:4242:4301 [0] net_ib.cc:1985")
     assert [event["code"] for event in supervised.faults] == ["exit--9"]
     assert len(supervised.kinds("detect")) > 20
     assert "2 attempts, 1 fault," in format_report(supervised.run_dir)

@@ -57,7 +57,6 @@ def test_damaged_checkpoints_are_quarantined_and_older_ones_used(tmp_path):
     quarantined = (path.name for path in (run.run_dir / "checkpoints").glob("*.corrupt*"))
     damaged = [int(name.partition(".")[0]) for name in sorted(quarantined, key=lambda name: name.rpartition("-")[2])]
     assert len(damaged) == len(DAMAGES)
-    assert [event["code"] for event in supervised.kinds("detect")].count("checkpoint-damaged") == len(DAMAGES)
     resumed = [end["first_step"] for end in supervised.kinds("end")[1:]]
     assert all(0 < old < new for old, new in zip(resumed, damaged, strict=True)), (resumed, damaged)
     assert run.results() == expected

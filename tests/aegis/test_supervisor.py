@@ -16,11 +16,11 @@ import pytest
 from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, check_events, left_running, supervise_light
 from tests.train_helpers import ROOT
 from zaya_jax.aegis import __main__ as command
-from zaya_jax.aegis import shared as shared_module
+from zaya_jax.aegis import job_state
 from zaya_jax.aegis.__main__ import main
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.policy import Policy, TimeoutPolicy
-from zaya_jax.aegis.shared import Shared
 from zaya_jax.aegis.timeouts import Timeouts
 from zaya_jax.run.files import locked
 
@@ -157,8 +157,8 @@ def test_a_trainer_that_does_not_stop_is_killed(tmp_path, second):
 
 
 def test_signals_within_a_second_are_one_request_but_for_ctrl_c(tmp_path, monkeypatch):
-    shared, now = Shared(tmp_path, "node", Policy(), Timeouts(TimeoutPolicy(), tmp_path, "")), [10.0]
-    monkeypatch.setattr(shared_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    shared, now = JobState(tmp_path, "node", Policy(), Timeouts(TimeoutPolicy(), tmp_path, "")), [10.0]
+    monkeypatch.setattr(job_state, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for now[0], number in ((10.0, 15), (10.9, 15), (11.2, 15), (11.3, 1), (11.4, 2), (11.5, 2), (12.3, 1)):
         shared.note_signal(number)
     assert shared.signals == [15, 15, 2, 2]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.aegis.signature_samples import SAMPLES
 from zaya_jax.aegis.decision import decide, final_code
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import RankEnd, find_failure
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, RankEnd, Severity, find_failure
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.signatures import observe_line
 from zaya_jax.errors import Reason

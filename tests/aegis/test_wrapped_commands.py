@@ -13,8 +13,7 @@ import pytest
 from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, left_running
 from tests.train_helpers import CONFIG
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import find_failure
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import FaultClass, find_failure
 from zaya_jax.aegis.output import Output
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.config import to_yaml
@@ -143,11 +142,10 @@ time.sleep(60)
 @pytest.mark.parametrize("pid", ["other", 2**32 - 1, 0])
 def test_a_record_that_names_a_process_of_others_is_not_believed(tmp_path, pid):
     """No signal is sent to a process that was not started with the record."""
-    other = Rank(1, ["sleep", "60"], {}, [Output(1), Output(2)])
+    other = Rank(1, (["sleep", "60"], {}), [Output(1), Output(2)])
     named = other.process.pid if pid == "other" else pid
-    rank = Rank(
-        0, [sys.executable, "-c", FORGED, str(named)], {"PYTHONPATH": ":".join(sys.path)}, [Output(1), Output(2)]
-    )
+    command = [sys.executable, "-c", FORGED, str(named)]
+    rank = Rank(0, (command, {"PYTHONPATH": ":".join(sys.path)}), [Output(1), Output(2)])
     try:
         while rank.streams[0].last_lines != [b"ready"] and not rank.streams[0].read():
             assert rank.process.poll() is None
@@ -165,8 +163,8 @@ ENDS = "from zaya_jax.run.progress_record import Phase, record_from_environment 
 
 
 def test_the_command_itself_is_believed_though_its_environment_cannot_be_read(monkeypatch):
-    rank = Rank(0, [sys.executable, "-c", f"{ENDS}; import time; time.sleep(60)"],
-                {"PYTHONPATH": ":".join(sys.path)}, [Output(1), Output(2)])  # fmt: skip
+    command = [sys.executable, "-c", f"{ENDS}; import time; time.sleep(60)"]
+    rank = Rank(0, (command, {"PYTHONPATH": ":".join(sys.path)}), [Output(1), Output(2)])
     monkeypatch.setattr(Path, "read_bytes", lambda path: os.open("", os.O_RDONLY))  # an `OSError`
     try:
         deadline = time.monotonic() + 30
@@ -181,7 +179,7 @@ def test_the_command_itself_is_believed_though_its_environment_cannot_be_read(mo
 
 def test_a_signal_reaches_a_command_whose_trainer_has_ended_and_was_not_waited_for():
     command = ["sh", "-c", '"$@" & exec sleep 60', "sh", sys.executable, "-c", f"{ENDS}; import time; time.sleep(1)"]
-    rank = Rank(0, command, {"PYTHONPATH": ":".join(sys.path)}, [Output(1), Output(2)])
+    rank = Rank(0, (command, {"PYTHONPATH": ":".join(sys.path)}), [Output(1), Output(2)])
     try:
         while not rank.outlives_trainer:
             assert rank.process.poll() is None
@@ -198,7 +196,7 @@ def test_a_command_that_is_killed_for_its_lost_trainer_has_crashed_though_it_sta
     again = f'"$@" "{first}"; until [ -e {tmp_path}/go ]; do sleep 0.1; done; exec "$@" "{second}"'
     code = f"import sys, time; {ENDS}; exec(sys.argv[1])"
     command = ["sh", "-c", again, "sh", sys.executable, "-c", code]
-    rank = Rank(0, command, {"PYTHONPATH": ":".join(sys.path)}, [Output(1), Output(2)])
+    rank = Rank(0, (command, {"PYTHONPATH": ":".join(sys.path)}), [Output(1), Output(2)])
     try:
         while not rank.has_lost_trainer:
             _ = rank.progress
@@ -224,5 +222,5 @@ def test_a_command_that_started_as_the_last_descriptor_was_used_is_not_left_runn
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
-        Rank(0, ["sleep", "60"], {}, [Output(1), Output(2)])
+        Rank(0, (["sleep", "60"], {}), [Output(1), Output(2)])
     assert not started[0].is_running()

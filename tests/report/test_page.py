@@ -10,8 +10,8 @@ import yaml
 
 from tests.browser_helpers import Page, look
 from tests.report.run_helpers import corpus_run, phased_run, supervised
+from zaya_jax.aegis.report.page import MARK
 from zaya_jax.report.__main__ import main
-from zaya_jax.report.page import MARK
 from zaya_jax.run.metrics import read_rows
 
 COMPARED = [

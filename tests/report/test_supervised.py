@@ -6,8 +6,8 @@ import pytest
 
 from tests.aegis.real_helpers import Run
 from tests.browser_helpers import Page, look
+from zaya_jax.aegis.supervision_report import describe_nodes
 from zaya_jax.report.__main__ import main
-from zaya_jax.run.supervision import describe_nodes
 
 PHASES = [{"name": "one", "tokens": 10 * 128}, {"name": "two", "tokens": 10 * 128, "context": 16}]
 

@@ -20,7 +20,7 @@ OTHERS = {
     "aegis/drill.py": ("mkdir mkdir open", CHOSEN),
     "aegis/notify.py": ("fdopen", "an anonymous file in memory"),
     "aegis/processes.py": ("truncate", "of an anonymous file in memory"),
-    "aegis/rollback.py": ("TemporaryFile", "a file without a name"),
+    "aegis/training_command.py": ("TemporaryFile", "a file without a name"),
     "benchmarks/ablations.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/balance.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/checkpoint.py": ("TemporaryDirectory mkdir open rmtree unlink", TEMPORARY),

@@ -9,17 +9,18 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from zaya_jax.aegis.checks import check_timeouts
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.exporter import serve
 from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.policy import load_policy
-from zaya_jax.aegis.supervision_report import describe_run, format_report, format_status
+from zaya_jax.aegis.state import is_running, read_state
+from zaya_jax.aegis.supervision_report import AEGIS, describe_run, format_report, format_status
 from zaya_jax.aegis.supervisor import Supervisor
+from zaya_jax.aegis.timeouts import check_timeouts
 from zaya_jax.aegis.training_command import read_command
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
@@ -31,7 +32,6 @@ from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.signals import warn
-from zaya_jax.run.supervision import AEGIS, is_running, read_state
 from zaya_jax.run.writing import remove_partials
 
 _LEASE = 120.0  # seconds to wait for the lock of a dead supervisor, which an NFSv4 server keeps for 90
@@ -59,23 +59,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if not options.command:
-        raise InputError("The command to supervise is missing. Write it after --, as in: python -m zaya_jax.aegis run "
-                         "-- python -m zaya_jax.main --config configs/tiny.yaml")  # fmt: skip
+        raise InputError(
+            "The command to supervise is missing. Write it after --, as in: python -m zaya_jax.aegis run "
+            "-- python -m zaya_jax.main --config configs/tiny.yaml"
+        )
     if shutil.which(options.command[0]) is None:
         raise InputError(f"The command {options.command[0]} was not found.")
     for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
         require(value >= 1, flag, value, "at least 1")
     policy = load_policy(options.policy)
-    command = read_command(options.command, options.processes, options.run_dir, nodes=options.nodes, node=options.node,
-                           coordinator=options.coordinator)  # fmt: skip
+    place = {"nodes": options.nodes, "node": options.node, "coordinator": options.coordinator}
+    command = read_command(options.command, options.processes, options.run_dir, **place)
     if command.config is not None:
         preset = select_preset(command.config.preset)
         peer_timeout = preset.peer_timeout if command.peer_timeout is None else command.peer_timeout
         check_timeouts(policy, preset, peer_timeout, os.environ)
     if command.nodes > 1:
         for name in policy.acting("fewer_devices", "roll_back"):
-            raise InputError(f"rules.{name} is {policy.rules.of(name)}, which needs one node, but --nodes is "
-                             f"{command.nodes}. List {name} in log_only, or choose another action.")  # fmt: skip
+            raise InputError(
+                f"rules.{name} is {policy.rules.of(name)}, which needs one node, but --nodes is "
+                f"{command.nodes}. List {name} in log_only, or choose another action."
+            )
     node = os.uname().nodename
     folder = command.run_dir / AEGIS / node
     environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
@@ -121,6 +125,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    try:
+        from zaya_jax.aegis.exporter import serve
+    except ImportError as error:
+        raise InputError("Serving metrics requires prometheus_client: pip install 'zaya-jax[aegis]'.") from error
     serve(options.path, options.address, options.port)
     return ExitCode.OK
 
@@ -130,10 +138,8 @@ def _drill(options: argparse.Namespace) -> int:
     config = load_config(trainer.config, trainer.overrides)
     if options.processes < 1 or options.faults < 1:
         raise InputError("--processes and --faults must be at least 1.")
-    rng = random.Random(options.seed)
-    faults = [parse_fault(text) for text in options.fault] or draw_faults(
-        options.faults, options.processes, total_steps(config), config.checkpoint.every, rng
-    )
+    run = total_steps(config), config.checkpoint.every, random.Random(options.seed)
+    faults = [parse_fault(text) for text in options.fault] or draw_faults(options.faults, options.processes, *run)
     drill = Drill(Path(options.folder), options.trainer, options.processes, faults, options.hang_seconds)
     card = drill.run(lambda sentence: print(sentence, flush=True))
     print(format_card(card))
@@ -144,49 +150,56 @@ def _drill(options: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m zaya_jax.aegis", description="Keep a training run alive.", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    style = argparse.RawDescriptionHelpFormatter
+    description = "Keep a training run alive."
+    parser = Parser(prog="python -m zaya_jax.aegis", description=description, epilog=_EXAMPLES, formatter_class=style)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="start a training command, and restart it when it fails")
     run.set_defaults(action=_run)
     run.add_argument("--policy", metavar="FILE", help="policy to follow (default: see configs/aegis/default.yaml)")
     run.add_argument("--run-dir", metavar="DIR", help="run folder (default: that of the training command)")
-    run.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start on this machine; with "
-                     "more than one, each gets --coordinator, --processes and --process (default: 1)")  # fmt: skip
-    run.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job, each with its own supervisor "
-                     "and as many processes (default: 1)")  # fmt: skip
-    run.add_argument("--node", type=int, metavar="I", help="index of this node, from 0 (default: set by Slurm or "
-                     "Kubernetes)")  # fmt: skip
+    several = "with more than one, each gets --coordinator, --processes and --process (default: 1)"
+    _add_number(run, "--processes", 1, f"processes to start on this machine; {several}")
+    _add_number(run, "--nodes", 1, "nodes of the job, each with its own supervisor and as many processes (default: 1)")
+    launcher = "(default: set by Slurm or Kubernetes)"
+    run.add_argument("--node", type=int, metavar="I", help=f"index of this node, from 0 {launcher}")
     run.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (several nodes only)")
     run.add_argument("command", nargs="*", metavar="-- COMMAND", help="the training command")
     drill = commands.add_parser("drill", help="make faults in a small run, and score how they are dealt with")
     drill.set_defaults(action=_drill)
     drill.add_argument("--folder", required=True, metavar="DIR", help="new folder for the drill")
-    drill.add_argument("--processes", type=int, default=2, metavar="N", help="processes of the run (default: 2)")
-    drill.add_argument("--faults", type=int, default=10, metavar="N", help="number of random faults (default: 10)")
-    drill.add_argument("--fault", action="append", default=[], metavar="FAULT@PROCESS:STEP:PHASE", help="make this "
-                       "fault in place of random ones; repeat it for more")  # fmt: skip
-    drill.add_argument("--hang-seconds", type=float, default=10.0, metavar="SECONDS", help="timeout of the phases of a "
-                       "step (default: 10)")  # fmt: skip
-    drill.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
+    _add_number(drill, "--processes", 2, "processes of the run (default: 2)")
+    _add_number(drill, "--faults", 10, "number of random faults (default: 10)")
+    form, instead = "FAULT@PROCESS:STEP:PHASE", "make this fault in place of random ones; repeat it for more"
+    drill.add_argument("--fault", action="append", default=[], metavar=form, help=instead)
+    timeout = "timeout of the phases of a step (default: 10)"
+    drill.add_argument("--hang-seconds", type=float, default=10.0, metavar="SECONDS", help=timeout)
+    _add_number(drill, "--seed", 0, "seed of the faults (default: 0)")
     drill.add_argument("--output", metavar="FILE", help="write the score-card as JSON")
     drill.add_argument("trainer", nargs="*", metavar="-- ARGUMENTS", help="arguments of zaya_jax.main")
-    for name, action, what in (("status", _status, "print what the processes of a supervised run do now"),
-                               ("report", _report, "print the faults, recoveries and goodput of a run")):  # fmt: skip
-        command = commands.add_parser(name, help=what)
-        command.set_defaults(action=action)
-        command.add_argument("path", type=expanded, metavar="RUN_DIR", help="folder of the run")
-        flag, meaning = ("--follow", "print again every two seconds") if name == "status" else ("--json", "print JSON")
-        command.add_argument(flag, action="store_true", help=meaning)
-    export = commands.add_parser("export", help="serve the metrics of a run to Prometheus")
-    export.set_defaults(action=_export)
-    export.add_argument("path", type=expanded, metavar="RUN_DIR", help="folder of the run")
-    export.add_argument("--port", type=int, default=9464, metavar="N", help="port to listen on (default: 9464)")
-    export.add_argument("--address", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: "
-                        "127.0.0.1). The server neither encrypts nor authenticates: with any other address, TLS and "
-                        "the firewall are up to you")  # fmt: skip
+    status = _add_reader(commands, "status", _status, "print what the processes of a supervised run do now")
+    status.add_argument("--follow", action="store_true", help="print again every two seconds")
+    report = _add_reader(commands, "report", _report, "print the faults, recoveries and goodput of a run")
+    report.add_argument("--json", action="store_true", help="print JSON")
+    export = _add_reader(commands, "export", _export, "serve the metrics of a run to Prometheus")
+    _add_number(export, "--port", 9464, "port to listen on (default: 9464)")
+    warning = (
+        "The server neither encrypts nor authenticates: with any other address, TLS and the firewall are up to you"
+    )
+    address = f"address to listen on (default: 127.0.0.1). {warning}"
+    export.add_argument("--address", default="127.0.0.1", metavar="ADDRESS", help=address)
+    return parser
+
+
+def _add_number(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
+    parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+
+
+def _add_reader(commands: Any, name: str, action: Callable[..., int], text: str) -> argparse.ArgumentParser:
+    """Add a command that reads the folder of a run."""
+    parser = commands.add_parser(name, help=text)
+    parser.set_defaults(action=action)
+    parser.add_argument("path", type=expanded, metavar="RUN_DIR", help="folder of the run")
     return parser
 
 

@@ -1,25 +1,33 @@
 """One attempt: the processes from their start until all have ended, and why they failed if they did."""
 
-import functools
+import dataclasses
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from zaya_jax.aegis import evidence
-from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure, RankEnd, find_failure
+from zaya_jax.aegis.failure import (
+    SUPERSEDED,
+    UNKILLABLE,
+    Failure,
+    FaultClass,
+    Observation,
+    RankEnd,
+    Severity,
+    find_failure,
+)
 from zaya_jax.aegis.hang import HangWatch
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
-from zaya_jax.aegis.processes import KILL_SECONDS, ProcessGroup, kill_orphans
-from zaya_jax.aegis.shared import Detected, Shared
-from zaya_jax.aegis.state import describe_ranks, write_state
+from zaya_jax.aegis.job_state import JobState
+from zaya_jax.aegis.monitor import Monitor
+from zaya_jax.aegis.processes import KILL_SECONDS, Process, ProcessGroup, kill_orphans
+from zaya_jax.aegis.state import describe_rank, write_state
+from zaya_jax.aegis.supervision_report import SAME_FAULT
 from zaya_jax.aegis.training_command import TrainingCommand
-from zaya_jax.aegis.watch import Watch
 from zaya_jax.errors import REQUESTED, ExitCode
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import SAME_FAULT
 
 _TICK = 0.05  # seconds between two looks at the progress records; ends are noticed at once
 _MOST_ANSWER = 10.0  # seconds that the run folder may take to answer
@@ -33,34 +41,21 @@ _ACTED_ON = (FaultClass.GPU, FaultClass.NETWORK, FaultClass.NON_FINITE, FaultCla
 class Attempt:
     """Starts the processes; `run` returns when all have ended."""
 
-    def __init__(
-        self, shared: Shared, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], watch: Watch,
-        command: TrainingCommand,
-    ) -> None:  # fmt: skip
-        """Start the processes.
-
-        Args:
-          shared: with the other attempts.
-          processes: command and environment of each.
-          watch: watches everything else.
-          command: what the processes run.
-
-        Raises:
-          OSError: a process cannot be started.
-        """
-        self._shared, self._policy, self._log, self._watch = shared, shared.policy, shared.log, watch
+    def __init__(self, job: JobState, processes: Sequence[Process], monitor: Monitor, command: TrainingCommand) -> None:
+        """Start the processes of `command`; raises `OSError` if one cannot be started."""
+        self._job, self._policy, self._log, self._monitor = job, job.policy, job.log, monitor
         self._log.attempt += 1
-        needs_records = command.names_trainer or shared.best_step >= 0  # which has trained before
-        self._group = ProcessGroup(processes, shared.outputs, expects_records=needs_records)
+        needs_records = command.names_trainer or job.best_step >= 0  # which has trained before
+        self._group = ProcessGroup(processes, job.outputs, expects_records=needs_records)
         self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes))
-        self._hangs = HangWatch(shared.timeouts, expects_records=command.config is not None)
+        self._hangs = HangWatch(job.timeouts, expects_records=command.config is not None)
         self._is_saved = command.is_saved
         self._observations = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)  # of the machine
         self._lines = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)  # of output
         self._planned: Failure | None = None  # why the supervisor ends the attempt
         self._kill_at: float | None = None  # when to kill what still runs
         self._lost_since = 0.0  # when a trainer ended before its command; else now
-        self._asked = 0  # signals that were passed on
+        self._is_asked = False  # whether a request to stop was passed on
         self._best_step = -1  # greatest number of steps done in this attempt
         self._written: dict[str, tuple[float, int]] = {}  # code → start of a minute, observations written in it
         self._state: Future[None] | None = None  # the last `state.json`, which may not be written yet
@@ -75,34 +70,42 @@ class Attempt:
                 self._step(time.monotonic())
         finally:
             group.close()
-            kill_orphans({*self._watch.pids, *self._shared.notifier.pids})
-        for observation in self._watch.poll_machine(time.monotonic()):  # the kernel says it before the process ends
+            kill_orphans({*self._monitor.pids, *self._job.notifier.pids})
+        for observation in self._monitor.poll_machine(time.monotonic()):  # the kernel says it before the process ends
             self._note(observation)
         ends = group.ends
         since = min((end.time for end in ends if end.outcome != 0), default=0.0) - SAME_FAULT
-        observations, lines = ([each for seen, each in kept if seen >= since]
-                               for kept in (self._observations, self._lines))  # fmt: skip
+        observations = [each for seen, each in self._observations if seen >= since]
+        lines = [each for seen, each in self._lines if seen >= since]
         failure = find_failure(ends, observations, lines, is_saved=self._has_saved(ends))
         is_superseded = failure is not None and failure.code == SUPERSEDED
         if failure is not None and self._planned is not None and not is_superseded:
             failure = self._planned
         if (stuck := group.stuck) and not is_superseded:
             words = f"Process {stuck[0]} did not end {KILL_SECONDS:g} s after SIGKILL."
-            failure = Failure(FaultClass.HANG, UNKILLABLE, stuck[0], self._shared.best_step, words)
-        if failure is not None and failure.fault is not FaultClass.PREEMPTION and not self._has_failed:
-            self._detect_end(next((end for end in ends if end.outcome != 0), ends[0]), time.monotonic())
+            failure = Failure(FaultClass.HANG, UNKILLABLE, stuck[0], self._job.best_step, words)
+        if failure is not None and failure.fault is not FaultClass.PREEMPTION and not self._job.has_failed:
+            self._detect_end(next((end for end in ends if end.outcome != 0), ends[0]))
         self._write_end(ends, failure)
         return failure
+
+    @property
+    def note(self) -> str:
+        """Sentences about processes that returned an error after they had finished; empty if there are none."""
+        late = [end for end in self._group.ends if end.outcome == 0 != end.status]
+        return " ".join(
+            f"Process {end.rank} finished, and then its command ended with status {end.status}." for end in late
+        )
 
     def _step(self, now: float) -> None:
         """Look at everything once, and act."""
         self._look(now)
-        for observation in self._watch.poll(self._group.ranks, now):
+        for observation in self._monitor.poll(self._group.ranks, now):
             self._observe(observation)
         failed = [end for end in self._group.ends if end.outcome != 0]
-        signals, lost = self._shared.signals, any(rank.has_lost_trainer for rank in self._group.running)
+        signals, lost = self._job.signals, any(rank.has_lost_trainer for rank in self._group.running)
         self._lost_since = self._lost_since if lost else now  # a script may start another one
-        if signals and not self._asked:
+        if signals and not self._is_asked:
             event = self._log.write("detect", signal.Signals(signals[0]).name, fault=FaultClass.PREEMPTION)
             self._ask_to_stop(signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM, event)
         elif len(signals) > 1:
@@ -112,8 +115,8 @@ class Attempt:
                 self._kill("The processes did not end by themselves.")
         elif failed:
             is_stopping = failed[0].outcome in REQUESTED
-            if not is_stopping:
-                self._detect_end(failed[0], now)
+            if not is_stopping and not self._job.has_failed:
+                self._detect_end(failed[0])
             self._kill_at = now + (self._policy.grace_seconds if is_stopping else self._policy.settle_seconds)
         elif lost and now > self._lost_since + self._policy.settle_seconds:
             for rank in self._group.running:  # before evidence is collected, since another trainer may start meanwhile
@@ -123,158 +126,131 @@ class Attempt:
             self._planned = hang
             self._kill(hang.words)
 
-    @property
-    def note(self) -> str:
-        """Sentences about processes that returned an error after they had finished; empty if there are none."""
-        return " ".join(f"Process {end.rank} finished, and then its command ended with status {end.status}."
-                        for end in self._group.ends if end.outcome == 0 != end.status)  # fmt: skip
-
-    @property
-    def _has_failed(self) -> bool:
-        """True if a failure of this attempt was detected."""
-        return self._shared.detected is not None and self._shared.detected.attempt == self._log.attempt
-
     def _pump(self, seconds: float) -> bool:
         """Pass on output, and note processes that ended; return whether anything was written."""
         lines = self._group.wait(seconds)
         records = (rank.exit_record for rank in self._group.ranks)
         if any(record is not None and record.status == ExitCode.SUPERSEDED for record in records):
-            self._shared.files.refuse()  # the run folder belongs to others
-        for output in self._shared.outputs:
+            self._job.files.refuse()  # the run folder belongs to others
+        for output in self._job.outputs:
             output.flush()
-        for line in self._watch.read_lines(lines):
+        for line in self._monitor.read_lines(lines):
             self._lines.append((time.monotonic(), line))
-            self._write_detection(line, Severity.INFO, "line ")  # no fault, whatever it says
+            self._write_observation(dataclasses.replace(line, severity=Severity.INFO), "line ")  # whatever it says
         return bool(lines)
 
     def _has_saved(self, ends: Sequence[RankEnd]) -> bool:
         """Return whether what the processes trained is saved; also true if the run folder does not answer."""
-        if any(end.outcome != 0 for end in ends) or self._shared.best_step < 0:
+        if any(end.outcome != 0 for end in ends) or self._job.best_step < 0:
             return True
         try:
-            return self._shared.files.submit(self._is_saved).result(_MOST_ANSWER)
+            return self._job.files.submit(self._is_saved).result(_MOST_ANSWER)
         except OSError:
             return True
 
     def _look(self, now: float) -> None:
         """Read the progress records: learn timeouts, notice recovery, and write the state."""
-        shared, detected = self._shared, self._shared.detected
+        job = self._job
         for rank in self._group.ranks:
             progress = rank.progress
             if progress is None or progress.first_step < 0:
                 continue
-            shared.timeouts.learn(progress)
+            job.timeouts.learn(progress)
             self._best_step = max(self._best_step, progress.step)
-            shared.best_step = max(shared.best_step, progress.step)
-            has_trained = progress.step > progress.first_step
-            if detected is not None and detected.attempt < self._log.attempt and has_trained:
-                self._log.write("recover", "first-step", cause=detected.event, step=progress.step,
-                                seconds={"recover": now - detected.time})  # fmt: skip
-                shared.detected = detected = None
+            job.best_step = max(job.best_step, progress.step)
+            if job.detected is not None and not job.has_failed and progress.step > progress.first_step:
+                seconds = {"recover": now - job.detected.time}
+                self._log.write("recover", "first-step", cause=job.cause, step=progress.step, seconds=seconds)
+                job.detected = None
         if now - self._state_time >= _STATE_EVERY and (self._state is None or self._state.done()):
             self._state_time = now
-            shared.notifier.poll()
-            shared.log.flush()
-            self._state = shared.files.submit(functools.partial(
-                write_state, shared.folder, attempt=self._log.attempt, state="running",
-                ranks=describe_ranks(self._group.ranks),
-            ))  # fmt: skip
+            job.notifier.poll()
+            job.log.flush()
+            attempt, ranks = self._log.attempt, list(map(describe_rank, self._group.ranks))
+            self._state = job.files.submit(
+                lambda: write_state(job.folder, attempt=attempt, state="running", ranks=ranks)
+            )
 
     def _observe(self, observation: Observation) -> None:
         """Write an observation of the machine or the training; end the attempt if the policy wants that.
 
         A full disk and a lack of memory end nothing: training survives them, or ends by itself.
         """
-        event = self._note(observation)
-        if event is None:
+        event, fault = self._note(observation), observation.fault
+        action = self._policy.rules.of(fault)
+        is_acted_on = observation.is_severe and fault in _ACTED_ON and action != "report" and self._planned is None
+        if event is None or not is_acted_on:
             return
-        action = self._policy.rules.of(observation.fault)
-        is_severe = observation.severity in (Severity.ERROR, Severity.FATAL)
-        is_acted_on = is_severe and observation.fault in _ACTED_ON
-        if not is_acted_on or action == "report" or self._planned is not None:
+        if fault in self._policy.log_only:
+            self._log.write("decide", f"rules.{fault}", cause=event, log_only=action)
             return
-        if observation.fault in self._policy.log_only:
-            self._log.write("decide", f"rules.{observation.fault}", cause=event, log_only=action)
-            return
-        done = self._best_step
+        done, rank, text = self._best_step, observation.rank, observation.text
         step = done if observation.good_steps is None else observation.good_steps
-        self._planned = Failure(observation.fault, observation.code, observation.rank, step, observation.text, done,
-                                observation.device)  # fmt: skip
-        self._shared.detected = Detected(event, time.monotonic(), self._log.attempt)
+        self._planned = Failure(fault, observation.code, rank, step, text, done, observation.device)
+        self._job.detect(event)
         if action == "roll_back":
-            self._kill(observation.text)  # saving would keep what is to be undone
+            self._kill(text)  # saving would keep what is to be undone
         else:
             self._ask_to_stop(signal.SIGTERM, event)
 
     def _note(self, observation: Observation) -> int | None:
         self._observations.append((time.monotonic(), observation))
-        return self._write_detection(observation, observation.severity)
+        return self._write_observation(observation)
 
-    def _write_detection(self, observation: Observation, severity: Severity, source: str = "") -> int | None:
+    def _write_observation(self, observation: Observation, source: str = "") -> int | None:
         """Write an event, and return its id; None if there were too many of its code and source."""
         now, code = time.monotonic(), source + observation.code
         since, count = self._written.get(code, (now, 0))
         if now - since >= _MINUTE:
             since, count = now, 0
         self._written[code] = since, count + 1
-        if count >= _MOST_PER_MINUTE:
-            return None
-        return self._log.write("detect", observation.code, severity=severity, text=observation.text,
-                               fault=observation.fault, rank=observation.rank, device=observation.device)  # fmt: skip
+        return self._log.write_observation(observation) if count < _MOST_PER_MINUTE else None
 
-    def _detect_end(self, end: RankEnd, now: float) -> None:
+    def _detect_end(self, end: RankEnd) -> None:
         """Write that a process ended with an error; `find_failure` decides later which was the first."""
-        if self._has_failed:
-            return
-        words = "" if end.record is None else end.record.sentence
-        event = self._log.write("detect", f"exit-{end.status}", severity=Severity.ERROR, text=words,
-                                fault=FaultClass.CRASH, rank=end.rank, step=end.step,
-                                phase=end.phase.name.lower())  # fmt: skip
-        self._shared.detected = Detected(event, now, self._log.attempt)
+        seen = Observation(f"exit-{end.status}", FaultClass.CRASH, Severity.ERROR, end.words, end.rank)
+        self._job.detect(self._log.write_observation(seen, step=end.step, phase=end.phase.name.lower()))
 
     def _find_hang(self) -> Failure | None:
         """Return the failure if a process has been silent for longer than the timeout of its phase."""
         hang = self._hangs.look([rank for rank in self._group.running if not rank.outlives_trainer])
         if hang is None:
             return None
-        phase = hang.phase.name.lower()
-        event = self._log.write(
-            "detect", "hang", severity=Severity.ERROR, text=hang.words, fault=FaultClass.HANG, rank=hang.rank,
-            step=hang.step, phase=phase,
-            seconds={"detect": hang.seconds, "timeout": hang.timeout, "quiet": time.monotonic() - hang.since},
-        )  # fmt: skip
-        self._shared.detected = Detected(event, time.monotonic(), self._log.attempt)
-        return Failure(FaultClass.HANG, f"hang-{phase}", hang.rank, hang.step, hang.words, self._shared.best_step)
+        phase, quiet = hang.phase.name.lower(), time.monotonic() - hang.since
+        seen = Observation("hang", FaultClass.HANG, Severity.ERROR, hang.words, hang.rank)
+        seconds = {"detect": hang.seconds, "timeout": hang.timeout, "quiet": quiet}
+        self._job.detect(self._log.write_observation(seen, step=hang.step, phase=phase, seconds=seconds))
+        return Failure(FaultClass.HANG, f"hang-{phase}", hang.rank, hang.step, hang.words, self._job.best_step)
 
     def _ask_to_stop(self, number: int, event: int) -> None:
         """Ask the trainer to save and stop within the grace period."""
-        self._asked = number
-        self._kill_at = time.monotonic() + self._policy.grace_seconds
-        self._log.write("act", "ask-to-stop", cause=event, seconds={"grace": self._policy.grace_seconds})
+        self._is_asked, grace = True, self._policy.grace_seconds
+        self._kill_at = time.monotonic() + grace
+        self._log.write("act", "ask-to-stop", cause=event, seconds={"grace": grace})
         for rank in self._group.running:
             rank.send(number)
 
     def _kill(self, why: str) -> None:
         """Collect evidence, then kill all processes."""
-        began = time.monotonic()
-        files = evidence.collect(self._shared.folder, self._log.attempt, self._group, self._pump, self._shared.files,
-                                 self._policy.evidence_seconds)  # fmt: skip
+        job, began = self._job, time.monotonic()
+        target = job.folder, self._log.attempt
+        files = evidence.collect(*target, self._group, self._pump, job.files, self._policy.evidence_seconds)
         self._group.kill()
-        self._log.write("act", "kill", severity=Severity.WARNING, cause=self._shared.cause, text=why, files=files,
-                        seconds={"act": time.monotonic() - began})  # fmt: skip
+        details = {"files": files, "seconds": {"act": time.monotonic() - began}}
+        self._log.write("act", "kill", severity=Severity.WARNING, cause=job.cause, text=why, **details)
 
     def _write_end(self, ends: Sequence[RankEnd], failure: Failure | None) -> None:
         """Write the end of the attempt, with the seconds that its first process spent in each phase."""
         progress = self._group.final_progress
         details: dict[str, Any] = {"exit_statuses": [end.status for end in sorted(ends, key=lambda end: end.rank)]}
         if progress is not None:
-            details["times"] = {phase.name.lower(): seconds
-                                for phase, seconds in zip(Phase, progress.seconds, strict=True) if seconds}  # fmt: skip
+            spent = zip(Phase, progress.seconds, strict=True)
+            details["times"] = {phase.name.lower(): seconds for phase, seconds in spent if seconds}
             if progress.first_step >= 0:
                 details |= {"first_step": progress.first_step, "last_step": progress.step}
         if failure is None:
             self._log.write("end", "finished", text=self.note, **details)
-        else:
-            self._log.write("end", failure.code, severity=Severity.ERROR, cause=self._shared.cause, text=failure.words,
-                            fault=failure.fault, rank=failure.rank, explanation=failure.explanation or None,
-                            **details)  # fmt: skip
+            return
+        seen = Observation(failure.code, failure.fault, Severity.ERROR, failure.words, failure.rank)
+        details |= {"cause": self._job.cause, "explanation": failure.explanation or None}
+        self._log.write_observation(seen, "end", **details)

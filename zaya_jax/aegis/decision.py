@@ -3,10 +3,10 @@
 import dataclasses
 import signal
 from collections.abc import Sequence
+from typing import Self
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import SUPERSEDED, UNKILLABLE, Failure, FaultClass
 from zaya_jax.aegis.policy import Action, Policy
 
 _HOUR = 3600.0  # seconds
@@ -25,16 +25,18 @@ class Decision:
     rule: str  # name of the rule that decided
     action: Action  # of the policy
     exit_code: SupervisorExit | None  # of the supervisor, if it ends; None to restart
+    why: str  # a sentence
     delay: float = 0.0  # seconds to wait before the restart
-    why: str = ""  # a sentence
+
+    def adding(self, sentence: str, exit_code: SupervisorExit | None = None) -> Self:
+        """Return the decision with another sentence, and the exit code if it makes the supervisor end."""
+        return dataclasses.replace(self, why=f"{self.why} {sentence}", exit_code=exit_code)
 
 
 def final_code(failure: Failure | None, signals: Sequence[int]) -> SupervisorExit | None:
     """Return how the supervisor ends after an attempt, whatever the policy; None if the policy decides.
 
-    Args:
-      failure: why the attempt ended; None if it finished.
-      signals: numbers of those that asked the supervisor to stop.
+    `failure` is None if the attempt finished; `signals` are numbers of those that asked the supervisor to stop.
     """
     if failure is None:
         return SupervisorExit.DONE
@@ -50,54 +52,48 @@ def decide(
 ) -> Decision:
     """Decide what to do about the last failure.
 
+    The run restarts unless a rule says otherwise; rules in order: the action of the class of fault, the same failure
+    again, no progress, the budget of restarts.
+
     Args:
       failures: monotonic time and failure of each attempt so far, oldest first.
       policy: of the supervisor.
       jitter: random number in [0, 1).
       can_act: false if the action of the rule is only logged; then the run restarts.
-
-    Returns:
-      The decision. It restarts unless a rule says otherwise; rules in order: the action of the class of fault, the
-      same failure again, no progress, the budget of restarts.
     """
     now, failure = failures[-1]
-    restart = policy.restart
+    restart, rule, name = policy.restart, f"rules.{failure.fault}", _name(failure)
     action = policy.rules.of(failure.fault)
     # What has been trained with is valid; perhaps its data or its folder is away.
     was_valid = failure.fault is FaultClass.CONFIGURATION and any(each.progress >= 0 for _, each in failures[:-1])
     if action == "stop" and not was_valid:
         code = _STOP_CODES.get(failure.fault, SupervisorExit.DO_NOT_REQUEUE)
-        return Decision(f"rules.{failure.fault}", action, code, why=f"The policy stops the run on {_name(failure)}.")
+        return Decision(rule, action, code, f"The policy stops the run on {name}.")
+    elsewhere = SupervisorExit.RETRY_ELSEWHERE
     if action == "replace_node" and can_act:
-        return Decision(f"rules.{failure.fault}", action, SupervisorExit.RETRY_ELSEWHERE,
-                        why=f"The policy asks for another node on {_name(failure)}.")  # fmt: skip
+        return Decision(rule, action, elsewhere, f"The policy asks for another node on {name}.")
     if failure.code == UNKILLABLE:
-        return Decision("unkillable", "replace_node", SupervisorExit.RETRY_ELSEWHERE, why=(
-            f"{failure.words} The kernel does not end it, so this node needs a restart."
-        ))  # fmt: skip
-    alike = [each for _, each in failures if each.same == failure.same]
+        why = f"{failure.words} The kernel does not end it, so this node needs a restart."
+        return Decision("unkillable", "replace_node", elsewhere, why)
+    alike = sum(each.same == failure.same for _, each in failures)
     may_repeat = was_valid or failure.fault in (FaultClass.HANG, FaultClass.PEERS, FaultClass.DISK)
-    if failure.words and not may_repeat and len(alike) >= restart.same_failure:
+    if failure.words and not may_repeat and alike >= restart.same_failure:
         where = "before the first step" if failure.step < 0 else f"after step {failure.step}"
-        return Decision("restart.same_failure", "stop", SupervisorExit.DO_NOT_REQUEUE, why=(
-            f"The same failure happened {len(alike)} times {where}, so it is deterministic: {failure.words}"
-        ))  # fmt: skip
+        why = f"The same failure happened {alike} times {where}, so it is deterministic: {failure.words}"
+        return Decision("restart.same_failure", "stop", SupervisorExit.DO_NOT_REQUEUE, why)
     stuck = _without_progress([each for _, each in failures])
     if stuck > restart.no_progress:
-        elsewhere = failure.fault is FaultClass.PEERS  # other nodes do not come back: the job needs new ones
-        code = SupervisorExit.RETRY_ELSEWHERE if elsewhere else SupervisorExit.DO_NOT_REQUEUE
-        return Decision("restart.no_progress", "stop", code, why=(
-            f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."
-        ))  # fmt: skip
+        # Other nodes do not come back: the job needs new ones.
+        code = elsewhere if failure.fault is FaultClass.PEERS else SupervisorExit.DO_NOT_REQUEUE
+        why = f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."
+        return Decision("restart.no_progress", "stop", code, why)
     recent = sum(now - time < _HOUR for time, _ in failures[:-1])
     if recent >= restart.per_hour:
-        return Decision("restart.per_hour", "stop", SupervisorExit.BUDGET_SPENT, why=(
-            f"{recent} restarts within an hour are the limit (restart.per_hour)."
-        ))  # fmt: skip
-    delay = restart.delays[min(stuck, len(restart.delays) - 1)]
+        why = f"{recent} restarts within an hour are the limit (restart.per_hour)."
+        return Decision("restart.per_hour", "stop", SupervisorExit.BUDGET_SPENT, why)
+    delay = restart.delays[min(stuck, len(restart.delays) - 1)] * (1 + restart.jitter * jitter)
     change: Action = action if can_act and action in ("fewer_devices", "roll_back") else "restart"
-    why = f"Restarting after {_name(failure)}."
-    return Decision(f"rules.{failure.fault}", change, None, delay * (1 + restart.jitter * jitter), why)
+    return Decision(rule, change, None, f"Restarting after {name}.", delay)
 
 
 def _name(failure: Failure) -> str:
@@ -107,10 +103,8 @@ def _name(failure: Failure) -> str:
 
 def _without_progress(failures: Sequence[Failure]) -> int:
     """Count the last attempts of which none did a step that had not been done before."""
-    count = 0
-    for index in reversed(range(len(failures))):
-        before = max((each.progress for each in failures[:index]), default=-1)
-        if failures[index].progress > max(before, 0):
-            break
-        count += 1
+    count, best = 0, 0
+    for failure in failures:
+        count = 0 if failure.progress > best else count + 1
+        best = max(best, failure.progress)
     return count

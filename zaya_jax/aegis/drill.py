@@ -14,15 +14,17 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.failure import FaultClass
 from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.goodput import Goodput, measure_goodput
 from zaya_jax.aegis.processes import die_with_parent
-from zaya_jax.aegis.supervision_report import supervisor_folders
+from zaya_jax.aegis.supervision_report import node_folders
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
@@ -32,11 +34,10 @@ from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import METRICS
-from zaya_jax.run.goodput import Goodput, measure_goodput
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import EVENTS, read_events
+from zaya_jax.run.table import format_table
 from zaya_jax.run.writing import open_file, resolved
 
 CRASHES = ("sigkill", "sigsegv", "sigabrt", "exit1", "exit137", "exception")
@@ -46,20 +47,16 @@ _OTHERS = {"device-hang": FaultClass.HANG, "host-memory": FaultClass.HOST_MEMORY
 _STARTING = (Phase.OPEN, Phase.RESTORE, Phase.COMPILE)
 _STEP = (Phase.DATA, Phase.DISPATCH, Phase.DEVICE_WAIT)  # with a short timeout in drills; the others may compile
 _TRAINING = (*_STEP, Phase.EVALUATE, Phase.SAVE)
+_SECONDS = ("since_fault", "detect", "recover")
+
+Events = Sequence[Mapping[str, Any]]
 
 
 def draw_faults(count: int, processes: int, steps: int, every: int, rng: random.Random) -> list[Fault]:
-    """Draw random faults in the order in which they happen.
+    """Draw `count` faults of `processes` in a run of `steps`, which saves `every` so many, in their order.
 
     Most happen while the run trains, at rising steps; a fifth while it starts, which then is the restart after the
     fault before.
-
-    Args:
-      count: number of faults.
-      processes: number of processes of the run.
-      steps: number of steps of the run.
-      every: steps between two checkpoints; a fault while saving happens at the next one.
-      rng: where they are drawn from.
     """
     faults: list[Fault] = []
     for place in sorted(rng.randrange(1, max(steps - every, 2)) for _ in range(count)):
@@ -84,7 +81,7 @@ class Drill:
         """Run both, and return the score-card, for JSON.
 
         Raises:
-          InputError: the folder exists, the training command is invalid, or a run left no events.
+          InputError: the folder exists, or the training command is invalid.
           RunStopped: a run did not finish.
         """
         if self.folder.exists():
@@ -93,10 +90,9 @@ class Drill:
         config = load_config(options.config, options.overrides)
         steps = total_steps(config)
         self.folder.mkdir(parents=True)
-        timeouts = {phase.name.lower(): self.hang_seconds for phase in _STEP} | {"floor": self.hang_seconds}
+        timeouts = dict.fromkeys((*(phase.name.lower() for phase in _STEP), "floor"), self.hang_seconds)
         unlimited = {"per_hour": 100_000, "delays": [0.0], "same_failure": 1000, "no_progress": 1000}
-        policy = {"timeouts": timeouts, "restart": unlimited}
-        write_atomically(self.folder / "policy.yaml", dump_yaml(policy))
+        write_atomically(self.folder / "policy.yaml", dump_yaml({"timeouts": timeouts, "restart": unlimited}))
         say(f"The undisturbed run: {counted(steps, 'step')} in {counted(self.processes, 'process', 'es')}.")
         quiet = self._train("undisturbed", ())
         say(f"The disturbed run: {counted(len(self.faults), 'fault')}.")
@@ -107,24 +103,27 @@ class Drill:
 
     def _train(self, name: str, faults: Sequence[Fault]) -> list[dict[str, Any]]:
         """Train under a supervisor; return its events."""
-        run_dir, marks = self.folder / name, self.folder / f"{name}-marks"
+        run_dir, marks, log = self.folder / name, self.folder / f"{name}-marks", self.folder / f"{name}.log"
         marks.mkdir()
-        python = [sys.executable, "-m"]
-        argv = [*python, "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"), "--run-dir",
-                str(run_dir), "--processes", str(self.processes), "--", *python, "zaya_jax.aegis.faults",
-                *map(str, faults), "--", *self.trainer, f"run_dir={run_dir}"]  # fmt: skip
+        python, policy = [sys.executable, "-m"], str(self.folder / "policy.yaml")
+        supervisor = ["zaya_jax.aegis", "run", "--policy", policy, "--run-dir", str(run_dir)]
+        trainer = ["zaya_jax.aegis.faults", *map(str, faults), "--", *self.trainer, f"run_dir={run_dir}"]
         # Both runs compile the same functions, so they share the cache.
-        environment = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
-                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ, MARKS: str(marks)}  # fmt: skip
-        log = self.folder / f"{name}.log"
+        compiled = str(self.folder / "compiled")
+        cache = {"JAX_COMPILATION_CACHE_DIR": compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         with open(open_file(log, os.O_WRONLY), "wb") as file:
             status = subprocess.run(  # noqa: S603 (an argument list, without a shell)
-                argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False,
+                [*python, *supervisor, "--processes", str(self.processes), "--", *python, *trainer],
+                env={**cache, **os.environ, MARKS: str(marks)},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                check=False,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
-            ).returncode  # fmt: skip
+            ).returncode
         if status:
             raise RunStopped(f"The {name} run ended with exit code {status}. See {log}.")
-        return read_events(supervisor_folders(run_dir)[0] / EVENTS)
+        return read_events(node_folders(run_dir)[0] / EVENTS)
 
     def _results(self, name: str, steps: int) -> tuple[object, bytes]:
         """Return the digests of all arrays of the last checkpoint, and the rows of metrics."""
@@ -132,10 +131,7 @@ class Drill:
         return read_manifest(run_dir / CHECKPOINTS / str(steps)).leaves, (run_dir / METRICS).read_bytes()
 
 
-def score(
-    faults: Sequence[Fault], quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], hang: float,
-    saves: int,
-) -> dict[str, Any]:  # fmt: skip
+def score(faults: Sequence[Fault], quiet: Events, events: Events, hang: float, saves: int) -> dict[str, Any]:
     """Score a drill.
 
     Args:
@@ -151,63 +147,71 @@ def score(
       and class, false alarms, and ETTR, as measured and by the formula.
     """
     rows = [_follow(event, events, hang) for event in events if event["kind"] == "inject"]
-    classes: dict[str, Any] = {}
-    for name in sorted({row["expected"] for row in rows}):
-        mine = [row for row in rows if row["expected"] == name]
-        classes[name] = {key: _quantiles([row[key] for row in mine if row[key] is not None])
-                         for key in ("detect", "since_fault", "recover")}  # fmt: skip
+    classes = {
+        name: {key: _quantiles(row[key] for row in rows if row["expected"] == name) for key in _SECONDS}
+        for name in sorted({row["expected"] for row in rows})
+    }
     failures = [event for event in events if event["kind"] == "end" and event["code"] != "finished"]
+    alarms = [event for event in quiet if event["kind"] == "detect" and event["severity"] != "info"]
+    alarms += [event for event in failures if all(row["attempt"] != event["attempt"] for row in rows)]
     return {
-        "faults": len(faults), "made": len(rows), "attempts": sum(event["kind"] == "start" for event in events),
+        "faults": len(faults),
+        "made": len(rows),
+        "attempts": sum(event["kind"] == "start" for event in events),
         "classes": classes,
         "attributed": sum(row["attributed"] for row in rows) / max(len(rows), 1),
         "missed": [row for row in rows if not row["attributed"]],
-        "times": [{key: row[key] if isinstance(row[key], str) or row[key] is None else round(row[key], 3)
-                   for key in ("fault", "since_fault", "detect", "recover")} for row in rows],
-        "false_alarms": len([event for event in quiet if event["kind"] == "detect" and event["severity"] != "info"])
-        + len([each for each in failures if not any(row["attempt"] == each["attempt"] for row in rows)]),
+        "times": [{"fault": row["fault"], **{key: _rounded(row[key], 3) for key in _SECONDS}} for row in rows],
+        "false_alarms": len(alarms),
         "quiet_seconds": measure_goodput(quiet).seconds,
         "ettr": _ettr(quiet, events, saves),
-    }  # fmt: skip
+    }
 
 
-def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]], hang: float) -> dict[str, Any]:
+def _follow(injected: Mapping[str, Any], events: Events, hang: float) -> dict[str, Any]:
     """Return what followed from a fault: seconds to its detection and to the next step, and its attribution.
 
     The timeout of a hang begins when nothing that the process waits for makes progress, such as a compilation in
     another one. A process that hangs in a phase with a longer timeout is waited for that long.
     """
-    fault = parse_fault(injected["code"])
-    end = next((event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"]), None)
-    detect = next((event for event in events if end is not None and event["id"] == end["cause"]), None)
-    recover = None if detect is None else next(
-        (event for event in events if event["kind"] == "recover" and event["monotonic"] > detect["monotonic"]), None
-    )  # fmt: skip
-    drawn = FaultClass.HANG if fault.name in HANGS else FaultClass.CRASH
-    made, expected = injected["made_at"], str(_OTHERS.get(fault.name, drawn))
+    fault, made = parse_fault(injected["code"]), injected["made_at"]
+    missing: dict[str, Any] = {"cause": None, "monotonic": None}
+    ends = [event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"]]
+    end = next(iter(ends), missing)
+    detect = next((event for event in events if ends and event["id"] == end["cause"]), missing)
+    at = detect["monotonic"]
+    after = events if at is not None else ()
+    recover = [event["monotonic"] for event in after if event["kind"] == "recover" and event["monotonic"] > at]
+    expected = str(_OTHERS.get(fault.name, FaultClass.HANG if fault.name in HANGS else FaultClass.CRASH))
     expires = made
-    if detect is not None and expected == FaultClass.HANG:
+    if at is not None and expected == FaultClass.HANG:
         seconds = detect.get("seconds", {})
-        expires = max(made, detect["monotonic"] - seconds.get("quiet", math.inf)) + seconds.get("timeout", hang)
+        expires = max(made, at - seconds.get("quiet", math.inf)) + seconds.get("timeout", hang)
     return {
-        "fault": str(fault), "attempt": injected["attempt"], "expected": expected,
-        "since_fault": None if detect is None else detect["monotonic"] - made,
-        "detect": None if detect is None else detect["monotonic"] - expires,
-        "recover": None if recover is None else recover["monotonic"] - made,
-        "attributed": end is not None and (end.get("rank"), end.get("fault")) == (fault.process, expected),
-        "said": None if end is None else {key: end.get(key) for key in ("rank", "fault", "code", "text")},
-    }  # fmt: skip
+        "fault": str(fault),
+        "attempt": injected["attempt"],
+        "expected": expected,
+        "detect": None if at is None else at - expires,
+        "since_fault": None if at is None else at - made,
+        "recover": recover[0] - made if recover else None,
+        "attributed": (end.get("rank"), end.get("fault")) == (fault.process, expected),
+        "said": {key: end.get(key) for key in ("rank", "fault", "code", "text")} if ends else None,
+    }
 
 
-def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
+def _quantiles(values: Iterable[float | None]) -> dict[str, float]:
+    ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return {"n": 0}
-    return {"n": len(ordered), "p50": round(statistics.median(ordered), 4),
-            "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4)}  # fmt: skip
+    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return {"n": len(ordered), "p50": round(statistics.median(ordered), 4), "p95": round(p95, 4)}
 
 
-def _ettr(quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], saves: int) -> dict[str, float]:
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _ettr(quiet: Events, events: Events, saves: int) -> dict[str, float]:
     """Compare the measured part of time that is not lost to faults and saves with the formula of Young and Daly.
 
     Predicted is 1 / (1 + δ/τ + (τ/2 + R)/M), with the mean stall of a save δ, the interval of checkpoints τ, the mean
@@ -217,8 +221,8 @@ def _ettr(quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]
     made = [event for event in events if event["kind"] != "inject"]
     first = _starting(measure_goodput([event for event in made if event["attempt"] == made[0]["attempt"]]))
     goodput, undisturbed = measure_goodput(made), measure_goodput(quiet)
-    lost = (_starting(goodput) - first + goodput.buckets["wasted_progress"]
-            + goodput.buckets["infrastructure_recovery"] + goodput.buckets["checkpoint_save"])  # fmt: skip
+    wasted = ("wasted_progress", "infrastructure_recovery", "checkpoint_save")
+    lost = _starting(goodput) - first + sum(goodput.buckets[bucket] for bucket in wasted)
     seconds = goodput.seconds - first - goodput.buckets["other"]
     # A fault during a restart prolongs the recovery from the one before, so outages are counted, not faults.
     outages = [event["seconds"]["recover"] for event in events if event["kind"] == "recover"]
@@ -240,19 +244,19 @@ def _starting(goodput: Goodput) -> float:
 
 def format_card(card: Mapping[str, Any]) -> str:
     """Format a score-card as text."""
-    lines = [f"{card['made']} of {card['faults']} faults made in {card['attempts']} attempts; the results are "
-             f"{'identical to' if card['identical'] else 'NOT those of'} the undisturbed run."]  # fmt: skip
-    lines.append(f"{'class':<10}{'n':>5}{'detect p50':>13}{'p95':>9}{'next step p50':>16}{'p95':>9}")
+    same, ettr = "identical to" if card["identical"] else "NOT those of", card["ettr"]
+    rows = [["class", "n", "detect p50", "p95", "next step p50", "p95"]]
     for name, row in card["classes"].items():
-        detect, recover = row["detect"], row["recover"]
-        cells = [(detect, "p50", 13), (detect, "p95", 9), (recover, "p50", 16), (recover, "p95", 9)]
-        texts = [f"{value.get(key, float('nan')):>{width - 2}.2f} s" for value, key, width in cells]
-        lines.append(f"{name:<10}{detect['n']:>5}{''.join(texts)}")
-    lines.append(f"Attributed to the right process and class: {card['attributed']:.1%}. False alarms: "
-                 f"{card['false_alarms']}.")  # fmt: skip
-    lines += [f"  missed: {row['fault']} -> {row['said']}" for row in card["missed"]]
-    ettr = card["ettr"]
-    lines.append(f"ETTR {ettr['measured']:.1%}, by the formula {ettr['predicted']:.1%}.")
+        quantiles = [row[key].get(each, math.nan) for key in ("detect", "recover") for each in ("p50", "p95")]
+        rows.append([name, str(row["detect"]["n"]), *(f"{seconds:.2f} s" for seconds in quantiles)])
+    lines = [
+        f"{card['made']} of {card['faults']} faults made in {card['attempts']} attempts; the results are {same} the "
+        "undisturbed run.",
+        *format_table(rows),
+        f"Attributed to the right process and class: {card['attributed']:.1%}. False alarms: {card['false_alarms']}.",
+        *(f"  missed: {row['fault']} -> {row['said']}" for row in card["missed"]),
+        f"ETTR {ettr['measured']:.1%}, by the formula {ettr['predicted']:.1%}.",
+    ]
     return "\n".join(lines)
 
 

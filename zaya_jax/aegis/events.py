@@ -10,18 +10,31 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from zaya_jax.aegis.failure import Observation, Severity
 from zaya_jax.aegis.file_worker import FileWorker
-from zaya_jax.aegis.observation import Severity
 from zaya_jax.errors import printable
 from zaya_jax.run.files import LONGEST_JSON, read_end
 from zaya_jax.run.metrics import DiskGuard, LineFile
-from zaya_jax.run.supervision import EVENTS, VERSION, parse_events
 
+EVENTS = "events.jsonl"
+VERSION = 1  # of the schema of events
+_LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
+_NEEDED = {"id", "attempt", "unix", "time", "kind", "code", "severity", "text"}
+_FIELDS = {
+    int: ("id", "attempt", "cause", "rank", "step", "first_step", "last_step"),
+    int | float: ("monotonic",),
+    str: ("time", "kind", "code", "severity", "text", "fault", "action", "explanation"),
+    dict: ("seconds", "times"),
+    list: ("exit_statuses", "files"),
+}
+_TYPES = {name: kind for kind, names in _FIELDS.items() for name in names}
 _MOST_WAITING = 2**20  # bytes of events that wait for a full disk; later ones are dropped
 
 # start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
 # recover: the first step after a restart. inject: a fault that a drill made.
 Kind = Literal["start", "end", "detect", "decide", "act", "recover", "inject"]
+
+Listener = Callable[[Mapping[str, Any]], object]
 
 
 class EventLog:
@@ -31,18 +44,8 @@ class EventLog:
     event that is written says how many were dropped (`dropped`).
     """
 
-    def __init__(
-        self, folder: Path, node: str, files: FileWorker,
-        listener: Callable[[Mapping[str, Any]], object] = lambda event: None,
-    ) -> None:  # fmt: skip
-        """Continue the log.
-
-        Args:
-          folder: of the log; it exists.
-          node: name of this machine.
-          files: writes to the file.
-          listener: is called with each event that was written.
-        """
+    def __init__(self, folder: Path, node: str, files: FileWorker, listener: Listener = lambda event: None) -> None:
+        """Continue the log of this `node` in `folder`; `listener` is called with each event that was written."""
         self._node, self._files, self._listener = node, files, listener
         path = folder / EVENTS
         size = path.stat().st_size if path.exists() else 0
@@ -58,35 +61,42 @@ class EventLog:
         self._dropped = 0
 
     def write(
-        self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, cause: int | None = None,
-        text: str = "", **details: Any,
-    ) -> int:  # fmt: skip
-        """Append an event.
+        self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, text: str = "", **details: Any
+    ) -> int:
+        """Append an event, and return its id.
 
         Args:
           kind: see `Kind`.
           code: stable name of what happened.
           severity: ERROR and FATAL are synced to disk.
-          cause: id of the event that this one follows from.
           text: evidence or explanation; cut and escaped.
-          **details: other fields of the schema: `fault`, `rank`, `step`, `phase`, `rule`, `action`, `seconds`, `files`,
-            `log_only`, `exit_code`, `times`.
-
-        Returns:
-          The id of the event.
+          **details: other fields of the schema, such as `cause`, the id of the event that this one follows from.
         """
         self._id += 1
         now = time.time()
         event = {
-            "v": VERSION, "id": self._id,
+            "v": VERSION,
+            "id": self._id,
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z",
-            "unix": round(now, 6), "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt,
-            "kind": kind, "code": code, "severity": str(severity), "cause": cause, "text": printable(text, 500),
-        } | {key: _plain(value) for key, value in details.items() if value is not None}  # fmt: skip
+            "unix": round(now, 6),
+            "monotonic": round(time.monotonic(), 6),
+            "node": self._node,
+            "attempt": self.attempt,
+            "kind": kind,
+            "code": code,
+            "severity": str(severity),
+            "cause": None,
+            "text": printable(text, 500),
+        } | {key: _plain(value) for key, value in details.items() if value is not None}
         written = self._files.submit(lambda: self._append(event))
         self._dropped += written.done() and written.exception() is not None  # refused, since too many jobs wait
         self._listener(event)
         return self._id
+
+    def write_observation(self, seen: Observation, kind: Kind = "detect", **details: Any) -> int:
+        """Append an event about an observation, and return its id."""
+        details = {"rank": seen.rank, "device": seen.device, "fault": seen.fault, **details}
+        return self.write(kind, seen.code, severity=seen.severity, text=seen.text, **details)
 
     def flush(self) -> None:
         """Write events that wait for a full disk."""
@@ -116,3 +126,40 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     return value
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the last 64 MiB of the events of one node; none if the file cannot be read."""
+    return parse_events(read_content(path))
+
+
+def parse_events(content: bytes) -> list[dict[str, Any]]:
+    """Return the events of a log, without lines that are torn or no events."""
+    events = []
+    for line in content.splitlines():
+        try:
+            event = json.loads(line[:_LONGEST_LINE])
+            if event["v"] == VERSION and _is_whole(event):
+                events.append({"cause": None, **{key: value for key, value in event.items() if value is not None}})
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            continue
+    return events
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    """Return whether an event has the fields of its schema; raises `TypeError` if a number is none."""
+    fields = {key: value for key, value in event.items() if value is not None}
+    if not all(isinstance(value, _TYPES.get(key, object)) for key, value in fields.items()):
+        return False
+    spent = [*fields.get("seconds", {}).values(), *fields.get("times", {}).values()]
+    numbers = [fields["unix"], fields.get("monotonic", 0), *spent]
+    has_steps = "first_step" not in fields or 0 <= fields["first_step"] <= fields.get("last_step", -1)
+    return fields.keys() >= _NEEDED and has_steps and all(map(math.isfinite, numbers))
+
+
+def read_content(path: Path) -> bytes:
+    """Return the last 64 MiB of a log; nothing if it cannot be read."""
+    try:
+        return read_end(path, LONGEST_JSON)
+    except OSError:
+        return b""

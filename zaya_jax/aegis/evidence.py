@@ -18,18 +18,12 @@ _QUIET = 0.3  # seconds without new output after which the stacks are complete
 def collect(
     folder: Path, attempt: int, group: ProcessGroup, pump: Callable[[float], bool], files: FileWorker, seconds: float
 ) -> list[str]:
-    """Collect evidence about the processes of `group`.
+    """Collect evidence about the processes of `group` in at most `seconds`, and let `files` write it.
 
-    Args:
-      folder: of this supervisor.
-      attempt: number of the attempt.
-      group: its processes.
-      pump: passes on output for at most that many seconds; returns whether there was any.
-      files: writes them.
-      seconds: that all of it may take.
+    `pump` passes on output for at most that many seconds, and returns whether there was any.
 
     Returns:
-      The paths of the files, relative to `folder`; none if they cannot be written in that time.
+      The paths of the files, relative to `folder`, that of the supervisor; none if they cannot be written in time.
     """
     deadline = time.monotonic() + seconds
     kernel = {rank.index: describe_process(rank.process.pid) for rank in group.running}

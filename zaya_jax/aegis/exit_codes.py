@@ -6,27 +6,21 @@ import enum
 class SupervisorExit(enum.IntEnum):
     """The exit status of `aegis run`."""
 
-    DONE = 0  # the training finished
-    SOFTWARE = 70  # the supervisor itself failed
-    RETRY_ELSEWHERE = 75  # requeue on another node: this one is faulty
-    CONFIGURATION = 78  # the command or the policy is invalid; requeuing does not help
-    PREEMPTED = 85  # asked to stop; the newest checkpoint is kept: requeue
-    DO_NOT_REQUEUE = 93  # the same failure again, or no progress: a person must look
-    NO_CHECKPOINT = 94  # every checkpoint is damaged
-    BUDGET_SPENT = 95  # too many restarts in an hour
-    SUPERSEDED = 96  # another job has resumed this run and goes on with it
-    INTERRUPTED = 130  # Ctrl-C
+    meaning: str
 
+    def __new__(cls, code: int, meaning: str) -> "SupervisorExit":
+        """Make a member with a `meaning`, as reports show it."""
+        member = int.__new__(cls, code)
+        member._value_, member.meaning = code, meaning
+        return member
 
-MEANINGS = {
-    SupervisorExit.DONE: "finished",
-    SupervisorExit.SOFTWARE: "the supervisor failed",
-    SupervisorExit.RETRY_ELSEWHERE: "requeue on another node",
-    SupervisorExit.CONFIGURATION: "invalid command or policy",
-    SupervisorExit.PREEMPTED: "stopped on request: requeue",
-    SupervisorExit.DO_NOT_REQUEUE: "do not requeue",
-    SupervisorExit.NO_CHECKPOINT: "no intact checkpoint",
-    SupervisorExit.BUDGET_SPENT: "too many restarts",
-    SupervisorExit.SUPERSEDED: "another job has resumed the run: do not requeue",
-    SupervisorExit.INTERRUPTED: "interrupted",
-}
+    DONE = 0, "finished"
+    SOFTWARE = 70, "the supervisor failed"
+    RETRY_ELSEWHERE = 75, "requeue on another node"  # this one is faulty
+    CONFIGURATION = 78, "invalid command or policy"
+    PREEMPTED = 85, "stopped on request: requeue"  # the newest checkpoint is kept
+    DO_NOT_REQUEUE = 93, "do not requeue"  # the same failure again, or no progress: a person must look
+    NO_CHECKPOINT = 94, "no intact checkpoint"  # every one is damaged
+    BUDGET_SPENT = 95, "too many restarts"  # in an hour
+    SUPERSEDED = 96, "another job has resumed the run: do not requeue"
+    INTERRUPTED = 130, "interrupted"  # Ctrl-C

@@ -14,35 +14,64 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from zaya_jax.aegis.observation import FaultClass
+from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.failure import FaultClass
+from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.state import STATE, is_running, running_attempt
+from zaya_jax.aegis.supervision_report import list_faults, node_folders
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
-from zaya_jax.run.goodput import measure_goodput
 from zaya_jax.run.manifest import saved_at
 from zaya_jax.run.progress_record import Phase
-from zaya_jax.run.supervision import AEGIS, EVENTS, STATE, is_running, list_faults, read_events, running_attempt
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-    from prometheus_client import CollectorRegistry, Metric
-
 _TAIL = 256 * 1024  # bytes of a file of rows that a scrape reads
 _MOST = 1024  # samples or nodes from one source, so that no damage can flood Prometheus
-
 _MOST_CONNECTIONS = 32  # at a time
 
 T = TypeVar("T")
 
-# Name → help. Those that end in `_total` are counters, the others gauges.
-FAMILIES = {
+# Name → column of the rows, and help. Of all families, those that end in `_total` are counters, the others gauges.
+_ROW = {
+    "zaya_step": ("step", "Steps done."),
+    "zaya_tokens_seen": ("tokens_seen", "Tokens read, padding included."),
+    "zaya_loss": ("loss", "Training loss of the last step, in nats per token."),
+    "zaya_grad_norm": ("grad_norm", "Gradient norm of the last step, before clipping."),
+    "zaya_learning_rate": ("learning_rate", "Learning rate of the matrices in the last step."),
+    "zaya_skipped_steps": ("skipped", "Steps skipped in a row, the last one included."),
+    "zaya_step_seconds": ("seconds", "Duration of the last step."),
+    "zaya_data_wait_seconds": ("data_wait", "Time that the last step waited for its batch."),
+    "zaya_tokens_per_second": ("tokens_per_second", "Tokens in the loss per second of the last step."),
+    "zaya_flops_per_second": ("flops_per_second", "Model FLOPs per second of the last step."),
+    "zaya_mfu": ("mfu", "Model FLOPs utilization of the last step, from 0 to 1."),
+}
+# The same, with how the values of the layers become one.
+_ENTROPY = "Entropy of the expert load over its maximum"
+_LAYERS: Mapping[str, tuple[str, Callable[[Iterable[float]], float], str]] = {
+    "zaya_router_entropy": ("load_entropy", statistics.fmean, f"{_ENTROPY}, mean over the layers."),
+    "zaya_router_entropy_min": ("load_entropy", min, f"{_ENTROPY}, of the layer with the lowest."),
+    "zaya_expert_load_max": ("max_load", max, "Largest expert load of any layer, over the layer's mean."),
+    "zaya_balancing_bias_range": (
+        "bias_range",
+        max,
+        "Largest minus smallest balancing bias, of the layer with the widest range.",
+    ),
+}
+FAMILIES = {  # name → help
+    **{name: text for name, (*_, text) in (_ROW | _LAYERS).items()},
     "zaya_up": "Whether the supervisor of the node runs.",
     "zaya_attempt": "Number of the present or last attempt of the node.",
     "zaya_supervisor_exit_code": "Exit code of the node's supervisor, once it has ended.",
@@ -52,49 +81,14 @@ FAMILIES = {
     "zaya_faults_total": "Faults that the supervisor of the node detected, by class.",
     "zaya_goodput_fraction": "Part of the node's time that trained steps that count.",
     "zaya_goodput_seconds": "The node's time by what it was spent on.",
-    "zaya_step": "Steps done.",
-    "zaya_tokens_seen": "Tokens read, padding included.",
-    "zaya_loss": "Training loss of the last step, in nats per token.",
-    "zaya_grad_norm": "Gradient norm of the last step, before clipping.",
-    "zaya_learning_rate": "Learning rate of the matrices in the last step.",
-    "zaya_skipped_steps": "Steps skipped in a row, the last one included.",
-    "zaya_router_entropy": "Entropy of the expert load over its maximum, mean over the layers.",
-    "zaya_router_entropy_min": "Entropy of the expert load over its maximum, of the layer with the lowest.",
-    "zaya_expert_load_max": "Largest expert load of any layer, over the layer's mean.",
-    "zaya_balancing_bias_range": "Largest minus smallest balancing bias, of the layer with the widest range.",
-    "zaya_step_seconds": "Duration of the last step.",
-    "zaya_data_wait_seconds": "Time that the last step waited for its batch.",
-    "zaya_tokens_per_second": "Tokens in the loss per second of the last step.",
-    "zaya_flops_per_second": "Model FLOPs per second of the last step.",
-    "zaya_mfu": "Model FLOPs utilization of the last step, from 0 to 1.",
     "zaya_telemetry_age_seconds": "Seconds since the last row of metrics was written.",
     "zaya_checkpoint_step": "Step of the newest finished checkpoint.",
     "zaya_checkpoint_age_seconds": "Seconds since the newest checkpoint was finished.",
     "zaya_exporter_read_errors_total": "Reads of the run folder that failed, by source.",
 }
-_COLUMNS = {
-    "zaya_step": "step", "zaya_tokens_seen": "tokens_seen", "zaya_loss": "loss", "zaya_grad_norm": "grad_norm",
-    "zaya_learning_rate": "learning_rate", "zaya_skipped_steps": "skipped", "zaya_step_seconds": "seconds",
-    "zaya_data_wait_seconds": "data_wait", "zaya_tokens_per_second": "tokens_per_second",
-    "zaya_flops_per_second": "flops_per_second", "zaya_mfu": "mfu",
-}  # fmt: skip
-_LAYER_COLUMNS: Mapping[str, tuple[str, Callable[[Iterable[float]], float]]] = {
-    "zaya_router_entropy": ("load_entropy", statistics.fmean),
-    "zaya_router_entropy_min": ("load_entropy", min),
-    "zaya_expert_load_max": ("max_load", max),
-    "zaya_balancing_bias_range": ("bias_range", max),
-}
 
 
-class Sample(NamedTuple):
-    """A value of a metric in `FAMILIES`."""
-
-    name: str
-    value: float
-    labels: Mapping[str, str] = {}
-
-
-class RunReader:
+class RunReader(Collector):
     """Reads the samples of a run; a file that cannot be read costs its own samples only, and is counted."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -102,19 +96,28 @@ class RunReader:
         self._run_dir = run_dir
         self._errors: dict[str, int] = dict.fromkeys(("rows", "checkpoints", "nodes", "state", "events"), 0)
 
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this moment."""
+        families = {
+            name: Metric(name.removesuffix("_total"), text, "counter" if name.endswith("_total") else "gauge")
+            for name, text in FAMILIES.items()
+        }
+        for sample in self.read():
+            families[sample.name].samples.append(sample)
+        yield from (family for family in families.values() if family.samples)
+
     def read(self) -> list[Sample]:
         """Return the samples of this moment."""
-        now, run_dir = time.time(), self._run_dir
-        samples = self._attempt("rows", lambda: _rows(run_dir, now))
-        samples += self._attempt("checkpoints", lambda: _checkpoints(run_dir / CHECKPOINTS, now))
-        for folder in self._attempt("nodes", lambda: (path.parent for path in (run_dir / AEGIS).glob(f"*/{EVENTS}"))):
+        run_dir = self._run_dir
+        samples = self._attempt("rows", lambda: _rows(run_dir))
+        samples += self._attempt("checkpoints", lambda: _checkpoints(run_dir / CHECKPOINTS))
+        for folder in self._attempt("nodes", lambda: node_folders(run_dir)):
             samples += self._attempt("state", lambda folder=folder: _state(folder))
             samples += self._attempt("events", lambda folder=folder: _events(folder))
-        samples += [Sample("zaya_exporter_read_errors_total", count, {"source": source})
-                    for source, count in self._errors.items()]  # fmt: skip
-        return samples
+        errors = "zaya_exporter_read_errors_total"
+        return samples + [Sample(errors, {"source": source}, count) for source, count in self._errors.items()]
 
-    def _attempt(self, source: str, read: Callable[[], Iterator[T]]) -> list[T]:
+    def _attempt(self, source: str, read: Callable[[], Iterable[T]]) -> list[T]:
         try:
             return list(itertools.islice(read(), _MOST))
         except Exception:  # whatever damage a file has, the next scrape must work
@@ -122,20 +125,18 @@ class RunReader:
             return []
 
 
-def _rows(run_dir: Path, now: float) -> Iterator[Sample]:
+def _rows(run_dir: Path) -> Iterator[Sample]:
     """Yield the samples of the last rows of metrics and timings."""
     path = run_dir / METRICS
     if not path.exists():
         return
     metrics = read_last_row(path)
     row = read_last_row(run_dir / TIMINGS) | metrics if (run_dir / TIMINGS).exists() else metrics
-    for name, column in _COLUMNS.items():
-        for value in _numbers([row.get(column)]):
-            yield Sample(name, value)
-    for name, (column, reduce) in _LAYER_COLUMNS.items():
-        if values := _numbers(row.get(column) or ()):
-            yield Sample(name, reduce(values))
-    yield Sample("zaya_telemetry_age_seconds", max(0.0, now - path.stat().st_mtime))
+    yield from _samples(row, {name: column for name, (column, _) in _ROW.items()}, {})
+    for name, (column, reduce, _) in _LAYERS.items():
+        if values := [float(value) for value in row.get(column) or () if isinstance(value, int | float)]:
+            yield Sample(name, {}, reduce(values))
+    yield Sample("zaya_telemetry_age_seconds", {}, max(0.0, time.time() - path.stat().st_mtime))
 
 
 def read_last_row(path: Path) -> dict[str, Any]:
@@ -148,18 +149,20 @@ def read_last_row(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _numbers(values: Iterable[Any]) -> list[float]:
-    """Return the numbers among `values`; rows have null for those that are not finite."""
-    return [float(value) for value in values if isinstance(value, int | float)]
+def _samples(tree: Mapping[str, Any], keys: Mapping[str, str], labels: dict[str, str]) -> Iterator[Sample]:
+    """Yield the numbers in `tree`, whose keys are by name of the metric; null stands for one that is not finite."""
+    for name, key in keys.items():
+        if isinstance(value := tree.get(key), int | float):
+            yield Sample(name, labels, float(value))
 
 
-def _checkpoints(folder: Path, now: float) -> Iterator[Sample]:
+def _checkpoints(folder: Path) -> Iterator[Sample]:
     """Yield step and age of the newest finished checkpoint."""
     for step in reversed(named_steps(folder)):
         saved = saved_at(folder / str(step))
         if saved is not None:
-            yield Sample("zaya_checkpoint_step", step)
-            yield Sample("zaya_checkpoint_age_seconds", max(0.0, now - saved))
+            yield Sample("zaya_checkpoint_step", {}, step)
+            yield Sample("zaya_checkpoint_age_seconds", {}, max(0.0, time.time() - saved))
             return
 
 
@@ -171,15 +174,12 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def _state(folder: Path) -> Iterator[Sample]:
     """Yield what the supervisor of a node and its processes do."""
     state, node = _read_state(folder), {"node": printable(folder.name)}
-    yield Sample("zaya_up", int(is_running(state)), node)
-    for name, key in (("zaya_attempt", "attempt"), ("zaya_supervisor_exit_code", "exit_code")):
-        for value in _numbers([state.get(key)]):
-            yield Sample(name, value, node)
+    yield Sample("zaya_up", node, int(is_running(state)))
+    yield from _samples(state, {"zaya_attempt": "attempt", "zaya_supervisor_exit_code": "exit_code"}, node)
     for rank in state.get("ranks", ()) if is_running(state) else ():
         process = node | {"process": str(int(rank["rank"]))}
-        for step in _numbers([rank.get("step")]):
-            yield Sample("zaya_process_step", step, process)
-        yield Sample("zaya_process_phase", 1, process | {"phase": Phase[rank["phase"].upper()].name.lower()})
+        yield from _samples(rank, {"zaya_process_step": "step"}, process)
+        yield Sample("zaya_process_phase", process | {"phase": Phase[rank["phase"].upper()].name.lower()}, 1)
 
 
 def _events(folder: Path) -> Iterator[Sample]:
@@ -191,58 +191,29 @@ def _events(folder: Path) -> Iterator[Sample]:
     with contextlib.suppress(InputError):  # a damaged state is counted elsewhere
         state = _read_state(folder)
     goodput = measure_goodput(events, **running_attempt(state))
-    yield Sample("zaya_goodput_fraction", goodput.fraction, node)
+    yield Sample("zaya_goodput_fraction", node, goodput.fraction)
     for bucket, seconds in goodput.buckets.items():
-        yield Sample("zaya_goodput_seconds", seconds, node | {"bucket": bucket})
+        yield Sample("zaya_goodput_seconds", node | {"bucket": bucket}, seconds)
     actions = [event.get("action") for event in events if event["kind"] == "decide"]
     restarts = [action for action in actions if action is not None and not action.startswith("exit-")]
-    yield Sample("zaya_restarts_total", len(restarts), node)
+    yield Sample("zaya_restarts_total", node, len(restarts))
     faults = Counter(fault["fault"] for fault in list_faults(events))
     for fault in FaultClass:
-        yield Sample("zaya_faults_total", faults[fault.value], node | {"fault": fault.value})
-
-
-def make_registry(run_dir: Path) -> "CollectorRegistry":
-    """Return a registry with the metrics of the run in `run_dir`; `InputError` without `prometheus_client`."""
-    try:
-        from prometheus_client import CollectorRegistry, Metric
-        from prometheus_client.registry import Collector
-    except ImportError as error:
-        raise InputError("Serving metrics requires prometheus_client: pip install 'zaya-jax[aegis]'.") from error
-    reader = RunReader(run_dir)
-
-    class RunCollector(Collector):
-        def collect(self) -> "Iterator[Metric]":
-            families = {key: Metric(key.removesuffix("_total"), text, "counter" if key.endswith("_total") else "gauge")
-                        for key, text in FAMILIES.items()}  # fmt: skip
-            for sample in reader.read():
-                families[sample.name].add_sample(sample.name, dict(sample.labels), sample.value)
-            yield from (family for family in families.values() if family.samples)
-
-    registry = CollectorRegistry()
-    registry.register(RunCollector())
-    return registry
+        yield Sample("zaya_faults_total", node | {"fault": fault.value}, faults[fault.value])
 
 
 def serve(run_dir: Path, address: str, port: int) -> None:
     """Serve the metrics of a run over HTTP until the process is interrupted.
 
-    Args:
-      run_dir: folder of the run.
-      address: of this machine to listen on. Nothing encrypts or authenticates; beyond the loopback address that is up
-        to the operator. Requests must name it, an IP address or localhost as their host: a web page whose own name
-        leads here (DNS rebinding) can read nothing.
-      port: to listen on; 0 for any free one.
-
-    Raises:
-      InputError: `prometheus_client` is missing, `run_dir` is not a folder, or the address cannot be used.
+    Nothing encrypts or authenticates; beyond the loopback address that is up to the operator. Requests must name
+    `address`, an IP address or localhost as their host: a web page whose own name leads here (DNS rebinding) can read
+    nothing. Port 0 is any free one. Raises `InputError` if `run_dir` is not a folder, or the address cannot be used.
     """
     if not run_dir.is_dir():
         raise InputError(f"{run_dir} is not a folder.")
     require(0 <= port < 2**16, "--port", port, "from 0 to 65535")
-    registry = make_registry(run_dir)
-    from prometheus_client import make_wsgi_app
-
+    registry = CollectorRegistry()
+    registry.register(RunReader(run_dir))
     try:
         _Server.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         server = make_server(address, port, _check_host(make_wsgi_app(registry), address), _Server, _Handler)
@@ -272,10 +243,9 @@ class _Handler(WSGIRequestHandler):
         """Log nothing."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _Server(ThreadingWSGIServer):
     """A server with a bounded number of connections."""
 
-    daemon_threads = True
     request_queue_size = 128  # connections that wait to be accepted
     _latest: ClassVar[deque[Any]] = deque()  # connections, some of which are closed
 

@@ -5,12 +5,62 @@ explain a failure, and decide nothing.
 """
 
 import dataclasses
+import enum
 import signal
 from collections.abc import Sequence
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.errors import REQUESTED, ExitCode, Reason, printable
 from zaya_jax.run.progress_record import ExitRecord, Phase
+
+
+class FaultClass(enum.StrEnum):
+    """The kind of a fault. Policies name their rules after it."""
+
+    HANG = "hang"  # no progress for longer than the phase's timeout
+    CRASH = "crash"  # a process ended by a signal or with an error
+    NETWORK = "network"  # a network link is down or flaps
+    PEERS = "peers"  # the processes of other nodes do not come back
+    GPU = "gpu"  # memory errors, resets and losses of a GPU, or other broken hardware of the node
+    NON_FINITE = "non_finite"  # gradients that are not finite
+    SPIKE = "spike"  # the loss left its recent range
+    STRAGGLER = "straggler"  # one process is slower than the others
+    PREEMPTION = "preemption"  # the scheduler or a person asked the run to end
+    HOST_MEMORY = "host_memory"  # the machine or its cgroup ran out of memory
+    DEVICE_MEMORY = "device_memory"  # a GPU ran out of memory
+    CHECKPOINT = "checkpoint"  # no checkpoint can be restored, or saving fails
+    DISK = "disk"  # a disk is full or fails
+    CONFIGURATION = "configuration"  # the command or its configuration is invalid
+
+
+class Severity(enum.StrEnum):
+    """The severity of an observation; ERROR and FATAL are synced to disk at once."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+    FATAL = "fatal"
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """A fault, or a sign of one."""
+
+    code: str  # stable name of what was observed, such as 'gpu-uncorrectable-ecc'
+    fault: FaultClass  # its class
+    severity: Severity  # how bad it is
+    text: str = ""  # evidence as printable text of at most 500 characters, such as the line of a log
+    rank: int | None = None  # process that it concerns; None for the machine
+    good_steps: int | None = None  # number of steps done before the fault; None if it is not one of the training
+    device: int | None = None  # GPU that it concerns; None for any other part of the machine
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", printable(self.text, 500))
+
+    @property
+    def is_severe(self) -> bool:
+        """True if it is an error that may end a run."""
+        return self.severity in (Severity.ERROR, Severity.FATAL)
+
 
 UNKILLABLE = "unkillable"  # code of a process that SIGKILL does not end
 SUPERSEDED = "superseded"  # code of a run that other processes have resumed
@@ -26,7 +76,6 @@ _REASONS = {
     Reason.DEVICE_MEMORY: (FaultClass.DEVICE_MEMORY, "device-out-of-memory"),
 }
 _NO_GPU = (Reason.NO_CHECKPOINT, Reason.DISK, Reason.SAVE_FAILED)  # what no GPU causes
-_SEVERE = (Severity.ERROR, Severity.FATAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +107,11 @@ class RankEnd:
         return self.record.status
 
     @property
+    def words(self) -> str:
+        """The sentence of its exit record, printable; empty if it left none."""
+        return "" if self.record is None else printable(self.record.sentence, 500)
+
+    @property
     def followed(self) -> bool:
         """True if it ended because another process was lost, by its own account."""
         return self.record is not None and not self.record.is_origin
@@ -83,9 +137,12 @@ class Failure:
 
 
 def find_failure(
-    ends: Sequence[RankEnd], observations: Sequence[Observation], lines: Sequence[Observation] = (), *,
+    ends: Sequence[RankEnd],
+    observations: Sequence[Observation],
+    lines: Sequence[Observation] = (),
+    *,
     is_saved: bool = True,
-) -> Failure | None:  # fmt: skip
+) -> Failure | None:
     """Return why an attempt ended; None if all processes finished.
 
     The origin is the process that ended first among those that failed by themselves: not killed by the supervisor, and
@@ -103,25 +160,22 @@ def find_failure(
         return None if is_saved else Failure(FaultClass.CRASH, "not-saved", None, progress, words, progress)
     for end in ends:
         if end.record is not None and end.record.status == ExitCode.SUPERSEDED:  # a restart would fence its successor
-            words = printable(end.record.sentence, 500)
-            return Failure(FaultClass.PREEMPTION, SUPERSEDED, end.rank, end.step, words, progress)
+            return Failure(FaultClass.PREEMPTION, SUPERSEDED, end.rank, end.step, end.words, progress)
     failed = [end for end in ends if end.outcome != 0 and not end.was_killed]
     if not failed:
         return Failure(FaultClass.PREEMPTION, "killed", None, progress, "", progress)
     origins = [end for end in failed if not end.followed]
     if not origins:
-        words = next(printable(end.record.sentence, 500) for end in failed if end.record is not None)
-        killed = [end for end in ends if end.was_killed]
-        if len(killed) == 1:  # the others were right: it sent no heartbeat, and did not end
+        killed, words = [end for end in ends if end.was_killed], failed[0].words
+        if len(killed) == 1:  # the process that the others had lost: it sent no heartbeat, and did not end
             code = f"hang-{killed[0].phase.name.lower()}"
             return Failure(FaultClass.HANG, code, killed[0].rank, killed[0].step, words, progress)
         return Failure(FaultClass.PEERS, "peer-lost", None, progress, words, progress)
     origin = min(origins, key=lambda end: end.time if end.record is None else min(end.time, end.record.time_ns / 1e9))
-    words = "" if origin.record is None else printable(origin.record.sentence, 500)
     fault, code, device = _classify(origin, observations)
-    severe = (each for each in lines if each.severity in _SEVERE and each.rank == origin.rank)
+    severe = (each for each in lines if each.is_severe and each.rank == origin.rank)
     explanation = next((f"{each.code}: {each.text}" for each in severe), "")
-    return Failure(fault, code, origin.rank, origin.step, words, progress, device, explanation)
+    return Failure(fault, code, origin.rank, origin.step, origin.words, progress, device, explanation)
 
 
 def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[FaultClass, str, int | None]:
@@ -154,19 +208,13 @@ def _name(origin: RankEnd) -> str:
 
 def _cause(origin: RankEnd, observations: Sequence[Observation]) -> Observation | None:
     """Return the observed fault that explains the end; those of hardware before those of software."""
-    severe = [each for each in observations if each.severity in _SEVERE and each.rank in (None, origin.rank)]
-    # A shell returns 128 more than the signal, and a pipe the status of its last command.
-    may_be_killed = origin.status in (-signal.SIGKILL, 128 + signal.SIGKILL) or (
-        origin.is_wrapped and not origin.status
-    )
-    order = (FaultClass.GPU, FaultClass.HOST_MEMORY, FaultClass.DISK, FaultClass.NETWORK, FaultClass.NON_FINITE,
-             FaultClass.SPIKE)  # fmt: skip
-    for fault in order:
-        if fault is FaultClass.HOST_MEMORY and not may_be_killed:
-            continue  # the out-of-memory killer sends SIGKILL
-        if fault is FaultClass.DISK and origin.status < 0 and origin.status != -signal.SIGBUS:
-            continue  # a trainer whose disk is full ends by itself, unless it writes to a mapped file
-        for each in severe:
-            if each.fault is fault:
-                return each
-    return None
+    severe = [each for each in observations if each.is_severe and each.rank in (None, origin.rank)]
+    causes = [FaultClass.GPU]
+    # The out-of-memory killer sends SIGKILL. A shell returns 128 more, and a pipe the status of its last command.
+    is_killed = origin.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if is_killed or (origin.is_wrapped and not origin.status):
+        causes.append(FaultClass.HOST_MEMORY)
+    if origin.status >= 0 or origin.status == -signal.SIGBUS:  # when its disk is full, a trainer ends by itself, unless
+        causes.append(FaultClass.DISK)  # it writes to a mapped file
+    causes += [FaultClass.NETWORK, FaultClass.NON_FINITE, FaultClass.SPIKE]
+    return next((each for fault in causes for each in severe if each.fault is fault), None)

@@ -1,7 +1,7 @@
 """Make faults on purpose, for drills: `python -m zaya_jax.aegis.faults FAULT@PROCESS:STEP:PHASE … -- …`.
 
 What follows `--` are the arguments of `zaya_jax.main`, which runs in this process. A fault happens when the progress
-record of that process enters PHASE after STEP or more steps. Each start of the processes meets one fault, the next of
+record of that process enters PHASE after STEP or more steps. Each start of the processes has one fault, the next of
 the list. The trainer itself contains no code for this.
 """
 
@@ -24,11 +24,6 @@ from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 
 MARKS = "AEGIS_DRILL_MARKS"  # environment variable: folder in which each fault leaves a file, so that it happens once
-
-
-def _hold_global_lock() -> None:
-    """Sleep for an hour in C, without releasing Python's global lock."""
-    ctypes.PyDLL(None).sleep(3600)
 
 
 def _fail() -> None:
@@ -75,7 +70,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "exit137": lambda: os._exit(137),
     "exception": _fail,
     "wait": lambda: time.sleep(3600),
-    "global-lock": _hold_global_lock,
+    "global-lock": lambda: ctypes.PyDLL(None).sleep(3600),  # in C, so it keeps Python's global lock
     "device-hang": _hang_device,
     "device-memory": _exhaust_device,
     "host-memory": _exhaust_host,
@@ -105,8 +100,10 @@ def parse_fault(text: str) -> Fault:
         fault = None
     if fault is None or fault.name not in FAULTS:
         phases = ", ".join(phase.name.lower() for phase in Phase)
-        raise InputError(f"{text!r} must have the form FAULT@PROCESS:STEP:PHASE, with FAULT one of "
-                         f"{', '.join(FAULTS)} and PHASE one of {phases}.")  # fmt: skip
+        raise InputError(
+            f"{text!r} must have the form FAULT@PROCESS:STEP:PHASE, with FAULT one of "
+            f"{', '.join(FAULTS)} and PHASE one of {phases}."
+        )
     return fault
 
 
@@ -115,28 +112,21 @@ def arm(faults: Sequence[Fault], process: int, marks: Path) -> None:
     enter, index = ProgressRecord.enter, len(read_marks(marks))
     if index >= len(faults) or faults[index].process != process:
         return
-    fault = faults[index]
+    fault, mark = faults[index], marks / f"{index}.json"
 
     def enter_and_fail(self: ProgressRecord, phase: Phase) -> None:
         enter(self, phase)
-        if phase is fault.phase and self.step >= fault.step and not _path(marks, index).exists():
-            content = {"fault": str(fault), "monotonic": time.monotonic()}
-            write_atomically(_path(marks, index), json.dumps(content))
+        if phase is fault.phase and self.step >= fault.step and not mark.exists():
+            write_atomically(mark, json.dumps({"fault": str(fault), "monotonic": time.monotonic()}))
             FAULTS[fault.name]()
 
     ProgressRecord.enter = enter_and_fail
 
 
-def _path(marks: Path, index: int) -> Path:
-    return marks / f"{index}.json"
-
-
 def read_marks(marks: Path) -> list[dict[str, Any]]:
     """Return what has happened, in order: `fault`, its text, and `monotonic`, the time."""
-    rows: list[dict[str, Any]] = []
-    while (path := _path(marks, len(rows))).exists():
-        rows.append(json.loads(path.read_text(encoding="utf-8")))
-    return rows
+    paths = sorted(marks.glob("*.json"), key=lambda path: int(path.stem))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def main(arguments: Sequence[str]) -> None:

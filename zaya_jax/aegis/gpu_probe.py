@@ -13,11 +13,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any, cast
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 
-_MOST_OUTPUT = 1 << 18  # bytes
+_PIPE = 1 << 16  # bytes that a pipe holds: more than the readings, so the child never waits for a reader
 _MOST_GPUS = 128
 _LIFETIME = 600.0  # seconds after which a probe ends itself, if its parent is gone
 _COUNTERS = {  # field of `Gpu` → what is observed when it rises
@@ -27,6 +27,7 @@ _COUNTERS = {  # field of `Gpu` → what is observed when it rises
     "pcie_replays": ("gpu-pcie-replay", Severity.WARNING, "Repeated PCI Express transfers"),
 }
 _STATES = ("temperature", "memory_used", "processes", "recovery_action")
+_CORRECTABLE_PER_HOUR = 600.0  # corrected errors from which a warning is due
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,32 +48,16 @@ class Gpu:
 
 
 class GpuProbe:
-    """Runs the probe at intervals and compares its readings; nothing it meets ends the supervisor.
-
-    Attributes:
-      gpus: the newest reading.
-    """
+    """Runs the probe at intervals and compares its readings; no failure of it ends the supervisor."""
 
     def __init__(
-        self,
-        interval: float = 60.0,
-        timeout: float = 30.0,
-        correctable_per_hour: float = 600.0,
-        environment: Mapping[str, str] | None = None,
+        self, interval: float = 60.0, timeout: float = 30.0, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Probe the GPUs of this machine.
-
-        Args:
-          interval: seconds between the starts of two probes.
-          timeout: seconds after which a probe is killed.
-          correctable_per_hour: rate of corrected errors from which a warning is due.
-          environment: of the child; None for that of this process.
-        """
-        self.gpus: list[Gpu] = []
-        self._interval, self._timeout, self._correctable_per_hour = interval, timeout, correctable_per_hour
-        self._environment = environment
+        """Start a probe every `interval` seconds, in `environment`, and kill it after `timeout` seconds."""
+        self.gpus: list[Gpu] = []  # the newest reading
+        self._interval, self._timeout, self._environment = interval, timeout, environment
         self._child: subprocess.Popen[bytes] | None = None
-        self._output, self._started, self._next = b"", 0.0, float("-inf")
+        self._started, self._next = 0.0, float("-inf")
         self._killed, self._failed = False, False  # this child was killed; the last probe failed, which was reported
         self._known: dict[str, Gpu] = {}  # the last reading of each GPU by name
         self._read_at: float | None = None
@@ -90,22 +75,14 @@ class GpuProbe:
         """
         if self._child is None:
             return self._start(now) if now >= self._next else []
-        self._drain(self._child)
         status = self._child.poll()
         if status is None:
-            if len(self._output) >= _MOST_OUTPUT:
-                self._kill(self._child)
-                return self._fail(
-                    "gpu-probe-failed", f"The GPU probe was killed: it printed over {_MOST_OUTPUT} bytes."
-                )
-            if now - self._started > self._timeout:
-                self._kill(self._child)  # a child that hangs in the kernel ends later, or never
-                return self._fail("gpu-probe-timeout", f"The GPU probe was killed after {self._timeout:g} s.")
-            return []
-        self._drain(self._child)
-        output, killed = self._output, self._killed
-        self._close(self._child)
-        return [] if killed else self._evaluate(output, status, now)
+            if now - self._started <= self._timeout:
+                return []
+            self._kill(self._child)  # a child that hangs in the kernel ends later, or never
+            return self._fail("gpu-probe-timeout", f"The GPU probe was killed after {self._timeout:g} s.")
+        output = self._finish(self._child)
+        return [] if self._killed else self._evaluate(output, status, now)
 
     def close(self) -> None:
         """End a running probe."""
@@ -113,29 +90,24 @@ class GpuProbe:
             self._kill(self._child)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(1.0)
-            self._close(self._child)
+            self._finish(self._child)
 
     def _start(self, now: float) -> list[Observation]:
-        self._started, self._next, self._output, self._killed = now, now + self._interval, b"", False
+        self._started, self._next, self._killed = now, now + self._interval, False
+        argv, null = [sys.executable, "-m", "zaya_jax.aegis.gpu_probe"], subprocess.DEVNULL
         try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "zaya_jax.aegis.gpu_probe"],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                env=self._environment, start_new_session=True,
-            )  # fmt: skip
+            self._child = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
+                argv, stdin=null, stdout=subprocess.PIPE, stderr=null, env=self._environment, start_new_session=True
+            )
         except OSError as error:
             return self._fail("gpu-probe-failed", f"The GPU probe did not start: {error.strerror or error}.")
-        if self._child.stdout is not None:
-            os.set_blocking(self._child.stdout.fileno(), False)
         return []
 
-    def _drain(self, child: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while child.stdout is not None and len(self._output) < _MOST_OUTPUT:
-                data = os.read(child.stdout.fileno(), _MOST_OUTPUT - len(self._output))
-                if not data:
-                    return
-                self._output += data
+    def _finish(self, child: subprocess.Popen[bytes]) -> bytes:
+        """Return what the child has printed; nothing waits, since it does not pass the pipe on."""
+        self._child = None
+        with cast("IO[bytes]", child.stdout) as pipe:
+            return b"" if child.returncode is None else os.read(pipe.fileno(), _PIPE)
 
     def _kill(self, child: subprocess.Popen[bytes]) -> None:
         if not self._killed:
@@ -143,16 +115,10 @@ class GpuProbe:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
 
-    def _close(self, child: subprocess.Popen[bytes]) -> None:
-        if child.stdout is not None:
-            child.stdout.close()
-        self._child = None
-
     def _fail(self, code: str, text: str) -> list[Observation]:
-        if self._failed:
-            return []
+        observations = [] if self._failed else [Observation(code, FaultClass.GPU, Severity.INFO, text)]
         self._failed = True
-        return [Observation(code, FaultClass.GPU, Severity.INFO, text)]
+        return observations
 
     def _evaluate(self, output: bytes, status: int, now: float) -> list[Observation]:
         try:
@@ -165,8 +131,10 @@ class GpuProbe:
         self._failed = False
         elapsed = None if self._read_at is None else max(1e-3, now - self._read_at)
         names = {gpu.index: name for name, gpu in self._known.items()}
-        self.gpus = [gpu if gpu.name else dataclasses.replace(gpu, name=names.get(gpu.index, f"index {gpu.index}"))
-                     for gpu in gpus[:_MOST_GPUS]]  # fmt: skip
+        self.gpus = [
+            gpu if gpu.name else dataclasses.replace(gpu, name=names.get(gpu.index, f"index {gpu.index}"))
+            for gpu in gpus[:_MOST_GPUS]
+        ]
         self._read_at = now
         seen = [change for gpu in self.gpus for change in self._compare(gpu, self._known.get(gpu.name), elapsed)]
         seen += self._find_missing()
@@ -182,27 +150,23 @@ class GpuProbe:
             seen.append(_observe("gpu-recovery-action", Severity.ERROR, text, gpu.index))
         if old is None or elapsed is None:
             return seen  # errors before the run
-        new = {name: _rise(getattr(old, name), getattr(gpu, name)) for name in _COUNTERS}
-        counts = f"{label} in {elapsed:.0f} s"
         for name, (code, severity, what) in _COUNTERS.items():
-            least = self._correctable_per_hour * elapsed / 3600 if name == "correctable" else 1
-            if new[name] >= least:
-                seen.append(_observe(code, severity, f"{what} of {counts}: {new[name]}.", gpu.index))
+            before, count = getattr(old, name), getattr(gpu, name)
+            rise = 0 if before is None or count is None else max(0, count - before)  # 0 if the driver reset it
+            if rise >= (_CORRECTABLE_PER_HOUR * elapsed / 3600 if name == "correctable" else 1):
+                seen.append(_observe(code, severity, f"{what} of {label} in {elapsed:.0f} s: {rise}.", gpu.index))
         return seen
 
     def _find_missing(self) -> list[Observation]:
         """Report a GPU as lost at the second reading in a row that lacks it; one reading may be incomplete."""
         present = {gpu.name for gpu in self.gpus}
         self._missing = {name: self._missing.get(name, 0) + 1 for name in self._known if name not in present}
-        gone = [name for name, readings in self._missing.items() if readings == 2 and not self._known[name].lost]
-        numbers = {name: self._known[name].index for name in gone}
-        return [_observe("gpu-lost", Severity.FATAL, f"GPU {index} ({name}) is gone.", index)
-                for name, index in numbers.items()]  # fmt: skip
-
-
-def _rise(old: int | None, new: int | None) -> int:
-    """Return by how much a counter rose; 0 if it is unknown or was reset."""
-    return 0 if old is None or new is None else max(0, new - old)
+        twice = [self._known[name] for name, readings in self._missing.items() if readings == 2]
+        return [
+            _observe("gpu-lost", Severity.FATAL, f"GPU {gpu.index} ({gpu.name}) is gone.", gpu.index)
+            for gpu in twice
+            if not gpu.lost
+        ]
 
 
 def _observe(code: str, severity: Severity, text: str, gpu: int) -> Observation:
@@ -222,29 +186,28 @@ def _count(value: Any) -> int | None:
 
 def _read_amd(amdsmi: Any) -> list[Gpu]:
     """Read AMD's GPUs. The library has no word for a lost GPU: it is no longer listed."""
+
+    def read(index: int, handle: Any) -> Gpu:
+        errors = _try(lambda: amdsmi.amdsmi_get_gpu_total_ecc_count(handle)) or {}
+        sensor = amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT
+        memory = amdsmi.AmdSmiMemoryType.VRAM
+        return Gpu(
+            index=index,
+            name=str(amdsmi.amdsmi_get_gpu_device_bdf(handle)),
+            uncorrectable=_count(errors.get("uncorrectable_count")),
+            correctable=_count(errors.get("correctable_count")),
+            deferred=_count(errors.get("deferred_count")),
+            pcie_replays=_try_count(lambda: amdsmi.amdsmi_get_pcie_info(handle)["pcie_metric"]["pcie_replay_count"]),
+            temperature=_try_count(lambda: amdsmi.amdsmi_get_temp_metric(handle, *sensor)),
+            memory_used=_try_count(lambda: amdsmi.amdsmi_get_gpu_memory_usage(handle, memory)),
+            processes=_try_count(lambda: len(amdsmi.amdsmi_get_gpu_process_list(handle))),
+        )
+
     amdsmi.amdsmi_init()
     try:
-        return [_amd_gpu(amdsmi, index, handle) for index, handle in enumerate(amdsmi.amdsmi_get_processor_handles())]
+        return [read(index, handle) for index, handle in enumerate(amdsmi.amdsmi_get_processor_handles())]
     finally:
-        with contextlib.suppress(Exception):
-            amdsmi.amdsmi_shut_down()
-
-
-def _amd_gpu(amdsmi: Any, index: int, handle: Any) -> Gpu:
-    errors = _try(lambda: amdsmi.amdsmi_get_gpu_total_ecc_count(handle)) or {}
-    link = _try(lambda: amdsmi.amdsmi_get_pcie_info(handle)["pcie_metric"]["pcie_replay_count"])
-    return Gpu(
-        index=index,
-        name=str(amdsmi.amdsmi_get_gpu_device_bdf(handle)),
-        uncorrectable=_count(errors.get("uncorrectable_count")),
-        correctable=_count(errors.get("correctable_count")),
-        deferred=_count(errors.get("deferred_count")),
-        pcie_replays=_count(link),
-        temperature=_count(_try(lambda: amdsmi.amdsmi_get_temp_metric(
-            handle, amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT))),
-        memory_used=_count(_try(lambda: amdsmi.amdsmi_get_gpu_memory_usage(handle, amdsmi.AmdSmiMemoryType.VRAM))),
-        processes=_count(_try(lambda: len(amdsmi.amdsmi_get_gpu_process_list(handle)))),
-    )  # fmt: skip
+        _try(amdsmi.amdsmi_shut_down)
 
 
 def _read_nvidia(nvml: Any) -> list[Gpu]:
@@ -252,8 +215,7 @@ def _read_nvidia(nvml: Any) -> list[Gpu]:
     try:
         return [_nvidia_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     finally:
-        with contextlib.suppress(Exception):
-            nvml.nvmlShutdown()
+        _try(nvml.nvmlShutdown)
 
 
 def _nvidia_gpu(nvml: Any, index: int) -> Gpu:
@@ -267,24 +229,23 @@ def _nvidia_gpu(nvml: Any, index: int) -> Gpu:
         return Gpu(index, "", lost=True)
 
     def errors(kind: int) -> int | None:
-        return _count(_try(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC)))
+        return _try_count(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC))
+
+    def recovery_action() -> int | None:
+        [field] = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        return field.value.uiVal if field.nvmlReturn == nvml.NVML_SUCCESS else None
 
     return Gpu(
-        index=index,
-        name=name,
+        index,
+        name,
         uncorrectable=errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         correctable=errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
-        pcie_replays=_count(_try(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle))),
-        temperature=_count(_try(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+        pcie_replays=_try_count(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle)),
+        temperature=_try_count(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         memory_used=_count(used),
-        processes=_count(_try(lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))),
-        recovery_action=_count(_try(lambda: _recovery_action(nvml, handle))),
+        processes=_try_count(lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))),
+        recovery_action=_try_count(recovery_action),
     )
-
-
-def _recovery_action(nvml: Any, handle: Any) -> int | None:
-    [field] = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-    return field.value.uiVal if field.nvmlReturn == nvml.NVML_SUCCESS else None
 
 
 def _try(read: Callable[[], Any]) -> Any:
@@ -293,6 +254,10 @@ def _try(read: Callable[[], Any]) -> Any:
         return read()
     except Exception:  # each library has its own errors
         return None
+
+
+def _try_count(read: Callable[[], Any]) -> int | None:
+    return _count(_try(read))
 
 
 def read_gpus() -> dict[str, Any]:

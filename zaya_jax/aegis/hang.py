@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.aegis.timeouts import Timeouts
@@ -55,16 +56,17 @@ class HangWatch:
         if not set(suspects) & set(late) and not stopped:
             return None  # they wait for a process that is within its own time, such as one that compiles
         first, suspect = late[0], progress[suspects[0]]
-        who = "all processes alike" if len(suspects) == len(progress) > 1 else (
-            f"process{'es' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}")  # fmt: skip
+        named = f"process{'es' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}"
+        who = "all processes alike" if len(suspects) == len(progress) > 1 else named
         how = " (stopped by a signal)" if suspects[0] in stopped else ""
-        words = (f"No progress for {silences[first].seconds:.1f} s in phase {phases[first].name.lower()}, more than "
-                 f"its timeout of {limits[first]:g} s. The cause seems to be {who}{how}.")  # fmt: skip
-        return Hang(
-            suspects[0] if len(suspects) == 1 else None,
-            -1 if suspect is None or suspect.first_step < 0 else suspect.step,
-            phases[first], limits[first], counted[first].seconds, counted[first].since, words,
-        )  # fmt: skip
+        words = (
+            f"No progress for {silences[first].seconds:.1f} s in phase {phases[first].name.lower()}, more than its "
+            f"timeout of {limits[first]:g} s. The cause seems to be {who}{how}."
+        )
+        rank, step = suspects[0] if len(suspects) == 1 else None, -1
+        if suspect is not None and suspect.first_step >= 0:
+            step = suspect.step
+        return Hang(rank, step, phases[first], limits[first], counted[first].seconds, counted[first].since, words)
 
 
 class Silence:
@@ -72,16 +74,12 @@ class Silence:
 
     It adds up the time between looks, each counted with at most 0.2 s: a supervisor that was stopped, or whose machine
     slept, has not seen the process be silent meanwhile. No clock of the process is used.
-
-    Attributes:
-      seconds: of silence, as counted.
-      since: when it began, of `time.monotonic`.
     """
 
     def __init__(self) -> None:
         """Start now."""
-        self._writes, self.seconds = -1, 0.0
-        self.since = self._looked = time.monotonic()
+        self._writes, self.seconds = -1, 0.0  # of silence, as counted
+        self.since = self._looked = time.monotonic()  # when it began
 
     def look(self, writes: int) -> None:
         """Look at the number of `writes` to the record."""
@@ -101,9 +99,7 @@ def find_suspects(progress: Mapping[int, Progress | None], stopped: Collection[i
     that is ahead has no need of what it passed: if one waits for a step's results while another already evaluates after
     that step, the first one hangs.
 
-    Args:
-      progress: what each process does; None for one that has written no record.
-      stopped: processes that the kernel shows as stopped (by SIGSTOP or a debugger).
+    `progress` is None for a process that has written no record; the kernel shows those in `stopped` as stopped.
     """
     writes = {rank: each.writes for rank, each in progress.items() if each is not None}
     groups = (
@@ -119,7 +115,6 @@ def _is_stopped(rank: Rank) -> bool:
     progress = rank.progress
     pid = rank.process.pid if progress is None else progress.pid
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
         return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")

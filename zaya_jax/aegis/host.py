@@ -5,7 +5,8 @@ from pathlib import Path
 
 import psutil
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
+from zaya_jax.config.checks import counted
 from zaya_jax.run.host_memory import OWN, ROOT, memory_groups, read_group
 
 _GB = 1e9
@@ -19,12 +20,9 @@ class HostWatch:
     """Reports a host that runs out of disk or memory, each level once until it ends."""
 
     def __init__(self, run_dir: Path, cgroup_root: Path = ROOT, own_cgroup: Path = OWN) -> None:
-        """Watch this host.
+        """Watch this host, and the disk of `run_dir`, which may not exist yet.
 
-        Args:
-          run_dir: folder of the run; it may not exist yet.
-          cgroup_root: where control groups are mounted.
-          own_cgroup: file with the control groups of this process, in which trainers run too.
+        Control groups are mounted at `cgroup_root`; `own_cgroup` lists those of this process, which trainers share.
         """
         self._run_dir, self._cgroup_root, self._own_cgroup = run_dir, cgroup_root, own_cgroup
         self._levels = {"disk": 0, "memory": 0}  # 0: enough, 1: warned, 2: error
@@ -42,8 +40,8 @@ class HostWatch:
         except OSError as error:
             if not self._rise("disk", 2):
                 return []
-            return [Observation("disk-unreadable", FaultClass.DISK, Severity.ERROR,
-                                f"The file system of {folder} cannot be read: {error.strerror or error}.")]  # fmt: skip
+            text = f"The file system of {folder} cannot be read: {error.strerror or error}."
+            return [Observation("disk-unreadable", FaultClass.DISK, Severity.ERROR, text)]
         text = f"The file system of {folder} has {free / _GB:.3g} GB free."
         return self._compare("disk", FaultClass.DISK, free, *_DISK, text)
 
@@ -76,8 +74,8 @@ class HostWatch:
         self._kills = self._kills if kills is None else kills
         if new <= 0:
             return []
-        return [Observation("host-out-of-memory", FaultClass.HOST_MEMORY, Severity.ERROR, "The kernel killed "
-                            f"{new} process{'es' * (new > 1)} of this control group for lack of memory.")]  # fmt: skip
+        text = f"The kernel killed {counted(new, 'process', 'es')} of this control group for lack of memory."
+        return [Observation("host-out-of-memory", FaultClass.HOST_MEMORY, Severity.ERROR, text)]
 
     def _oom_kills(self) -> int | None:
         """Return how many processes of this control group were killed for memory; None if that is unknown."""

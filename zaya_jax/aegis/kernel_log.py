@@ -17,19 +17,15 @@ _MOST_BYTES = 1 << 18  # per call
 
 
 class KernelLog:
-    """The messages that the kernel logs after this object was created.
-
-    Attributes:
-      problem: sentence that says why nothing can be read; empty if the log can be read.
-    """
+    """The messages that the kernel logs after this object was created."""
 
     def __init__(self, path: Path = DEVICE) -> None:
-        """Open `path` at its end. A file that does not exist yet is read from its start once it appears.
+        """Open /dev/kmsg, or a file to which the site writes the kernel's log, at its end.
 
-        Args:
-          path: /dev/kmsg, or a regular file to which the site writes the kernel's log.
+        A file that does not exist yet is read from its start once it appears.
         """
-        self.path, self.problem = path, ""
+        self.path = path
+        self.problem = ""  # sentence that says why nothing can be read
         self._fd: int | None = None
         self._is_device, self._reader = False, LineReader()
         self._may_appear = not path.is_relative_to("/dev") and not path.exists()
@@ -102,12 +98,10 @@ class KernelLog:
 
     def _fail(self, error: OSError) -> None:
         self.close()
-        advice = ""
+        self.problem = f"The kernel log {self.path} cannot be read: {error.strerror or error}."
         if isinstance(error, PermissionError):
-            advice = (
-                " Allow it with `sysctl kernel.dmesg_restrict=0` or CAP_SYSLOG, or name a file that receives dmesg."
-            )
-        self.problem = f"The kernel log {self.path} cannot be read: {error.strerror or error}.{advice}"
+            how = "`sysctl kernel.dmesg_restrict=0` or CAP_SYSLOG, or name a file that receives dmesg"
+            self.problem += f" Allow it with {how}."
 
 
 def parse_record(record: bytes) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.hardware.sysfs import MOST_LINKS, Sysfs
 from zaya_jax.run.files import read_start
 
@@ -48,13 +48,10 @@ class NetworkWatch:
     """Reports links that go down, come back, or stay down."""
 
     def __init__(self, root: Path = Path("/sys"), down_seconds: float = 30.0, telemetry: Path | None = None) -> None:
-        """Watch the links of this machine.
+        """Watch the links in the sysfs at `root`; one that is down for longer than `down_seconds` counts as lost.
 
-        Args:
-          root: where sysfs is mounted.
-          down_seconds: after this time, a link that is down counts as lost.
-          telemetry: file with the output of `nicctl show port --json`, one JSON object a line or one only, or with the
-            metrics of AMD's exporter in the text format of Prometheus. The file is read at each poll.
+        The file `telemetry`, which is read at each poll, has the output of `nicctl show port --json`, one JSON object a
+        line or one only, or the metrics of AMD's exporter in the text format of Prometheus.
         """
         self._sysfs, self._down_seconds, self._telemetry = Sysfs(root), down_seconds, telemetry
         self._links: dict[str, _Link] = {}
@@ -84,30 +81,31 @@ class NetworkWatch:
         return seen
 
     def _compare(self, name: str, link: _Link, reading: Reading, now: float) -> Iterator[Observation]:
-        old = link.reading
+        old, label = link.reading, f"The link {name}"
         rises = max(0, reading.downs - old.downs) if reading.downs is not None and old.downs is not None else 0
         if link.down_since is None and reading.up is False:
             link.down_since, link.is_lost = now, False
             link.flaps += max(1, rises)
-            yield _observe("link-down", Severity.WARNING, f"The link {name} went down.")
+            yield _observe("link-down", Severity.WARNING, f"{label} went down.")
         elif link.down_since is None and rises:
             link.flaps += rises
-            yield _observe("link-flap", Severity.INFO, f"The link {name} went down and came back "
-                           f"{_times(rises)} between two polls, {_times(link.flaps)} in all.")  # fmt: skip
+            often = f"{_times(rises)} between two polls, {_times(link.flaps)} in all"
+            yield _observe("link-flap", Severity.INFO, f"{label} went down and came back {often}.")
         elif link.down_since is not None and reading.up:
             down, code = now - link.down_since, "link-up" if link.is_lost else "link-flap"
             link.down_since = None
             link.flaps += rises
-            yield _observe(code, Severity.INFO, f"The link {name} came back after {down:.0f} s. It went down "
-                           f"{_times(link.flaps)} in all.")  # fmt: skip
-        if link.down_since is not None and not link.is_lost and now - link.down_since >= self._down_seconds:
+            often = f"It went down {_times(link.flaps)} in all."
+            yield _observe(code, Severity.INFO, f"{label} came back after {down:.0f} s. {often}")
+        down = 0.0 if link.down_since is None else now - link.down_since
+        if link.down_since is not None and not link.is_lost and down >= self._down_seconds:
             link.is_lost = True
-            yield _observe("link-lost", Severity.ERROR, f"The link {name} has been down for "
-                           f"{now - link.down_since:.0f} s; at most {self._down_seconds:g} s are allowed.")  # fmt: skip
+            allowed = f"at most {self._down_seconds:g} s are allowed"
+            yield _observe("link-lost", Severity.ERROR, f"{label} has been down for {down:.0f} s; {allowed}.")
         link.new_errors += max(0, reading.errors - old.errors)
         if link.new_errors and now - link.errors_at >= _ERRORS_EVERY:
-            yield _observe("link-errors", Severity.WARNING, f"The link {name} counted {link.new_errors} new "
-                           "transmission errors.")  # fmt: skip
+            text = f"{label} counted {link.new_errors} new transmission errors."
+            yield _observe("link-errors", Severity.WARNING, text)
             link.errors_at, link.new_errors = now, 0
 
     def _read(self) -> Iterator[tuple[str, Reading]]:

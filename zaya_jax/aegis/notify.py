@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from zaya_jax.aegis.observation import Severity
+from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.policy import NotifyPolicy
 from zaya_jax.aegis.processes import adopt_orphans, die_with_parent
 
@@ -40,20 +40,14 @@ class _Running(NamedTuple):
 
 
 class Notifier:
-    """Runs the command of a policy for each event that is severe enough.
-
-    Failures never reach the caller.
-
-    Attributes:
-      failed: number of commands that could not be started, were killed at the timeout, or returned an error.
-      dropped: number of events that were not passed on because ten commands were running.
-    """
+    """Runs the command of a policy for each event that is severe enough; failures never reach the caller."""
 
     def __init__(self, policy: NotifyPolicy) -> None:
         """Follow `policy`; without a command, do nothing."""
         self._policy = policy
         self._running: list[_Running] = []
-        self.failed = self.dropped = 0
+        self.failed = 0  # commands that could not be started, were killed at the timeout, or returned an error
+        self.dropped = 0  # events that were not passed on because ten commands were running
 
     def send(self, event: Mapping[str, Any]) -> None:
         """Start the command for `event`, unless it is less severe than the policy asks for."""
@@ -109,10 +103,7 @@ def start_command(
 ) -> "subprocess.Popen[bytes]":
     """Start `command` in `environment`, with `event` on its standard input.
 
-    Raises:
-      OSError: the command cannot be started.
-      ValueError: an argument contains a null byte.
-      TypeError: the event is not JSON.
+    Raises `OSError`, `ValueError` or `TypeError` if it cannot be started, or the event is not JSON.
     """
     line, parent = json.dumps(dict(event)) + "\n", os.getpid()
     # A file in memory rather than a pipe, whose writer waits if nobody reads.
@@ -120,10 +111,15 @@ def start_command(
         file.write(line.encode())
         file.seek(0)
         return subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
-            list(command), env=environment, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            list(command),
+            env=environment,
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             # Its orphans stay its descendants.
-            start_new_session=True, preexec_fn=lambda: (die_with_parent(parent), adopt_orphans()),  # noqa: PLW1509
-        )  # fmt: skip
+            start_new_session=True,
+            preexec_fn=lambda: (die_with_parent(parent), adopt_orphans()),  # noqa: PLW1509
+        )
 
 
 def _kill(running: _Running) -> None:

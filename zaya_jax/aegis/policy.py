@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.failure import FaultClass
 from zaya_jax.config.bounds import NonNegative, Positive, check_bounds
 from zaya_jax.config.checks import require
 from zaya_jax.config.loader import load_as
@@ -55,12 +55,6 @@ class RestartPolicy:
     jitter: NonNegative[float] = 0.1  # random part of a delay, so that nodes do not restart at once
     same_failure: Positive[int] = 2  # equal failures at the same step that make it deterministic
     no_progress: Positive[int] = 3  # restarts in a row without a new step before the supervisor gives up
-
-    def check(self) -> None:
-        """Raise `InputError` if a value is invalid."""
-        check_bounds(self, "restart")
-        require(len(self.delays) > 0 and min(self.delays) >= 0, "restart.delays", list(self.delays),
-                "a list of at least one number, none negative")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,15 +112,6 @@ class NotifyPolicy:
     severity: Literal["warning", "error", "fatal"] = "error"  # least severity of the events
     timeout_seconds: Positive[float] = 30.0  # after which the command is killed
 
-    def check(self) -> None:
-        """Raise `InputError` if a value is invalid."""
-        check_bounds(self, "notify")
-        if self.command:
-            program = Path(self.command[0])
-            is_program = program.is_absolute() and program.is_file() and os.access(program, os.X_OK)
-            require(is_program, "notify.command", list(self.command), "a list that starts with the absolute path of "
-                    "an executable file")  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -148,25 +133,30 @@ class Policy:
 
     def acting(self, *actions: Action) -> list[FaultClass]:
         """Return the classes of faults for which one of `actions` is taken, not only logged."""
-        return [FaultClass(rule.name) for rule in fields(RulePolicy)
-                if getattr(self.rules, rule.name) in actions and rule.name not in self.log_only]  # fmt: skip
+        return [
+            FaultClass(rule.name)
+            for rule in fields(RulePolicy)
+            if getattr(self.rules, rule.name) in actions and rule.name not in self.log_only
+        ]
 
     def check(self) -> None:
         """Raise `InputError` if a value is invalid."""
-        check_bounds(self, "")
-        self.restart.check()
-        self.notify.check()
+        check_bounds(self)
+        delays, command = list(self.restart.delays), list(self.notify.command)
+        allowed = "a list of at least one number, none negative"
+        require(len(delays) > 0 and min(delays) >= 0, "restart.delays", delays, allowed)
+        if command:
+            program = Path(command[0])
+            is_program = program.is_absolute() and program.is_file() and os.access(program, os.X_OK)
+            allowed = "a list that starts with the absolute path of an executable file"
+            require(is_program, "notify.command", command, allowed)
         names = [rule.name for rule in fields(RulePolicy)]
         for name in self.log_only:
             require(name in names, "log_only", name, f"a list of {', '.join(names)}")
 
 
 def load_policy(path: str | Path | None) -> Policy:
-    """Read and check a policy; None for the defaults.
-
-    Raises:
-      InputError: the file cannot be read, a key is unknown, or a value is invalid.
-    """
+    """Read and check a policy, None for the defaults; `InputError` if a key or value of the file is invalid."""
     policy = Policy() if path is None else load_as(Policy, path)
     policy.check()
     return policy

@@ -25,29 +25,23 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
+Process = tuple[Sequence[str], Mapping[str, str]]  # command and environment
+
 
 class Rank:
-    """One process of the trainer.
-
-    Attributes:
-      index: of the process among those of this supervisor.
-      process: the started command, leader of its session.
-      exit: file descriptor that becomes readable when it ends.
-      streams: its stdout and stderr.
-      end: how it ended; None while it runs.
-      killed: whether the supervisor has killed it.
-      is_lost: whether it is killed because its trainer had failed.
-    """
+    """One process of the trainer."""
 
     def __init__(
-        self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output],
-        *, expects_record: bool = False,
-    ) -> None:  # fmt: skip
-        """Start `command` in `environment`; its output goes to `outputs`, stdout and stderr.
+        self, index: int, process: Process, outputs: Sequence[Output], *, expects_record: bool = False
+    ) -> None:
+        """Start a process as number `index`; its output goes to `outputs`, stdout and stderr.
 
         With `expects_record` it must keep a progress record: without one it has not finished, whatever it returns.
         """
         self.index, self._expects_record = index, expects_record
+        self.end: RankEnd | None = None  # how it ended; None while it runs
+        self.killed = False  # whether the supervisor has killed it
+        self.is_lost = False  # whether it is killed because its trainer had failed
         self._record = os.memfd_create(NAME, os.MFD_CLOEXEC)
         os.truncate(self._record, SIZE)
         path = f"/proc/{os.getpid()}/fd/{self._record}"
@@ -56,13 +50,19 @@ class Rank:
         self._unfinished: dict[int, Progress] = {}
         self._finished: Progress | None = None  # the last
         self._trainer = (-1, -1)  # pid and pidfd of the process that keeps the record, once it is known
+        command, environment = process
         variables = {**environment, VARIABLE: path, "PYTHONUNBUFFERED": "1"}
         try:
             # The supervisor has one thread, so running Python between fork and exec is safe.
             self.process = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
-                list(command), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True, preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509
-            )  # fmt: skip
+                list(command),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509
+            )
         except BaseException:
             os.close(self._record)
             raise
@@ -71,14 +71,12 @@ class Rank:
             self.streams = [Stream(os.dup(pipe.fileno()), output) for pipe, output in zip(pipes, outputs, strict=True)]
             for pipe in pipes:
                 pipe.close()
-            self.exit = os.pidfd_open(self.process.pid)
-        except OSError:  # no descriptor is left: the next attempt must not meet this one
+            self.exit = os.pidfd_open(self.process.pid)  # becomes readable when it ends
+        except OSError:  # no descriptor is left: the next attempt must not find it running
             self.process.kill()
             self.process.wait()
             os.close(self._record)
             raise
-        self.end: RankEnd | None = None
-        self.killed = self.is_lost = False
 
     @property
     def progress(self) -> Progress | None:
@@ -132,11 +130,7 @@ class Rank:
         self._trainer = (-1, -1)
 
     def note_end(self, seconds: float | None = None) -> RankEnd:
-        """Wait at most `seconds` for the end of the process, reap it, and return how it ended.
-
-        Raises:
-          subprocess.TimeoutExpired: it has not ended.
-        """
+        """Wait at most `seconds` for the end of the process (`TimeoutExpired`), reap it, and return how it ended."""
         status, progress = self.process.wait(seconds), self.progress
         if self._unfinished:  # the last run, or else the first, which its script did not mind
             run = 0 if progress is None else progress.run
@@ -144,11 +138,12 @@ class Rank:
         elif self._finished is not None and progress is not None and progress.first_step < 0:
             progress = self._finished  # another command came after it
         end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed, expects_record=self._expects_record)
-        self.end = end if progress is None else dataclasses.replace(
-            end, step=progress.step if progress.first_step >= 0 else -1, phase=progress.phase,
-            record=progress.exit_record, has_progress=True, is_wrapped=progress.pid != self.process.pid,
-        )  # fmt: skip
-        return self.end
+        if progress is not None:
+            step, is_wrapped = progress.step if progress.first_step >= 0 else -1, progress.pid != self.process.pid
+            end = dataclasses.replace(end, step=step, phase=progress.phase, has_progress=True, is_wrapped=is_wrapped)
+            end = dataclasses.replace(end, record=progress.exit_record)
+        self.end = end
+        return end
 
     @property
     def exit_record(self) -> ExitRecord | None:
@@ -202,21 +197,15 @@ class Rank:
 class ProcessGroup:
     """The processes of one attempt, and a selector that waits for their output and end."""
 
-    def __init__(
-        self, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], outputs: Sequence[Output],
-        *, expects_records: bool,
-    ) -> None:  # fmt: skip
-        """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started.
-
-        See `Rank` for the other arguments.
-        """
+    def __init__(self, processes: Sequence[Process], outputs: Sequence[Output], *, expects_records: bool) -> None:
+        """Start `processes`, see `Rank`; raises `OSError` if one cannot be started."""
         self.selector = selectors.DefaultSelector()
         self.ranks: list[Rank] = []
         self.final_progress: Progress | None = None  # of the first process, once closed
         self.stuck: list[int] = []  # processes that SIGKILL did not end
         try:
-            for index, (command, environment) in enumerate(processes):
-                self.ranks.append(Rank(index, command, environment, outputs, expects_record=expects_records))
+            for index, process in enumerate(processes):
+                self.ranks.append(Rank(index, process, outputs, expects_record=expects_records))
         except OSError:
             self.kill()
             self.close()

@@ -1,6 +1,5 @@
 """The supervisor: runs a training command, attempt after attempt, until it is done or must be given up."""
 
-import dataclasses
 import errno
 import functools
 import os
@@ -11,24 +10,21 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from zaya_jax.aegis.attempt import Attempt
 from zaya_jax.aegis.decision import Decision, decide, final_code
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import Failure
+from zaya_jax.aegis.failure import Failure, FaultClass, Severity
 from zaya_jax.aegis.faults import MARKS, read_marks
-from zaya_jax.aegis.observation import FaultClass, Severity
+from zaya_jax.aegis.job_state import JobState
+from zaya_jax.aegis.monitor import Monitor
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import adopt_orphans
-from zaya_jax.aegis.rollback import plan_rollback, roll_back
-from zaya_jax.aegis.shared import Shared
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
-from zaya_jax.aegis.training_command import TrainingCommand
+from zaya_jax.aegis.training_command import TrainingCommand, plan_rollback, roll_back
 from zaya_jax.aegis.training_watch import level_changes
-from zaya_jax.aegis.watch import Watch
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
 from zaya_jax.run.reserved_port import reserved_port
@@ -46,19 +42,11 @@ class Supervisor:
     def __init__(
         self, command: TrainingCommand, policy: Policy, folder: Path, node: str, environment: Mapping[str, str]
     ) -> None:
-        """Prepare to run `command`.
-
-        Args:
-          command: of the trainer.
-          policy: what to do about faults.
-          folder: of this supervisor; it exists.
-          node: name of this machine.
-          environment: of the processes.
-        """
+        """Prepare to run `command` in `environment` on this `node`; the `folder` of the supervisor exists."""
         self._command, self._policy, self._environment = command, policy, environment
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode(errors="surrogateescape")))
-        self._shared = Shared(folder, node, policy, timeouts)
-        self._watch = Watch(policy, command.run_dir, self._shared.files, level_changes(command.config))
+        self._job = JobState(folder, node, policy, timeouts)
+        self._monitor = Monitor(policy, command.run_dir, self._job.files, level_changes(command.config))
         self._failures: list[tuple[float, Failure]] = []
         self._faults_made = 0  # by a drill
 
@@ -66,7 +54,7 @@ class Supervisor:
         """Run the job to its end; the signals that ask it to stop are handled meanwhile."""
         adopt_orphans()
         handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
-        before = {number: signal.signal(number, self._note_signal) for number in handled}
+        before = {number: signal.signal(number, self._job.note_signal) for number in handled}
         try:
             try:
                 code, why = self._supervise()
@@ -83,46 +71,46 @@ class Supervisor:
 
     def _end(self, code: SupervisorExit, why: str) -> None:
         """Write how it ended, everywhere; only to the output if the run folder belongs to others now."""
-        shared, submit = self._shared, self._shared.files.submit
-        self._watch.close()
+        job, submit = self._job, self._job.files.submit
+        self._monitor.close()
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
-        shared.log.write("act", f"exit-{code.name.lower()}", severity=severity, text=why, exit_code=int(code))
-        folder, attempt, step = shared.folder, shared.log.attempt, shared.best_step
+        job.log.write("act", f"exit-{code.name.lower()}", severity=severity, text=why, exit_code=int(code))
+        folder, attempt, step = job.folder, job.log.attempt, job.best_step
         submit(lambda: write_verdict(folder, code, why, attempt, step))
         submit(lambda: write_state(folder, attempt=attempt, state="ended", exit_code=int(code), why=why, ranks=[]))
-        submit(shared.timeouts.save)
-        shared.outputs[1].say(f"{why} Exit code {int(code)}.")
-        for output in shared.outputs:
+        submit(job.timeouts.save)
+        job.outputs[1].say(f"{why} Exit code {int(code)}.")
+        for output in job.outputs:
             if output.dropped:
-                shared.outputs[1].say(f"{output.dropped:,} bytes of output were dropped, since nobody read them.")
+                job.outputs[1].say(f"{output.dropped:,} bytes of output were dropped, since nobody read them.")
             output.flush(1.0)
-        shared.notifier.close(_LAST_NEWS)
-        if not shared.log.close(_LAST_FILES) and code is not SupervisorExit.SUPERSEDED:
-            shared.outputs[1].say("The run folder does not answer or is full, so it may lack events or the verdict.")
-            shared.outputs[1].flush(1.0)
+        job.notifier.close(_LAST_NEWS)
+        if not job.log.close(_LAST_FILES) and code is not SupervisorExit.SUPERSEDED:
+            job.outputs[1].say("The run folder does not answer or is full, so it may lack events or the verdict.")
+            job.outputs[1].flush(1.0)
             os._exit(code)  # closing its files would wait, too
 
     def _supervise(self) -> tuple[SupervisorExit, str]:
-        shared = self._shared
+        job = self._job
         while True:
-            self._watch.start_attempt()
+            self._monitor.start_attempt()
             with reserved_port() as address:  # another for each attempt, since any user of this machine can take one
                 failure, note = self._attempt(address)
             self._note_faults_made()
-            code = final_code(failure, shared.signals)
+            code = final_code(failure, job.signals)
             if failure is None:
-                return SupervisorExit.DONE, f"The command finished in attempt {shared.log.attempt}. {note}".strip()
+                return SupervisorExit.DONE, f"The command finished in attempt {job.log.attempt}. {note}".strip()
             if code is not None:
-                stopped = self._stopped(f"after step {max(shared.best_step, 0)}")
+                stopped = self._stopped(f"after step {max(job.best_step, 0)}")
                 return code, failure.words if code is SupervisorExit.SUPERSEDED else stopped
             decision = self._decide(failure)
             if decision.exit_code is not None:
                 return decision.exit_code, decision.why
             wait = f" in {decision.delay:.0f} s" if decision.delay >= 1 else ""
             words = failure.words or failure.explanation or "no exit record"
-            shared.outputs[1].say(f"{decision.why.removesuffix('.')}{wait}: {words}")
+            job.outputs[1].say(f"{decision.why.removesuffix('.')}{wait}: {words}")
             self._sleep(decision.delay)
-            code = final_code(failure, shared.signals)
+            code = final_code(failure, job.signals)
             if code is not None:
                 return code, self._stopped("while waiting to restart")
 
@@ -133,7 +121,7 @@ class Supervisor:
             list_processes = functools.partial(self._command.processes, address)
             listed = self._read(list_processes) if trains else list_processes()  # which then reads nothing
             processes = [(argv, {**self._environment, **variables}) for argv, variables in listed]
-            attempt = Attempt(self._shared, processes, self._watch, self._command)
+            attempt = Attempt(self._job, processes, self._monitor, self._command)
         except TimeoutError as error:
             return Failure(FaultClass.DISK, "folder-silent", None, -1, str(error)), ""
         except OSError as error:
@@ -147,11 +135,11 @@ class Supervisor:
         if marks := self._environment.get(MARKS):
             made = read_marks(Path(marks))
             for mark in made[self._faults_made :]:
-                self._shared.log.write("inject", mark["fault"], made_at=mark["monotonic"])
+                self._job.log.write("inject", mark["fault"], made_at=mark["monotonic"])
             self._faults_made = len(made)
 
     def _stopped(self, when: str) -> str:
-        number = next(iter(self._shared.signals), None)
+        number = next(iter(self._job.signals), None)
         return "" if number is None else f"Stopped by {signal.Signals(number).name} {when}."
 
     def _decide(self, failure: Failure) -> Decision:
@@ -159,18 +147,15 @@ class Supervisor:
         self._failures.append((time.monotonic(), failure))
         can_act = failure.fault not in self._policy.log_only
         decision = decide(self._failures, self._policy, jitter=random.random(), can_act=can_act)
-        changes: dict[str, Callable[[Failure, Decision], Decision]] = {
-            "fewer_devices": self._use_fewer_devices, "roll_back": self._roll_back,
-        }  # fmt: skip
-        if decision.exit_code is None and decision.action in changes:
-            decision = changes[decision.action](failure, decision)
-        wanted = self._policy.rules.of(failure.fault)
-        self._shared.log.write(
-            "decide", decision.rule, cause=self._shared.cause, text=decision.why, fault=failure.fault,
-            rank=failure.rank, step=failure.step,
-            action=decision.action if decision.exit_code is None else f"exit-{decision.exit_code.name.lower()}",
-            log_only=wanted if not can_act and wanted != "restart" else None,
-        )  # fmt: skip
+        if decision.exit_code is None and decision.action == "fewer_devices":
+            decision = self._use_fewer_devices(failure, decision)
+        elif decision.exit_code is None and decision.action == "roll_back":
+            decision = self._roll_back(failure, decision)
+        ruled, code = self._policy.rules.of(failure.fault), decision.exit_code
+        details = {"cause": self._job.cause, "fault": failure.fault, "rank": failure.rank, "step": failure.step}
+        details["action"] = decision.action if code is None else f"exit-{code.name.lower()}"
+        details["log_only"] = ruled if not can_act and ruled != "restart" else None
+        self._job.log.write("decide", decision.rule, text=decision.why, **details)
         return decision
 
     def _use_fewer_devices(self, failure: Failure, decision: Decision) -> Decision:
@@ -179,26 +164,22 @@ class Supervisor:
             lost = self._command.devices[failure.rank]
         fewer = self._command.with_fewer_devices(lost)
         if fewer is None:
-            return dataclasses.replace(decision, exit_code=SupervisorExit.RETRY_ELSEWHERE, why=(
-                f"{decision.why} No smaller number of devices divides the batches, so another node is needed."
-            ))  # fmt: skip
+            why = "No smaller number of devices divides the batches, so another node is needed."
+            return decision.adding(why, SupervisorExit.RETRY_ELSEWHERE)
         self._command = fewer
-        devices = ", ".join(map(str, fewer.devices))
-        return dataclasses.replace(decision, why=f"{decision.why} Training continues on the devices {devices}.")
+        return decision.adding(f"Training continues on the devices {', '.join(map(str, fewer.devices))}.")
 
     def _roll_back(self, failure: Failure, decision: Decision) -> Decision:
-        plan, why = None, "No checkpoint is older than the bad steps."
+        why = "No checkpoint is older than the bad steps."
         try:
             plan = self._read(lambda: plan_rollback(self._command, failure))
             if plan is not None:
-                self._command = roll_back(self._command, plan, lambda: bool(self._shared.signals))
+                self._command = roll_back(self._command, plan, lambda: bool(self._job.signals))
+                rows = f"the rows {plan.first} to {plan.end - 1}"
+                return decision.adding(f"Resuming from step {plan.step} without {rows}.")
         except (InputError, OSError) as error:
-            plan, why = None, str(error)
-        if plan is None:
-            return dataclasses.replace(decision, exit_code=SupervisorExit.DO_NOT_REQUEUE, why=f"{decision.why} {why}")
-        return dataclasses.replace(decision, why=(
-            f"{decision.why} Resuming from step {plan.step} without the rows {plan.first} to {plan.end - 1}."
-        ))  # fmt: skip
+            why = str(error)
+        return decision.adding(why, SupervisorExit.DO_NOT_REQUEUE)
 
     def _read(self, job: Callable[[], _T]) -> _T:
         """Return what `job` reads in the run folder.
@@ -207,20 +188,16 @@ class Supervisor:
           TimeoutError: the run folder has not answered for as long as a process may take to open it, or a signal asks
             to stop.
         """
-        result, deadline = self._shared.files.submit(job), time.monotonic() + self._policy.timeouts.open
+        result, deadline = self._job.files.submit(job), time.monotonic() + self._policy.timeouts.open
         while not wait_for([result], _TICK).done:
-            if self._shared.signals or time.monotonic() > deadline:
+            if self._job.signals or time.monotonic() > deadline:
                 raise TimeoutError(f"The file system of {self._command.run_dir} does not answer.")
-            for observation in self._watch.poll_folder():
-                self._shared.log.write("detect", observation.code, severity=observation.severity, text=observation.text,
-                                       fault=observation.fault)  # fmt: skip
+            for observation in self._monitor.poll_folder():
+                self._job.log.write_observation(observation)
         return result.result()
 
     def _sleep(self, seconds: float) -> None:
         """Wait, but not longer than until a signal asks to stop."""
         deadline = time.monotonic() + seconds
-        while not self._shared.signals and (left := deadline - time.monotonic()) > 0:
+        while not self._job.signals and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _TICK))
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._shared.note_signal(number)

@@ -5,15 +5,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
+from zaya_jax.aegis.failure import SKIPPED, Failure
 from zaya_jax.config import Config, from_dict, load_config
 from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
-from zaya_jax.config.stages import micro_batch, stages, total_steps
+from zaya_jax.config.stages import micro_batch, rows_before, stages, total_steps
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
+from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps, usable_checkpoints
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.job_secret import VARIABLE, make_secret
@@ -22,6 +27,8 @@ from zaya_jax.run.options import parse_training
 
 _TRAINING = (("zaya_jax.main",), ("zaya_jax", "train"), ("zaya", "train"))  # how a training command can be written
 _ROWS = "data.skip_rows"
+_TICK = 0.05  # seconds
+_LONGEST = 3600.0  # seconds that verifying the checkpoint may take
 _NAMES_TRAINER = r"zaya_jax\.main|zaya(_jax)? train"
 
 
@@ -42,23 +49,24 @@ class TrainingCommand:
     skipped_rows: tuple[tuple[int, int], ...] = ()  # ranges of rows that the supervisor has decided to skip
 
     def processes(self, address: str) -> list[tuple[list[str], dict[str, str]]]:
-        """Return the command and the variables of each process; without `coordinator` several meet at `address`."""
+        """Return the command and the variables of each process; without `coordinator` several connect at `address`."""
         argv, here, count = [*self.argv, *self._overrides()], len(self.devices), self.nodes * len(self.devices)
         if here == 1 and self.nodes == 1:  # jax then uses all devices that it sees
             device = str(self.devices[0])
             visible = {"HIP_VISIBLE_DEVICES": device, "CUDA_VISIBLE_DEVICES": device}
             return [(argv, visible if self.is_reduced else {})]
         secret = {} if self.coordinator else {VARIABLE: make_secret()}  # processes of other nodes would not have it
-        job = [["--coordinator", self.coordinator or address, "--processes", str(count), "--process",
-                str(self.node * here + index)] if count > 1 else [] for index in range(here)]  # fmt: skip
-        return [([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret})
-                for flags, device in zip(job, self.devices, strict=True)]  # fmt: skip
+        listed = []
+        for index, device in enumerate(self.devices):
+            job = ["--coordinator", self.coordinator or address, "--processes", str(count), "--process"]
+            flags = [*job, str(self.node * here + index)] if count > 1 else []
+            listed.append(([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret}))
+        return listed
 
     def with_fewer_devices(self, lost: int | None) -> Self | None:
         """Return the command without the device `lost` (the last, if None), on as many others as its batches allow.
 
-        Returns:
-          None if there is no such number, other nodes would have to agree, or this is not a training command.
+        None if there is no such number, other nodes would have to agree, or this is not a training command.
         """
         if self.config is None or self.nodes > 1:
             return None
@@ -129,9 +137,15 @@ def fits(config: Config, devices: int) -> bool:
 
 
 def read_command(
-    argv: Sequence[str], processes: int, run_dir: str | None, *, nodes: int = 1, node: int | None = None,
-    coordinator: str | None = None, environment: Mapping[str, str] = os.environ,
-) -> TrainingCommand:  # fmt: skip
+    argv: Sequence[str],
+    processes: int,
+    run_dir: str | None,
+    *,
+    nodes: int = 1,
+    node: int | None = None,
+    coordinator: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> TrainingCommand:
     """Read a command, and check its configuration if it is a training command.
 
     Args:
@@ -148,20 +162,24 @@ def read_command(
     """
     node = node_index(environment) if node is None else node
     if nodes > 1 and (coordinator is None or node is None or not 0 <= node < nodes):
-        raise InputError(f"--nodes {nodes} needs --coordinator HOST:PORT, and --node from 0 to {nodes - 1} where "
-                         "neither Slurm nor Kubernetes sets it.")  # fmt: skip
+        raise InputError(
+            f"--nodes {nodes} needs --coordinator HOST:PORT, and --node from 0 to {nodes - 1} where "
+            "neither Slurm nor Kubernetes sets it."
+        )
     if nodes == 1:
         node = coordinator = None
     devices, arguments = tuple(range(processes)), _training_arguments(argv)
     if arguments is None:
         if run_dir is None:
-            raise InputError("--run-dir is missing. It can be left out only if the command is zaya train or contains "
-                             "-m zaya_jax.main.")  # fmt: skip
+            alone = "if the command is zaya train or contains -m zaya_jax.main"
+            raise InputError(f"--run-dir is missing. It can be left out only {alone}.")
         return TrainingCommand(tuple(argv), expanded(run_dir), devices, nodes, node or 0, coordinator)
     options = parse_training(arguments)
     if (options.coordinator, options.processes, options.process) != (None, None, None):
-        raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
-                         "from the command, and set --processes and --nodes before --.")  # fmt: skip
+        raise InputError(
+            "The supervisor sets --coordinator, --processes and --process of each process. Remove them "
+            "from the command, and set --processes and --nodes before --."
+        )
     config = load_config(options.config, options.overrides)
     folder = expanded(config.run_dir if run_dir is None else run_dir)
     return TrainingCommand(tuple(argv), folder, devices, nodes, node or 0, coordinator, config, options.peer_timeout)
@@ -175,3 +193,51 @@ def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:
             if tuple(names[place : place + len(words)]) == words:
                 return argv[place + len(words) :]
     return None
+
+
+class Rollback(NamedTuple):
+    """A roll-back."""
+
+    step: int  # of the checkpoint to resume from
+    first: int  # first row of the data to skip
+    end: int  # the row after the last one
+
+
+def plan_rollback(command: TrainingCommand, failure: Failure) -> Rollback | None:
+    """Plan to undo the steps before a failure that were bad: as many as were skipped, or all since the last good one.
+
+    None if the rows of the steps are not known, or no checkpoint is old enough.
+    """
+    if command.config is None:
+        return None
+    skipped = command.config.train.max_skipped_steps if failure.code == SKIPPED else 0
+    last_good = max(failure.step - skipped, 0)
+    steps = [each.step for each in usable_checkpoints(command.run_dir / CHECKPOINTS) if each.step <= last_good]
+    if not steps or failure.progress <= last_good:
+        return None
+    rows = command.rows_to_skip()
+    config = dataclasses.replace(command.config, data=dataclasses.replace(command.config.data, skip_rows=rows))
+    return Rollback(max(steps), rows_before(config, last_good), rows_before(config, failure.progress))
+
+
+def roll_back(command: TrainingCommand, plan: Rollback, should_stop: Callable[[], bool]) -> TrainingCommand:
+    """Quarantine the later checkpoints, and return the command that skips the rows.
+
+    Raises:
+      InputError: the checkpoint is damaged, the run is in use, or `should_stop()` became true.
+    """
+    argv = [sys.executable, "-m", "zaya_jax.checkpoint", "rollback", str(command.run_dir), str(plan.step)]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=output)  # noqa: S603 (an argument list, without a shell)
+        deadline = time.monotonic() + _LONGEST
+        while process.poll() is None:
+            if should_stop() or time.monotonic() > deadline:
+                process.kill()
+            time.sleep(_TICK)
+        output.seek(0)
+        printed = output.read(4096).decode(errors="replace").strip()
+    if process.returncode:
+        raise InputError(
+            f"The run could not be rolled back to step {plan.step}: {printed or 'the command was stopped.'}"
+        )
+    return command.without_rows(plan.first, plan.end)

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import TrainingPolicy
 from zaya_jax.config import Config
 from zaya_jax.config.stages import phase_steps, schedule_spans, tokens_before
@@ -32,12 +32,7 @@ class LossWatch:
     """
 
     def __init__(self, policy: TrainingPolicy, changes: LevelChanges = None) -> None:
-        """Start without a step.
-
-        Args:
-          policy: what is high, and for how long.
-          changes: see `level_changes`. Losses are not compared with those before a change.
-        """
+        """Start without a step; losses are not compared with those before one of the `changes` of level."""
         self._policy, self._changes = policy, changes
         self._losses = deque[float](maxlen=policy.spike_window)
         self._high: list[float] = []  # the losses since the last normal one
@@ -48,10 +43,7 @@ class LossWatch:
     def look(self, step: int, loss: float, first_step: int = 0) -> Observation | None:
         """Look at the loss after `step` steps; return an observation when it has been bad for `spike_steps` steps.
 
-        Args:
-          step: number of steps done.
-          loss: of the last one, in nats/token.
-          first_step: number of steps that were done when training started or resumed.
+        `loss` is in nats/token; `first_step` is the number of steps that were done when training started or resumed.
         """
         self._good = max(self._good, first_step)
         if step in (self._step, first_step):
@@ -92,8 +84,8 @@ class LossWatch:
         is_level = newest <= min(2 * median, level + tolerance) and spread <= self._policy.spike_threshold * tolerance
         if self._changes is not None or not is_level:
             self._is_reported = True
-            text = (f"The loss has been high for {len(high)} steps, until step {step}: {loss:.4g} after a median of "
-                    f"{median:.4g} nats/token.")  # fmt: skip
+            value = f"{loss:.4g} after a median of {median:.4g} nats/token"
+            text = f"The loss has been high for {len(high)} steps, until step {step}: {value}."
             return Observation("loss-spike", FaultClass.SPIKE, Severity.ERROR, text, None, self._good)
         if len(high) >= self._policy.spike_window:
             self._losses.extend(high)
@@ -152,9 +144,8 @@ class StragglerWatch:
             score = (total - (seconds - median)) / total if total > 0 else 1.0
             self._slow[rank] = self._slow.get(rank, 0) + 1 if score < self._policy.straggler_score else 0
             if self._slow[rank] == self._policy.straggler_windows:
-                slow.append(Observation(
-                    "straggler", FaultClass.STRAGGLER, Severity.WARNING,
-                    f"Without the delay of process {rank}, steps would take {score:.0%} of their time, for "
-                    f"{self._slow[rank]} windows of {self._policy.straggler_steps} steps.", rank,
-                ))  # fmt: skip
+                share = f"{score:.0%} of their time"
+                length = f"{self._slow[rank]} windows of {self._policy.straggler_steps} steps"
+                text = f"Without the delay of process {rank}, steps would take {share}, for {length}."
+                slow.append(Observation("straggler", FaultClass.STRAGGLER, Severity.WARNING, text, rank))
         return slow

@@ -1,1 +1,1 @@
-"""One page about one or several runs."""
+"""The command that writes one page about one or several runs; the page itself is `zaya_jax.aegis.report`."""

@@ -29,28 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m zaya_jax.report", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Write one HTML page about one or several runs: losses, speed, routing, faults, settings.",
-    )  # fmt: skip
+    what = "Write one HTML page about one or several runs: losses, speed, routing, faults, settings."
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m zaya_jax.report", description=what, epilog=_EXAMPLES, formatter_class=style)
     parser.add_argument("runs", nargs="+", metavar="RUN", help=f"run folders to show, at most {_MOST}")
-    parser.add_argument("--output", metavar="FILE", help=f"HTML file to write (default: RUN/{NAME}; required with "
-                        "several runs)")  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="also list the settings that differ from this "
-                        "configuration file")  # fmt: skip
+    where = f"HTML file to write (default: RUN/{NAME}; required with several runs)"
+    parser.add_argument("--output", metavar="FILE", help=where)
+    listed = "also list the settings that differ from this configuration file"
+    parser.add_argument("--config", metavar="FILE", help=listed)
     return parser
 
 
 def write_report(runs: Sequence[str], output: str | None = None, config: str | None = None) -> str:
-    """Write the page about runs.
+    """Write the page about run folders, and return a sentence that names it and its size.
 
     Args:
       runs: run folders.
       output: HTML file; None for `report.html` in the folder of the only run.
       config: configuration file that the runs are compared with; None for none.
-
-    Returns:
-      A sentence that names the page and its size.
 
     Raises:
       InputError: a run or file cannot be used; nothing is written.
@@ -61,12 +57,12 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
     if output is None and len(runs) > 1:
         raise InputError("--output is missing: with several runs, name the HTML file to write.")
     path = expanded(f"{runs[0]}/{NAME}" if output is None else output)
-    from zaya_jax.report.page import MARK, render
-    from zaya_jax.report.subject import read_subjects
+    from zaya_jax.aegis.report.page import MARK, render
+    from zaya_jax.aegis.report.run_data import read_runs
 
-    subjects = read_subjects(runs)
+    read = read_runs(runs)
     _check_output(path, MARK)
-    page = render(subjects, config)
+    page = render(read, config)
     try:
         write_atomically(resolved(path), page)
     except OSError as error:

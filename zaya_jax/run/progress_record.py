@@ -14,7 +14,10 @@ import math
 import mmap
 import os
 import re
+import select
+import signal
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -167,6 +170,26 @@ def supervisor_pid(path: str) -> int | None:
     match = re.fullmatch(r"/proc/(\d+)/fd/\d+", path)
     with contextlib.suppress(OSError):
         return int(match[1]) if match and os.readlink(path).startswith(f"/memfd:{NAME}") else None
+
+
+def end_with_supervisor(environment: Mapping[str, str] = os.environ) -> None:
+    """Kill this process' group when its supervisor ends; do nothing without a supervisor.
+
+    The kernel kills the supervisor's own child, but not a trainer behind a shell. The group is that of the command
+    which the supervisor started, with its shell and data workers.
+    """
+    pid = supervisor_pid(environment.get(VARIABLE, ""))
+    if pid is None:
+        return
+    with contextlib.suppress(OSError):  # it has ended; its child is killed in any case
+        ended = select.poll()
+        ended.register(os.pidfd_open(pid), select.POLLIN)
+        threading.Thread(target=_kill_after, args=(ended,), name="supervisor", daemon=True).start()
+
+
+def _kill_after(ended: select.poll) -> None:
+    ended.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def read_progress(file: int, *, before: bool = False) -> Progress | None:

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.report.series import Thinned, significant, thin
+from zaya_jax.aegis.report.curves import Thinned, significant, thin
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=300)
 

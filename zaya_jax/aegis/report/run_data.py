@@ -7,19 +7,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
+from zaya_jax.aegis.events import EVENTS
+from zaya_jax.aegis.report.curves import POINTS, History, Line, scaled, significant
+from zaya_jax.aegis.supervision_report import AEGIS, describe_nodes
 from zaya_jax.config import flatten_keys, from_dict
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError, as_sentence
-from zaya_jax.report.history import History, Line, scaled
-from zaya_jax.report.series import POINTS, significant
 from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.files import read_object, require_regular
 from zaya_jax.run.folder import CONFIG, METRICS, SUMMARY, TIMINGS, read_config
 from zaya_jax.run.metrics import parse_row
 from zaya_jax.run.run import Run, open_run
 from zaya_jax.run.status import KILLED, STOPPED, Status
-from zaya_jax.run.supervision import AEGIS, EVENTS, describe_nodes
 
 T = TypeVar("T")
 
@@ -36,39 +36,23 @@ class Warn(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
-    """A run that the page is about.
+class RunData:
+    """A run that the page is about."""
 
-    Attributes:
-      index: among the runs of the page.
-      name: of the run, different from those of the others.
-      path: of its folder.
-      config: its configuration, as nested dicts.
-      metrics, timings: the rows of both files.
-      status: of the process that trained it last; None if it is unknown.
-      summary: what the run wrote at its end; {} before that.
-      checkpoints: by step, with damaged ones.
-      quarantined: names of quarantined checkpoints.
-      nodes: what supervisors wrote, by node; {} without them.
-      evaluations: records of evaluations, by file.
-      changes: settings that changed when the run resumed.
-      problems: sentences about files that are damaged.
-    """
-
-    index: int
-    name: str
-    path: Path
-    config: dict[str, Any]
+    index: int  # among the runs of the page
+    name: str  # different from those of the others
+    path: Path  # of its folder
+    config: dict[str, Any]  # its configuration, as nested dicts
     metrics: History
     timings: History
-    status: Status | None
-    summary: dict[str, Any]
-    checkpoints: list[Checkpoint]
-    quarantined: list[str]
-    nodes: dict[str, dict[str, Any]]
-    evaluations: list[tuple[str, dict[str, Any]]]
-    changes: list[dict[str, Any]]
-    problems: list[str]
+    status: Status | None  # of the process that trained it last; None if it is unknown
+    summary: dict[str, Any]  # what the run wrote at its end; {} before that
+    checkpoints: list[Checkpoint]  # by step, with damaged ones
+    quarantined: list[str]  # names of quarantined checkpoints
+    nodes: dict[str, dict[str, Any]]  # what supervisors wrote, by node; {} without them
+    evaluations: list[tuple[str, dict[str, Any]]]  # records of evaluations, by file
+    changes: list[dict[str, Any]]  # settings that changed when the run resumed
+    problems: list[str]  # sentences about files that are damaged
 
     @property
     def warnings(self) -> list[Warn]:
@@ -108,11 +92,6 @@ class Subject:
         return {"step": list(steps), "tokens": list(tokens), "hours": list(map(significant, times))}
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The configuration by dotted keys, with phases by name."""
-        return flatten_settings(self.config)
-
-    @property
     def baselines(self) -> dict[str, float]:
         """Bits per byte of compressors on the held-out text, by name; {} before the end, and without a text corpus."""
         baselines = self.summary.get("baselines")
@@ -144,10 +123,10 @@ class Subject:
         return lines
 
 
-def make_or(default: T, make: Callable[[Subject], T], subject: Subject) -> T:
+def make_or(default: T, make: Callable[[RunData], T], run: RunData) -> T:
     """Return what `make` returns for a run; `default` if a damaged file prevents it."""
     try:
-        return make(subject)
+        return make(run)
     except DAMAGE:
         return default
 
@@ -157,63 +136,62 @@ def flatten_settings(tree: dict[str, Any]) -> dict[str, Any]:
     return dict(flatten_keys({**tree, "phases": {phase["name"]: phase for phase in tree["phases"]}}))
 
 
-def read_subjects(paths: Sequence[str]) -> list[Subject]:
+def read_runs(paths: Sequence[str]) -> list[RunData]:
     """Read runs.
 
     Raises:
       InputError: a path is not a run folder, its configuration is damaged, or it has no steps yet.
     """
-    folders = [open_run(path) for path in paths]
-    names = _names([run.folder for run in folders])
-    return [_read(run, index, name) for index, (run, name) in enumerate(zip(folders, names, strict=True))]
+    runs = [open_run(path) for path in paths]
+    names = _names([run.folder for run in runs])
+    return [_read(run, index, name) for index, (run, name) in enumerate(zip(runs, names, strict=True))]
 
 
-def _read(run: Run, index: int, name: str) -> Subject:
+def _read(run: Run, index: int, name: str) -> RunData:
     folder, problems = run.folder, list[str]()
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} has no {CONFIG}, so its run cannot be identified. Name the folder of a run.")
     metrics, timings = History(folder / METRICS), History(folder / TIMINGS)
     problems += filter(None, (metrics.problem, timings.problem))
     if not metrics.steps:
-        raise InputError(f"{folder} has no steps yet: {METRICS} is missing, empty or damaged. Train the run, or wait "
-                         "for its first step.")  # fmt: skip
-    changes = list[dict[str, Any]]()
+        why = f"{METRICS} is missing, empty or damaged. Train the run, or wait for its first step."
+        raise InputError(f"{folder} has no steps yet: {why}")
+    config, changes, nodes = read_config(folder), list[dict[str, Any]](), dict[str, dict[str, Any]]()
     try:
         changes = run.changes
     except InputError as error:
         problems.append(str(error))
-    evaluations = list[tuple[str, dict[str, Any]]]()
-    for path in sorted((folder / _EVALUATIONS).glob("*.json*")):
-        try:
-            records = _records(path)
-        except (OSError, InputError) as error:
-            problems.append(as_sentence(error))
-            continue
-        evaluations += [(path.name, record) for record in records]
-        if not records:
-            problems.append(f"{path} is damaged; its evaluation is not shown.")
+    evaluations = _read_evaluations(folder / _EVALUATIONS, problems)
     try:
         nodes = describe_nodes(folder)
     except DAMAGE:
         problems.append(f"The supervisor's files in {folder / AEGIS} are damaged; goodput and faults are not shown.")
-        nodes = {}
-    problems += [f"{folder / AEGIS / name / EVENTS}: {counted(node['unread_events'], 'line')} left out, damaged or of "
-                 "another version." for name, node in nodes.items() if node["unread_events"]]  # fmt: skip
-    evaluations.sort(key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
-    return Subject(
-        index, name, folder, read_config(folder), metrics, timings, run.status, _object(folder / SUMMARY, problems),
-        run.checkpoints, [path.name for path in run.quarantined], nodes, evaluations, changes, problems,
-    )  # fmt: skip
+    for node, each in nodes.items():
+        if unread := each["unread_events"]:
+            path = folder / AEGIS / node / EVENTS
+            problems.append(f"{path}: {counted(unread, 'line')} left out, damaged or of another version.")
+    quarantined, summary = [path.name for path in run.quarantined], _object(folder / SUMMARY, problems)
+    files = run.status, summary, run.checkpoints, quarantined
+    return RunData(index, name, folder, config, metrics, timings, *files, nodes, evaluations, changes, problems)
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Read the record, or the records by step, of a file of evaluations."""
-    if path.suffix == ".jsonl":
-        require_regular(path)
-        rows = (parse_row(line) for line in path.read_bytes().splitlines(keepends=True))
-        return [row for row in rows if row is not None]
-    record = _object(path, [])
-    return [record] if record else []
+def _read_evaluations(folder: Path, problems: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Read the records of all files of evaluations, by step."""
+    evaluations = list[tuple[str, dict[str, Any]]]()
+    for path in sorted(folder.glob("*.json*")):
+        try:
+            if path.suffix == ".jsonl":
+                require_regular(path)
+                records = [parse_row(line) for line in path.read_bytes().splitlines(keepends=True)]
+            else:
+                records = [_object(path, [])]
+        except (OSError, InputError) as error:
+            problems.append(as_sentence(error))
+            continue
+        evaluations += [(path.name, record) for record in records if record]
+        if not any(records):
+            problems.append(f"{path} is damaged; its evaluation is not shown.")
+    return sorted(evaluations, key=lambda named: step if isinstance(step := named[1].get("step"), int) else 0)
 
 
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -225,10 +203,14 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _is_heldout(record: Any) -> TypeGuard[dict[str, dict[str, Any]]]:
-    return isinstance(record, dict) and len(record) > 0 and all(
-        isinstance(text, dict) and all(isinstance(text.get(key), int) for key in ("tokens", "bytes"))
-        for text in record.values()
-    )  # fmt: skip
+    return (
+        isinstance(record, dict)
+        and len(record) > 0
+        and all(
+            isinstance(text, dict) and all(isinstance(text.get(key), int) for key in ("tokens", "bytes"))
+            for text in record.values()
+        )
+    )
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.report.history import FRAMES, MAPS, History
+from zaya_jax.aegis.report.curves import FRAMES, MAPS, History
 
 NUMBERS = st.one_of(st.floats(allow_nan=True), st.integers(), st.booleans())
 OTHERS = st.one_of(st.none(), st.text(max_size=3), st.lists(NUMBERS, max_size=3),

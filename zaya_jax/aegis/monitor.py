@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.gpu_probe import GpuProbe
 from zaya_jax.aegis.host import HostWatch
 from zaya_jax.aegis.kernel_log import KernelLog
 from zaya_jax.aegis.network import NetworkWatch
-from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import Rank
 from zaya_jax.aegis.signatures import observe_line
@@ -19,27 +19,20 @@ _EVERY = 1.0  # seconds between two looks at the machine
 _SILENT = 30.0  # seconds after which a run folder that does not answer is reported
 
 
-class Watch:
+class Monitor:
     """Watches the machine for as long as the supervisor runs, and output and training attempt by attempt."""
 
     def __init__(self, policy: Policy, run_dir: Path, files: FileWorker, changes: LevelChanges = None) -> None:
-        """Start to watch the machine.
-
-        Args:
-          policy: of the supervisor.
-          run_dir: whose disk to watch, too.
-          files: reads and writes the files of `run_dir`.
-          changes: see `LossWatch`.
-        """
+        """Watch the machine and the disk of `run_dir`, whose files `files` reads; `changes`: see `LossWatch`."""
         self._policy, self._run_dir, self._files, self._changes = policy, run_dir, files, changes
-        self._kernel_log = None if policy.watch.kernel_log is None else KernelLog(Path(policy.watch.kernel_log))
-        telemetry = policy.watch.network_telemetry
-        self._network = NetworkWatch(Path(policy.watch.sysfs), policy.watch.link_down_seconds,
-                                     None if telemetry is None else Path(telemetry))  # fmt: skip
+        watch = policy.watch
+        self._kernel_log = None if watch.kernel_log is None else KernelLog(Path(watch.kernel_log))
+        telemetry = None if watch.network_telemetry is None else Path(watch.network_telemetry)
+        self._network = NetworkWatch(Path(watch.sysfs), watch.link_down_seconds, telemetry)
         self._host = HostWatch(run_dir)
         self._disk: Future[list[Observation]] | None = None  # what is being read
         self._is_silent = False  # whether the run folder has not answered for long
-        self._gpus = GpuProbe(policy.watch.gpu_seconds, policy.watch.gpu_timeout)
+        self._gpus = GpuProbe(watch.gpu_seconds, watch.gpu_timeout)
         self._looked = float("-inf")
         self.start_attempt()
         self._new: list[Observation] = []
@@ -62,12 +55,7 @@ class Watch:
         return [each for each in seen if each is not None]
 
     def poll(self, ranks: Sequence[Rank], now: float) -> list[Observation]:
-        """Return what is new since the last call.
-
-        Args:
-          ranks: all processes of the attempt.
-          now: of `time.monotonic`.
-        """
+        """Return what is new since the last call; `ranks` are all processes of the attempt."""
         progress = {rank.index: each for rank in ranks if (each := rank.progress) is not None and each.first_step >= 0}
         seen, self._new = self._new, []
         if (first := progress.get(0)) is not None:
@@ -81,9 +69,8 @@ class Watch:
         """Return what is new of the machine at `now` of `time.monotonic`."""
         self._looked = now
         lines = [] if self._kernel_log is None else self._kernel_log.read()
-        seen = [observe_line("kernel", line) for line in lines]
-        return [*(each for each in seen if each is not None), *self._network.poll(now), *self._host.poll(),
-                *self._gpus.poll(now), *self.poll_folder()]  # fmt: skip
+        seen = [each for line in lines if (each := observe_line("kernel", line)) is not None]
+        return [*seen, *self._network.poll(now), *self._host.poll(), *self._gpus.poll(now), *self.poll_folder()]
 
     def poll_folder(self) -> list[Observation]:
         """Return what is new of the run folder: its free space, and whether its file system answers."""
@@ -91,13 +78,11 @@ class Watch:
         seconds = self._files.silent_seconds
         if (seconds > _SILENT) != self._is_silent:
             self._is_silent = not self._is_silent
-            seen.append(
-                Observation("folder-silent", FaultClass.DISK, Severity.ERROR, f"The file system of {self._run_dir} has "
-                            f"not answered for {seconds:.0f} s. The supervisor continues without it.")
-                if self._is_silent else
-                Observation("folder-answers", FaultClass.DISK, Severity.INFO,
-                            f"The file system of {self._run_dir} answers again.")
-            )  # fmt: skip
+            system = f"The file system of {self._run_dir}"
+            text = f"{system} has not answered for {seconds:.0f} s. The supervisor continues without it."
+            silent = Observation("folder-silent", FaultClass.DISK, Severity.ERROR, text)
+            answers = Observation("folder-answers", FaultClass.DISK, Severity.INFO, f"{system} answers again.")
+            seen.append(silent if self._is_silent else answers)
         if self._disk is None or self._disk.done():
             if self._disk is not None and self._disk.exception() is None:
                 seen += self._disk.result()

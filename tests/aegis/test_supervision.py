@@ -6,9 +6,9 @@ import time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.aegis.supervision_report import format_report, format_status
-from zaya_jax.run.goodput import measure_goodput
-from zaya_jax.run.supervision import EVENTS, SAME_FAULT, list_faults, read_events
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.supervision_report import SAME_FAULT, format_report, format_status, list_faults
 
 CLASSES = ("crash", "gpu", "host_memory", "network")
 

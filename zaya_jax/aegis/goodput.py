@@ -26,8 +26,6 @@ BUCKETS = {
     "other": ("finish", "end"),
 }
 _BUCKET_OF = {phase: bucket for bucket, phases in BUCKETS.items() for phase in phases}
-
-
 _INTERRUPTED = 130  # exit status after Ctrl-C
 
 
@@ -64,8 +62,7 @@ def measure_goodput(
     Args:
       events: of the node, oldest first.
       now: seconds since the epoch at which an attempt that still runs is counted up to; None leaves it out.
-      running: `attempt`, `times`, `first_step` and `last_step` of that attempt so far, as its end will have them; None
-        if they are not known.
+      running: `attempt`, `times`, `first_step` and `last_step` of that attempt so far, if they are known.
     """
     buckets = dict.fromkeys(BUCKETS, 0.0)
     drills = {event["attempt"] for event in events if event["kind"] == "inject"}
@@ -85,8 +82,11 @@ def measure_goodput(
             buckets["other" if following is None else "infrastructure_recovery"] += unknown
             seconds += unknown
             continue
-        pause = 0.0 if following is None or _was_wanted(end) else max(following["unix"] - end["unix"], 0.0)
-        duration = _duration(start, end)
+        # The run was over, or a person ended it: then the pause after it is no failure's.
+        was_wanted = end["code"] == "finished" or _INTERRUPTED in end.get("exit_statuses", ())
+        pause = 0.0 if following is None or was_wanted else max(following["unix"] - end["unix"], 0.0)
+        clock = "monotonic" if "monotonic" in start and "monotonic" in end else "unix"  # better one that nobody sets
+        duration = end[clock] - start[clock]
         seconds += duration + pause
         buckets["infrastructure_recovery"] += pause
         times: Mapping[str, float] = end.get("times") or {}
@@ -107,18 +107,6 @@ def measure_goodput(
         done.append(_Done(end["first_step"], end["last_step"], productive))
     counted = len([start for start in starts if start["attempt"] not in drills])
     return Goodput(buckets, seconds, counted, sum(each.last - each.first for each in done), wasted_steps)
-
-
-def _duration(start: Mapping[str, Any], end: Mapping[str, Any]) -> float:
-    """Return the seconds of an attempt, by the clock that nobody sets, if both events have it."""
-    if "monotonic" in start and "monotonic" in end:
-        return end["monotonic"] - start["monotonic"]
-    return end["unix"] - start["unix"]
-
-
-def _was_wanted(end: Mapping[str, Any]) -> bool:
-    """Return whether the run was over, or a person ended it, so that the pause after it is no failure's."""
-    return end["code"] == "finished" or _INTERRUPTED in end.get("exit_statuses", ())
 
 
 def _truncate(done: list[_Done], step: int) -> tuple[int, float]:

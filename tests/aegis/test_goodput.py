@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.run.goodput import measure_goodput
+from zaya_jax.aegis.goodput import measure_goodput
 
 
 def start(attempt, unix):

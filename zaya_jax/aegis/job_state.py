@@ -3,6 +3,7 @@
 import signal
 import time
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from zaya_jax.aegis.events import EventLog
@@ -23,40 +24,37 @@ class Detected(NamedTuple):
     attempt: int  # in which it happened
 
 
-class Shared:
-    """State that the attempts of a supervisor share.
-
-    Attributes:
-      folder: of the supervisor.
-      policy: of the supervisor.
-      files: reads and writes what is in the run folder.
-      log: its event log.
-      timeouts: of the phases, as learned so far.
-      outputs: its stdout and stderr.
-      notifier: tells people of severe events.
-      signals: numbers of the signals that asked to stop, one for each request.
-      detected: the failure that is not recovered from; None if there is none.
-      best_step: greatest number of steps done; -1 before the first.
-    """
+class JobState:
+    """State that the attempts of a supervisor share."""
 
     def __init__(self, folder: Path, node: str, policy: Policy, timeouts: Timeouts) -> None:
         """Open the event log of this `node` in `folder`."""
-        self.folder, self.policy, self.timeouts = folder, policy, timeouts
-        self.notifier = Notifier(policy.notify)
-        self.files = FileWorker()
+        self.folder, self.policy = folder, policy  # of the supervisor
+        self.timeouts = timeouts  # of the phases, as learned so far
+        self.notifier = Notifier(policy.notify)  # tells people of severe events
+        self.files = FileWorker()  # reads and writes what is in the run folder
         self.log = EventLog(folder, node, self.files, self.notifier.send)
         self.outputs = Output(1), Output(2)
-        self.signals: list[int] = []
+        self.signals: list[int] = []  # numbers of those that asked to stop, one for each request
         self._signalled = 0.0  # when the last request came
-        self.detected: Detected | None = None
-        self.best_step = -1
+        self.detected: Detected | None = None  # the failure that is not recovered from
+        self.best_step = -1  # greatest number of steps done; -1 before the first
+
+    def detect(self, event: int) -> None:
+        """Note that this attempt failed, as `event` says."""
+        self.detected = Detected(event, time.monotonic(), self.log.attempt)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a failure of this attempt was detected."""
+        return self.detected is not None and self.detected.attempt == self.log.attempt
 
     @property
     def cause(self) -> int | None:
         """The event of the failure that is not recovered from."""
         return None if self.detected is None else self.detected.event
 
-    def note_signal(self, number: int) -> None:
+    def note_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Note that a signal asks to stop. Ctrl-C is a request each time, since a person presses it."""
         now = time.monotonic()
         if number == signal.SIGINT or not self.signals or now - self._signalled > _ONE_REQUEST:
