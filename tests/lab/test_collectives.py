@@ -14,12 +14,18 @@ from tests.devices_helpers import on_devices
 from tests.lab.helpers import parse_rows
 from zaya_jax.config import ParallelConfig
 from zaya_jax.lab.measure.collectives import collectives_sweep as sweep_module
-from zaya_jax.lab.measure.collectives import timing
+from zaya_jax.lab.measure.collectives import programs as programs_module
 from zaya_jax.lab.measure.collectives.fit import fit_times
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, pattern
-from zaya_jax.lab.measure.collectives.programs import IN_GRAPH, Case, Programs, collective_counts
+from zaya_jax.lab.measure.collectives.programs import (
+    IN_GRAPH,
+    Case,
+    Programs,
+    Timing,
+    collective_counts,
+    wrong_elements,
+)
 from zaya_jax.lab.measure.collectives.text import column, footer, header, row
-from zaya_jax.lab.measure.collectives.timing import Timing, wrong_elements
 from zaya_jax.machine.__main__ import main
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train.program import PhaseProgram
@@ -51,8 +57,8 @@ def compared():
             np.testing.assert_array_equal(results, reference(name, rows), name)
         assert wrong_elements(programs) == (0, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "COLLECTIVES", {"all_reduce": COLLECTIVES["all_reduce"]})
-        return timing.check_collectives()
+        patch.setattr(programs_module, "COLLECTIVES", {"all_reduce": COLLECTIVES["all_reduce"]})
+        return programs_module.check_collectives()
 
 
 def reversed_ring():
@@ -66,7 +72,7 @@ def reversed_ring():
 
 
 def test_results_equal_numpy():
-    assert "skipped" in timing.check_collectives()  # one device
+    assert "skipped" in programs_module.check_collectives()  # one device
     assert on_devices(8, HERE + "compared") == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
 
 

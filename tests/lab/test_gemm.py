@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.helpers import random_values, tiny_config
 from zaya_jax.config import load_config
+from zaya_jax.lab.measure.commands import FAMILIES
 from zaya_jax.lab.measure.gemm import gemm_sweep as sweep
 from zaya_jax.lab.measure.gemm import problems
-from zaya_jax.lab.measure.gemm.gemm_command import FAMILIES
 from zaya_jax.lab.measure.gemm.gemm_sweep import Request, make_problems, time_problem
 from zaya_jax.lab.measure.gemm.problems import scale_counts
 from zaya_jax.machine.__main__ import main

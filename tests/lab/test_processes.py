@@ -25,9 +25,9 @@ def main(arguments):
     sizes = ["--operations", *OPERATIONS, "--min-bytes", "512", "--max-bytes", "512", "--repeats", "1"]
     return status or machine.main(["collectives", *sizes, "--output", folder + "collectives", *job])
 
-from zaya_jax.lab.measure.collectives import timing
+from zaya_jax.lab.measure.collectives import programs
 from zaya_jax.lab.measure.preflight import probes
-timing.COLLECTIVES, timing.CHECKED = {{"permute": timing.COLLECTIVES["permute"]}}, ("int32",)
+programs.COLLECTIVES, programs.CHECKED = {{"permute": programs.COLLECTIVES["permute"]}}, ("int32",)
 probes.CPU = Sizes(256, "float32", 2**20, 2**12)
 zaya_jax.main.main = main
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser_helpers import CHROMIUM, Page
-from zaya_jax.lab.measure import context
+from zaya_jax.lab.measure import context_attention as context
 from zaya_jax.lab.measure.describe import describe_machine
 from zaya_jax.lab.measure.preflight.run import Check
 from zaya_jax.lab.report.results import VERBS

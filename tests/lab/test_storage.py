@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from zaya_jax.data.io_estimate import PAGE_BYTES
-from zaya_jax.lab.measure.storage import reads, saves
+from zaya_jax.lab.measure import timing
+from zaya_jax.lab.measure.storage import saves
 from zaya_jax.lab.measure.storage import storage_sweep as sweep
 from zaya_jax.lab.measure.storage.reads import BLOCK, cached_fraction, drop_cached, time_reads, write_file
 from zaya_jax.lab.measure.storage.saves import time_saves
@@ -42,7 +43,7 @@ def test_a_random_pass_reads_each_page_once(threads, tmp_path, monkeypatch):
 
 def test_a_sequential_pass_reads_the_whole_file(tmp_path, monkeypatch):
     path, clock = tmp_path / "file", iter([1.0, 2.0, 9.0])
-    monkeypatch.setattr(reads, "elapsed", lambda work: (work(), next(clock))[1])
+    monkeypatch.setattr(timing, "elapsed", lambda call: (call(), next(clock))[1])
     write_file(path, BLOCK + PAGE_BYTES)
     reading = time_reads(path, "sequential", "cold", 1, 1, 3)
     assert (reading["operations"], reading["bytes"], reading["seconds"]) == (2, BLOCK + PAGE_BYTES, [1, 2, 9])

@@ -1,64 +1,44 @@
-"""Time calls on a device: a pass queues many before it waits, to time the device and not the launch overhead."""
+"""Queue calls on a device for `timing`, several in one program."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.lab.timing import elapsed
+from zaya_jax.lab.measure.timing import repeated
 
-PASS = 0.1  # seconds that a pass takes at least, with at most `MOST` calls
-MOST = 1000
 TOGETHER = 8  # calls in one program, so that launching does not dominate short kernels
 SHORT = 2**28  # bytes of arrays below which a call counts as short
 
 
-def calls_together(arrays: Any) -> int:
-    """Return how many calls with such arrays belong in one program; emulated kernels are never short."""
-    is_short = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) < SHORT
-    return TOGETHER if is_short and jax.default_backend() != "cpu" else 1
+class Queue:
+    """Calls of a function whose first `held` arguments are donated, and take the first `held` outputs.
 
-
-def queued(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> Callable[[], int]:
-    """Make a pass of `function`, with `calls` of its calls in one program.
-
-    Each of these calls has its own arrays: with shared arrays, the compiler would compute the result only once, and the
-    second call would find them in the cache.
+    Without held arguments, a program has several short calls, each with its own arrays: with shared arrays, the
+    compiler would compute the result only once, and the second call would find them in the cache. Emulated kernels are
+    never short.
     """
-    sets = [arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(calls - 1))]
-    run, last = jax.jit(lambda sets: [function(*arrays) for arrays in sets]), []
 
-    def call() -> None:
-        last[:] = [run(sets)]
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], held: int = 0) -> None:
+        """Copy the arguments as often as a program calls the function."""
+        is_short = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments)) < SHORT
+        self.calls = TOGETHER if is_short and not held and jax.default_backend() != "cpu" else 1
+        sets = [arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(self.calls - 1))]
+        self._held, self._state = held, [each[:held] for each in sets]
+        self._inputs, self._last = [each[held:] for each in sets], []
 
-    return repeated(call, lambda: jax.block_until_ready(last), calls)
+        def program(state: Any, inputs: Any, further: Any) -> list[Any]:
+            return [function(*first, *rest, *further) for first, rest in zip(state, inputs, strict=True)]
 
+        self._run = jax.jit(program, donate_argnums=0)
 
-def stepped(function: Callable[..., Any], arguments: tuple[Any, ...], held: int) -> Callable[[], int]:
-    """Make a pass of `function` that donates its first `held` arguments, and feeds the first `held` outputs back."""
-    run = jax.jit(lambda state, inputs: function(*state, *inputs), donate_argnums=0)
-    state, inputs = [arguments[:held]], arguments[held:]
+    def make_pass(self, *further: Any) -> Callable[[], int]:
+        """Make a pass of `timing.repeated`; `further` arguments follow the others."""
 
-    def call() -> None:
-        state[0] = run(state[0], inputs)[:held]
+        def call() -> None:
+            self._last = self._run(self._state, self._inputs, further)
+            if self._held:
+                self._state = [outputs[: self._held] for outputs in self._last]
 
-    return repeated(call, lambda: jax.block_until_ready(state), 1)
-
-
-def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
-    """Make a pass with enough calls to take `PASS` seconds; it returns their number, each counted as `counts`."""
-    number = 1
-
-    def one_pass() -> int:
-        for _ in range(number):
-            call()
-        wait()
-        return number * counts
-
-    one_pass()  # compiles
-    while number < MOST and (seconds := elapsed(one_pass)) < PASS:
-        number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
-
-    return one_pass
+        return repeated(call, lambda: jax.block_until_ready(self._last), self.calls)

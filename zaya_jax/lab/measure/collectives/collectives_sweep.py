@@ -1,5 +1,6 @@
 """Measure collectives over sizes, device counts and dtypes: print nccl-tests' tables, fit, write JSON, plot."""
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -18,8 +19,7 @@ from zaya_jax.job.multihost import is_primary
 from zaya_jax.lab.measure.collectives import text
 from zaya_jax.lab.measure.collectives.fit import fit_times
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, label
-from zaya_jax.lab.measure.collectives.programs import Case
-from zaya_jax.lab.measure.collectives.timing import Mode, Timing, time_case
+from zaya_jax.lab.measure.collectives.programs import Case, Mode, Timing, time_case
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.predict.compilers.collectives import collectives, mesh_axes
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
@@ -39,12 +39,30 @@ class Sweep(NamedTuple):
     operations: tuple[str, ...]  # names in `COLLECTIVES`
     dtypes: tuple[str, ...]  # names of dtypes
     sizes: tuple[int, ...]  # bytes, ascending; unused for the messages of a configuration
-    # numbers of devices, each the first so many of this process; empty for all devices of the job
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # numbers of devices, each the first so many of this process; empty for all of the job
     layout: ParallelConfig  # the mesh; with `devices` it has the axis data alone
     axes: Axes  # axes to run over; empty for all with more than one device
-    mode: Mode  # see `timing.time_case`
+    mode: Mode  # see `programs.time_case`
     repeats: int  # number of timed calls of each case
+
+
+class Message(NamedTuple):
+    """A collective of a step."""
+
+    operation: str  # name in `COLLECTIVES`
+    axes: Axes  # mesh axes that it runs over
+    bytes: int  # its size, as nccl-tests counts it
+    times: int  # how often a step runs it
+
+
+class _Group(NamedTuple):
+    """Cases of one table: sizes of one operation, in one dtype, over the same axes of a mesh."""
+
+    operation: str
+    dtype: str
+    mesh: AnyMesh
+    axes: Axes
+    sizes: tuple[int, ...]
 
 
 def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
@@ -66,15 +84,16 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
     """
     messages: list[Message] = []
     if config is None:
-        sizes, groups = f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes", _groups(sweep)
+        benchmark, size = "collectives", f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes"
+        groups = _groups(sweep)
     else:
+        benchmark, size = "messages of a training step", "the messages of a training step"
         _check_devices([make_mesh()], ())
         mesh, messages = model_messages(config)
-        sizes, groups = "the messages of a training step", _message_groups(sweep, mesh, messages)
-    benchmark = "collectives" if config is None else "messages of a training step"
-    result = describe_run(benchmark, f"{sizes}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
-    result["hardware"] |= {"device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
-                           "processes": jax.process_count()}  # fmt: skip
+        groups = _message_groups(sweep, mesh, messages)
+    result = describe_run(benchmark, f"{size}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
+    device = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+    result["hardware"] |= {"device": device, "processes": jax.process_count()}
     head, result["results"], result["fits"], traffic = dict(result), [], [], Traffic()
     for group in groups:
         measured = _measure(group, sweep.mode, sweep.repeats, head, rows)
@@ -92,37 +111,48 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
     return result
 
 
-class _Group(NamedTuple):
-    """Cases of one table: sizes of one operation, in one dtype, over the same axes of a mesh."""
-
-    operation: str
-    dtype: str
-    mesh: AnyMesh
-    axes: Axes
-    sizes: tuple[int, ...]
-
-
 def _groups(sweep: Sweep) -> list[_Group]:
-    return [
-        _Group(operation, dtype, mesh, sweep.axes or nontrivial_axes(mesh, AXES), sweep.sizes)
-        for mesh in _meshes(sweep) for operation in sweep.operations for dtype in sweep.dtypes
-    ]  # fmt: skip
+    groups = []
+    for mesh in _meshes(sweep):
+        axes, each = sweep.axes or nontrivial_axes(mesh, AXES), itertools.product(sweep.operations, sweep.dtypes)
+        groups += [_Group(operation, dtype, mesh, axes, sweep.sizes) for operation, dtype in each]
+    return groups
 
 
-class Message(NamedTuple):
-    """A collective of a step."""
+def _meshes(sweep: Sweep) -> list[AnyMesh]:
+    if not sweep.devices:
+        meshes = [_mesh(sweep.layout)]
+    elif jax.process_count() > 1:
+        raise InputError(
+            "--devices needs a single process. In a job of several, set the sizes of the mesh axes, and --axis, which "
+            "measures groups of devices side by side."
+        )
+    elif (most := max(sweep.devices)) > jax.device_count():
+        raise InputError(f"--devices is {most}, but this process has {jax.device_count()}.")
+    else:
+        meshes = [make_mesh(devices=jax.devices()[:count]) for count in sweep.devices]
+    _check_devices(meshes, sweep.axes)
+    return meshes
 
-    operation: str  # name in `COLLECTIVES`
-    axes: Axes  # mesh axes that it runs over
-    bytes: int  # its size, as nccl-tests counts it
-    times: int  # how often a step runs it
+
+def _check_devices(meshes: Sequence[AnyMesh], axes: Axes) -> None:
+    for mesh in meshes:
+        if any(mesh.shape[axis] == 1 for axis in axes) or mesh.size == 1:
+            what = f"--axis {','.join(axes)} has" if axes else "There is"
+            more = "JAX_NUM_CPU_DEVICES=8 simulates eight on a CPU."
+            raise InputError(f"{what} one device, but a collective needs at least two. {more}")
+
+
+def _mesh(layout: ParallelConfig) -> AnyMesh:
+    sizes = {f"--{axis} {size}": size for axis in AXES if (size := getattr(layout, axis)) not in (None, 1)}
+    count, product, must = jax.device_count(), math.prod(sizes.values()), "be" if layout.data else "divide"
+    if count % product or (layout.data is not None and count != product):
+        raise InputError(f"{' × '.join(sizes)} is {product}, but must {must} {count}, the number of devices.")
+    return make_mesh(layout)
 
 
 def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
-    """Compile the first phase's largest step for the devices of this job, and find its collectives.
-
-    Returns:
-      The mesh of the step, and its messages, the largest first.
+    """Compile the first phase's largest step for the devices of this job; return its mesh and its messages by size.
 
     Raises:
       InputError: the layout does not suit the number of devices.
@@ -144,8 +174,10 @@ def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) ->
     for message in messages:
         if message.operation in sweep.operations:
             sizes.setdefault((message.operation, message.axes), []).append(message.bytes)
-    return [_Group(operation, dtype, mesh, axes, tuple(sorted(counts)))
-            for (operation, axes), counts in sorted(sizes.items()) for dtype in sweep.dtypes]  # fmt: skip
+    groups = []
+    for (operation, axes), counts in sorted(sizes.items()):
+        groups += [_Group(operation, dtype, mesh, axes, tuple(sorted(counts))) for dtype in sweep.dtypes]
+    return groups
 
 
 def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -156,58 +188,29 @@ def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) ->
         if near := [row for row in results if (row["operation"], row["axes"]) == measured]:  # [] if it was left out
             # Sizes are rounded to whole elements in each chunk.
             nearest = min(near, key=lambda row: abs(row["bytes"] - message.bytes))
-            half = nearest.get("out_of_place") or nearest["in_place"]
-            rows.append(message._asdict() | {"seconds": half["p50"]})
+            rows.append(message._asdict() | {"seconds": nearest[_half(nearest)]["p50"]})
     total = sum(row["times"] * row["seconds"] for row in rows)
     print_once(*table_lines(message_table(rows)))
     print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
     return rows
 
 
+def _half(row: dict[str, Any]) -> str:
+    return "out_of_place" if "out_of_place" in row else "in_place"
+
+
 def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) -> None:
     """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
-    if jax.process_count() > 1 or measured[0]["groups"] > 1 or "out_of_place" not in measured[0]:
+    if jax.process_count() > 1 or measured[0]["groups"] > 1 or _half(measured[0]) == "in_place":
         return
     peers, failure = text.peer_bandwidths(group.operation, measured, repeats)
     if failure:
         print_once(failure, "")
     for row in measured:
         if peer := peers.get(row["bytes"]):
-            row["peer_busbw"] = peer
-            ours = row["out_of_place"]["busbw"]
-            print_once(f"{row['bytes']:>12,} bytes: {ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests "
-                   f"({ours / peer:.2f}×)")  # fmt: skip
-
-
-def _meshes(sweep: Sweep) -> list[AnyMesh]:
-    if not sweep.devices:
-        meshes = [_mesh(sweep.layout)]
-    elif jax.process_count() > 1:
-        raise InputError("--devices needs a single process. In a job of several, set the sizes of the mesh axes, and "
-                         "--axis, which measures groups of devices side by side.")  # fmt: skip
-    elif (most := max(sweep.devices)) > jax.device_count():
-        raise InputError(f"--devices is {most}, but this process has {jax.device_count()}.")
-    else:
-        meshes = [make_mesh(devices=jax.devices()[:count]) for count in sweep.devices]
-    _check_devices(meshes, sweep.axes)
-    return meshes
-
-
-def _check_devices(meshes: Sequence[AnyMesh], axes: Axes) -> None:
-    for mesh in meshes:
-        if any(mesh.shape[axis] == 1 for axis in axes) or mesh.size == 1:
-            what = f"--axis {','.join(axes)} has" if axes else "There is"
-            raise InputError(f"{what} one device, but a collective needs at least two. JAX_NUM_CPU_DEVICES=8 simulates "
-                             "eight on a CPU.")  # fmt: skip
-
-
-def _mesh(layout: ParallelConfig) -> AnyMesh:
-    sizes = {f"--{axis} {size}": size for axis in AXES if (size := getattr(layout, axis)) not in (None, 1)}
-    count, product = jax.device_count(), math.prod(sizes.values())
-    if count % product or (layout.data is not None and count != product):
-        raise InputError(f"{' × '.join(sizes)} is {product}, but must {'be' if layout.data else 'divide'} {count}, the "
-                         "number of devices.")  # fmt: skip
-    return make_mesh(layout)
+            row["peer_busbw"], ours = peer, row["out_of_place"]["busbw"]
+            speeds = f"{ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests ({ours / peer:.2f}×)"
+            print_once(f"{row['bytes']:>12,} bytes: {speeds}")
 
 
 def _measure(group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows: Path | None) -> list[dict[str, Any]]:
@@ -219,8 +222,9 @@ def _measure(group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows
     measured, columns = [], []
     for case in cases:
         timings = time_case(case, mode, repeats)
-        halves = {name: text.column(case, statistics.fmean(timing.seconds), timing.wrong)
-                  for name, timing in timings.items()}  # fmt: skip
+        halves = {
+            name: text.column(case, statistics.fmean(timing.seconds), timing.wrong) for name, timing in timings.items()
+        }
         columns += halves.values()
         print_once(text.row(case, halves.get("out_of_place"), halves["in_place"]))
         measured.append(_row(case, mode, timings))
@@ -232,36 +236,32 @@ def _measure(group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows
 
 def _row(case: Case, mode: Mode, timings: dict[str, Timing]) -> dict[str, Any]:
     """Describe a measured case: statistics of its times in seconds, and bandwidths at the median in bytes/s."""
-    row: dict[str, Any] = {
-        "operation": label(case.collective), "mode": mode, "dtype": case.dtype, "devices": case.ranks,
-        "groups": case.mesh.size // case.ranks, "axes": case.axes, "bytes": case.size,
-        "wrong": sum(timing.wrong for timing in timings.values()),
-    }  # fmt: skip
+    row: dict[str, Any] = {"operation": label(case.collective), "mode": mode, "dtype": case.dtype}
+    row |= {"devices": case.ranks, "groups": case.mesh.size // case.ranks, "axes": case.axes, "bytes": case.size}
+    row["wrong"] = sum(timing.wrong for timing in timings.values())
     for name, (seconds, _) in timings.items():
         mean, deviation = statistics.fmean(seconds), statistics.stdev(seconds) if len(seconds) > 1 else 0.0
         median, algbw, busbw, _ = text.column(case, statistics.median(seconds), 0)
-        row[name] = {
-            "p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds),
-            "mean": mean, "cv": deviation / mean, "algbw": algbw, "busbw": busbw,
-        }  # fmt: skip
+        row[name] = {"p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds)}
+        row[name] |= {"mean": mean, "cv": deviation / mean, "algbw": algbw, "busbw": busbw}
     return row
 
 
 def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    first = measured[0]
-    half = "out_of_place" if "out_of_place" in first else "in_place"
+    first, half = measured[0], _half(measured[0])
     fit = fit_times([row["bytes"] for row in measured], [row[half]["p50"] for row in measured])
     entry = {key: first[key] for key in ("operation", "mode", "dtype", "devices", "groups", "axes")}
     what = f"{entry['operation']} over {entry['devices']} devices, {entry['dtype']}"
     if fit is None:
         print_once(f"{what}: no fit; times must grow with the size over at least three sizes", "")
         return entry
-    alpha, beta = fit.alpha, fit.beta
+    latency, *latencies = (f"{1e6 * value:,.3g}" for value in fit.alpha)
+    bandwidth, *bandwidths = (f"{value / 1e9:,.3g}" for value in fit.beta)
     print_once(
-        f"{what}: latency {1e6 * alpha.value:,.3g} µs ({1e6 * alpha.low:,.3g} to {1e6 * alpha.high:,.3g}), "
-        f"algorithm bandwidth {beta.value / 1e9:,.3g} GB/s ({beta.low / 1e9:,.3g} to {beta.high / 1e9:,.3g}); "
-        f"half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}", "",
-    )  # fmt: skip
-    beta = beta._replace(high=beta.high if math.isfinite(beta.high) else None)
-    return entry | {"alpha_seconds": alpha._asdict(), "beta_bytes_per_second": beta._asdict(),
-                    "half_bytes": fit.half_size, "knee_bytes": fit.knee}  # fmt: skip
+        f"{what}: latency {latency} µs ({' to '.join(latencies)}), algorithm bandwidth {bandwidth} GB/s "
+        f"({' to '.join(bandwidths)}); half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}",
+        "",
+    )
+    beta = fit.beta._replace(high=fit.beta.high if math.isfinite(fit.beta.high) else None)
+    entry |= {"alpha_seconds": fit.alpha._asdict(), "beta_bytes_per_second": beta._asdict()}
+    return entry | {"half_bytes": fit.half_size, "knee_bytes": fit.knee}

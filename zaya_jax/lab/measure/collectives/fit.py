@@ -24,16 +24,8 @@ class Fit(NamedTuple):
 
     alpha: Estimate  # seconds of an empty message
     beta: Estimate  # algorithm bandwidth of an infinite one, bytes/s
-
-    @property
-    def half_size(self) -> float:
-        """n½: the size in bytes that reaches half of β."""
-        return max(self.alpha.value, 0.0) * self.beta.value
-
-    @property
-    def knee(self) -> float:
-        """The smallest size in bytes that reaches `SATURATED` of β; larger buffers gain little, and overlap less."""
-        return self.half_size * SATURATED / (1 - SATURATED)
+    half_size: float  # n½: the size in bytes that reaches half of β
+    knee: float  # the smallest size in bytes that reaches `SATURATED` of β; larger buffers overlap less
 
 
 def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
@@ -42,12 +34,8 @@ def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     The weights are those of the fitted times, so that a time that happens to be short does not count more. The
     confidence intervals are those of Student's t distribution; that of β is the inverse of the slope's.
 
-    Args:
-      sizes: bytes.
-      seconds: time of each.
-
     Returns:
-      The fit; None if there are fewer than three different sizes, or times do not grow with the size.
+      The fit; None with fewer than three different `sizes` in bytes, or if times do not grow with the size.
     """
     size, time = np.asarray(sizes, float), np.asarray(seconds, float)
     if len(set(sizes)) < 3:
@@ -60,5 +48,6 @@ def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     (slope, start), low, high = line.tolist(), (line - margins).tolist(), (line + margins).tolist()
     if slope <= 0:
         return None
-    fastest = 1 / low[0] if low[0] > 0 else float("inf")
-    return Fit(Estimate(start, low[1], high[1]), Estimate(1 / slope, 1 / high[0], fastest))
+    half, fastest = max(start, 0.0) / slope, 1 / low[0] if low[0] > 0 else float("inf")
+    beta = Estimate(1 / slope, 1 / high[0], fastest)
+    return Fit(Estimate(start, low[1], high[1]), beta, half, half * SATURATED / (1 - SATURATED))

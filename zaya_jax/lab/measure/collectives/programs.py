@@ -1,20 +1,36 @@
-"""The compiled programs that measure a collective, and the check that each contains it as often as it should."""
+"""Compile a collective, check its results, and time it: seconds of each call, the largest over processes."""
 
 import functools
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, Collective, compiled_kind, pattern
+from zaya_jax.job.multihost import all_gather
+from zaya_jax.lab.measure.collectives.operations import (
+    COLLECTIVES,
+    SOURCES,
+    Axes,
+    Collective,
+    compiled_kind,
+    label,
+    pattern,
+)
+from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse, walk
-from zaya_jax.parallel.mesh import AXES, AnyMesh
+from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 
+Mode = Literal["dispatch", "graph"]
 IN_GRAPH = 16  # operations of a program in the mode `graph`, each of which needs the result of the one before
+WARM_UP = 5  # calls before the first timed one
+CHECKED = ("float32", "bfloat16", "int32")  # dtypes
+_CHUNK = 64  # elements of each device, to check
+_PATIENCE = 600  # seconds that processes may take until they start a case
 _KINDS = tuple(collective.kind for collective in COLLECTIVES.values())
 
 
@@ -121,24 +137,24 @@ class Programs:
 
     def _wrong(self, out: jax.Array) -> jax.Array:
         case = self.case
-        source = case.collective.source(self._rank(), jnp.arange(self._received), case.ranks, case.chunk)
+        source = SOURCES[case.collective.name](self._rank(), jnp.arange(self._received), case.ranks, case.chunk)
         return (out != self._numbers.value(*source).astype(case.dtype)).sum(dtype=jnp.int32)[None]
 
-    def _compiled(self, shard: Callable[..., jax.Array], elements: int | None, *, times: int = 0,
-                  donate: bool = False) -> Callable[..., Any]:  # fmt: skip
+    def _compiled(
+        self, shard: Callable[..., jax.Array], elements: int | None, *, times: int = 0, donate: bool = False
+    ) -> Callable[..., Any]:
         """Compile `shard` for an argument with so many elements per device (None: no argument)."""
-        case, spec = self.case, PartitionSpec(AXES)
-        mapped = jax.shard_map(shard, mesh=case.mesh, in_specs=() if elements is None else spec, out_specs=spec,
-                               check_vma=False)  # fmt: skip
+        (_, mesh, _, _, dtype), spec = self.case, PartitionSpec(AXES)
         arguments = []
         if elements is not None:
-            sharding = NamedSharding(case.mesh, spec)
-            arguments = [jax.ShapeDtypeStruct((elements * case.mesh.size,), case.dtype, sharding=sharding)]
+            sharding = NamedSharding(mesh, spec)
+            arguments = [jax.ShapeDtypeStruct((elements * mesh.size,), dtype, sharding=sharding)]
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec, check_vma=False)
         compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ()).lower(*arguments).compile()
-        counts, kind = collective_counts(compiled.as_text() or ""), compiled_kind(case.collective)
+        counts, kind = collective_counts(compiled.as_text() or ""), compiled_kind(self.case.collective)
         if counts != ({kind: times} if times else {}):
-            raise RuntimeError(f"The program for {case.collective.name} has the collectives {dict(counts)}, but must "
-                               f"have {times} of {kind}.")  # fmt: skip
+            which = f"The program for {self.case.collective.name} has the collectives {dict(counts)}"
+            raise RuntimeError(f"{which}, but must have {times} of {kind}.")
         return compiled
 
 
@@ -150,3 +166,76 @@ def collective_counts(text: str) -> Counter[str]:
             if (kind := instruction.opcode.removesuffix("-start")) in _KINDS:
                 counts[kind] += place.times
     return counts
+
+
+class Timing(NamedTuple):
+    """Seconds of one operation in each timed call, and the number of wrong elements over all devices."""
+
+    seconds: list[float]
+    wrong: int
+
+
+def time_case(case: Case, mode: Mode, repeats: int) -> dict[str, Timing]:
+    """Check and time a collective, 'out_of_place' (not in the mode 'graph') and 'in_place'.
+
+    The mode 'dispatch' times calls of one operation, with what starting a program costs. 'graph' times a program of
+    `IN_GRAPH` operations, each of which needs the result of the one before, and divides.
+
+    Raises:
+      RuntimeError: a compiled program does not contain the collective as often as it should.
+    """
+    programs = Programs(case)
+    wrong, wrong_in_place = wrong_elements(programs)
+    if mode == "graph":
+        seconds = _time(programs.in_graph, programs.fill_buffer(), repeats, feed=True)
+        return {"in_place": Timing([second / IN_GRAPH for second in seconds], wrong_in_place)}
+    out_of_place = _time(programs.run, programs.fill(), repeats, feed=False)
+    in_place = _time(programs.in_place, programs.fill_buffer(), repeats, feed=True)
+    return {"out_of_place": Timing(out_of_place, wrong), "in_place": Timing(in_place, wrong_in_place)}
+
+
+def wrong_elements(programs: Programs) -> tuple[int, int]:
+    """Run a collective once, and count the wrong elements over all devices, out of place and in place."""
+    out_of_place = programs.wrong(programs.run(programs.fill()))
+    in_place = programs.wrong_buffer(programs.in_place(programs.fill_buffer()))
+    return _total(out_of_place), _total(in_place)
+
+
+def _time(call: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int, *, feed: bool) -> list[float]:
+    """Time calls on `x`, or, with `feed`, on the result of the call before."""
+
+    def one_call() -> None:
+        nonlocal x
+        out = call(x).block_until_ready()
+        x = out if feed else x
+
+    time_calls(one_call, WARM_UP, 0)
+    all_gather("collectives", None, _PATIENCE)  # all processes start the timed calls together
+    seconds = time_calls(one_call, repeats, 0).seconds
+    return np.max(all_gather("collectives", seconds, _PATIENCE), axis=0).tolist()
+
+
+def _total(wrong: jax.Array) -> int:
+    own = sum(int(shard.data.sum()) for shard in wrong.addressable_shards)
+    return sum(all_gather("collectives", own, _PATIENCE))
+
+
+def check_collectives() -> dict[str, Any]:
+    """Run each collective over all devices of this job, and compare every element.
+
+    Returns:
+      `devices`: their number. `dtypes`: those that were checked. `skipped`: a sentence, with only one device.
+      `failed`: a sentence, if a result is wrong.
+    """
+    mesh = make_mesh()
+    if mesh.size < 2:
+        return {"devices": mesh.size, "skipped": "There is only one device, so there are no collectives to check."}
+    axes, wrong = nontrivial_axes(mesh, AXES), []
+    for collective in COLLECTIVES.values():
+        for dtype in CHECKED:
+            if any(wrong_elements(Programs(Case(collective, mesh, axes, _CHUNK * mesh.size, dtype)))):
+                wrong.append(f"{label(collective)} in {dtype}")
+    result: dict[str, Any] = {"devices": mesh.size, "dtypes": list(CHECKED)}
+    if wrong:
+        result["failed"] = f"Wrong results over {mesh.size} devices: {', '.join(wrong)}."
+    return result

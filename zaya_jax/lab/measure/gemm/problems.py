@@ -34,9 +34,14 @@ class Problem(NamedTuple):
     name: str  # of the problem in its family
     sizes: Mapping[str, int]  # what the plots have on their axes, by name
     run: Callable[..., Any]  # function of the arrays
-    arrays: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the floating-point arguments, the first ones
+    arrays: tuple[jax.ShapeDtypeStruct, ...]  # the floating-point arguments, the first ones
     integers: tuple[np.ndarray, ...]  # the other arguments
     flops: float  # of the operation's definition
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What its row in a result starts with."""
+        return {"family": self.family, "name": self.name, **self.sizes, "flops": self.flops}
 
 
 def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:
@@ -50,23 +55,15 @@ def strides(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]:
     Rows whose length is a multiple of 4 KiB can compete for the same part of the memory or of a cache; products of
     other widths are then faster.
     """
-    d, rows = model.hidden_size, min(tokens, _STRIDE_ROWS)
-    widths = [d + offset for offset in OFFSETS if d + offset > 0]
-    return [
-        _matmul("stride", f"{k} = {d} {k - d:+}", {"depth": k, "offset": k - d},
-                ("mk,kn->mn", (rows, k), (k, d)), 2.0 * rows * k * d, dtype)
-        for k in widths
-    ]  # fmt: skip
+    d, rows, problems = model.hidden_size, min(tokens, _STRIDE_ROWS), []
+    for k in (d + offset for offset in OFFSETS if d + offset > 0):
+        einsum, sizes = ("mk,kn->mn", (rows, k), (k, d)), {"depth": k, "offset": k - d}
+        problems.append(_matmul("stride", f"{k} = {d} {k - d:+}", sizes, einsum, 2.0 * rows * k * d, dtype))
+    return problems
 
 
 def model_products(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]:
-    """Return every dense product of a layer and of a chunk of the head, forward and both gradients.
-
-    Args:
-      model: the architecture.
-      tokens: tokens of a micro-batch on one device.
-      dtype: of the operands.
-    """
+    """Return every dense product of a layer and of a chunk of the head, forward and both gradients."""
     problems = []
     chunk = min(tokens, chunk_tokens(tokens, model.vocab_size, model.hidden_size, frozen_head=False))
     for product in (*products(model, tokens), *_router_products(model, tokens)):
@@ -75,11 +72,14 @@ def model_products(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]
         batch, columns, depth = product.groups, product.columns, product.depth
         rows = chunk if product.name == "head" else product.rows  # the loss never multiplies all tokens at once
         x, w, y = (batch, rows, depth), (batch, depth, columns), (batch, rows, columns)
-        sides = (("forward", "brd,bdc->brc", x, w), ("input gradient", "brc,bdc->brd", y, w),
-                 ("weight gradient", "brd,brc->bdc", x, y))  # fmt: skip
+        sides = {
+            "forward": ("brd,bdc->brc", x, w),
+            "input gradient": ("brc,bdc->brd", y, w),
+            "weight gradient": ("brd,brc->bdc", x, y),
+        }
         sizes, flops = {"rows": rows, "columns": columns, "depth": depth}, 2.0 * batch * rows * columns * depth
-        problems += [_matmul("model", f"{product.name}, {side}", sizes, (equation, *operands), flops, dtype)
-                     for side, equation, *operands in sides]  # fmt: skip
+        for side, einsum in sides.items():
+            problems.append(_matmul("model", f"{product.name}, {side}", sizes, einsum, flops, dtype))
     return problems
 
 
@@ -87,44 +87,43 @@ def _router_products(model: ModelConfig, tokens: int) -> list[Product]:
     r, layers = model.router_size, model.num_layers
     if model.router != "zaya":
         return [Product("router", layers, 1, tokens, model.num_experts, model.hidden_size)]
-    return [Product("router, down", layers, 1, tokens, r, model.hidden_size),
-            Product("router, hidden", (model.router_layers - 1) * layers, 1, tokens, r, r),
-            Product("router, output", layers, 1, tokens, model.num_experts + 1, r)]  # fmt: skip
+    return [
+        Product("router, down", layers, 1, tokens, r, model.hidden_size),
+        Product("router, hidden", (model.router_layers - 1) * layers, 1, tokens, r, r),
+        Product("router, output", layers, 1, tokens, model.num_experts + 1, r),
+    ]
 
 
 def _matmul(
     family: str, name: str, sizes: Mapping[str, int], einsum: tuple[Any, ...], flops: float, dtype: str
 ) -> Problem:
     equation, *operands = einsum
-    arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in operands)
-    return Problem(family, name, sizes, functools.partial(jnp.einsum, equation), arrays, (), flops)
+    return Problem(family, name, sizes, functools.partial(jnp.einsum, equation), _arrays(dtype, *operands), (), flops)
+
+
+def _arrays(dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
 
 
 def expert_products(
     model: ModelConfig, histograms: Mapping[str, np.ndarray], kernels: KernelSelection, dtype: str
 ) -> list[Problem]:
-    """Return the grouped products of a layer's experts, forward and backward, for each distribution of the tokens.
+    """Return the grouped products of a layer's experts, forward and backward.
 
-    Args:
-      model: the architecture.
-      histograms: tokens of each expert, int32 [e], by name.
-      kernels: the implementations.
-      dtype: of the operands.
+    `histograms` has tokens of each expert, int32 [e], by the name of the distribution.
     """
     d, f, e = model.hidden_size, model.expert_size, model.num_experts
     run = functools.partial(grouped_matmul, **{part: kernels.implementation(part) for part in PRODUCTS})
-    problems = []
-    for (layer, (p, q)), (name, sizes_e) in itertools.product(
-        {"gate and up": (d, 2 * f), "down": (f, d)}.items(), histograms.items()
-    ):
-        t = int(sizes_e.sum())
-        x, w, y = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((t, p), (e, p, q), (t, q)))
-        sizes, flops = {"rows": t // e, "columns": q, "depth": p}, 2.0 * t * p * q
-        both = functools.partial(_gradient, run)
-        problems += [
-            Problem("experts", f"{layer}, {name}, forward", sizes, run, (x, w), (sizes_e,), flops),
-            Problem("experts", f"{layer}, {name}, gradients", sizes, both, (x, w, y), (sizes_e,), 2 * flops),
-        ]
+    both, problems = functools.partial(_gradient, run), []
+    for layer, p, q in (("gate and up", d, 2 * f), ("down", f, d)):
+        for name, sizes_e in histograms.items():
+            t = int(sizes_e.sum())
+            x, w, y = _arrays(dtype, (t, p), (e, p, q), (t, q))
+            sizes, flops, title = {"rows": t // e, "columns": q, "depth": p}, 2.0 * t * p * q, f"{layer}, {name}"
+            problems += [
+                Problem("experts", f"{title}, forward", sizes, run, (x, w), (sizes_e,), flops),
+                Problem("experts", f"{title}, gradients", sizes, both, (x, w, y), (sizes_e,), 2 * flops),
+            ]
     return problems
 
 
@@ -133,13 +132,7 @@ def _gradient(run: Callable[..., jax.Array], x: jax.Array, w: jax.Array, y: jax.
 
 
 def newton_schulz(model: ModelConfig, muon: MuonConfig, kernels: KernelSelection) -> list[Problem]:
-    """Return the orthogonalization of a parameter of each shape, of one layer (docs/reference.md §3.1).
-
-    Args:
-      model: the architecture.
-      muon: gives the number of iterations, their dtype and coefficients, and the parts of a matrix.
-      kernels: the implementations.
-    """
+    """Return the orthogonalization of a parameter of each shape, of one layer, as `muon` has it (reference.md §3.1)."""
     abstract, counts = abstract_model(model), {}
     role_by_name, parts = roles(abstract), fused(abstract) if muon.gate_up == "split" else {}
     for name, shape in shapes(abstract).items():
@@ -147,14 +140,13 @@ def newton_schulz(model: ModelConfig, muon: MuonConfig, kernels: KernelSelection
             part = parts.get(name, 1)
             p, q = sorted((shape[-2], shape[-1] // part))
             counts[p, q] = max(counts.get((p, q), 1), part * int(np.prod(shape[1:-2])))
-    run = functools.partial(kernels.ops.orthogonalize, steps=muon.newton_schulz_steps,
-                            dtype=jnp.dtype(muon.newton_schulz_dtype), coefficients=muon.coefficients)  # fmt: skip
+    steps, dtype = muon.newton_schulz_steps, jnp.dtype(muon.newton_schulz_dtype)
+    run = functools.partial(kernels.ops.orthogonalize, steps=steps, dtype=dtype, coefficients=muon.coefficients)
     problems = []
     for (p, q), count in sorted(counts.items()):
-        array = jax.ShapeDtypeStruct((count, p, q), jnp.float32)
-        flops = muon.newton_schulz_steps * count * 2.0 * (2 * p * p * q + p**3)
-        sizes = {"rows": p, "columns": q}
-        problems.append(Problem("newton_schulz", f"{count} × {p} × {q}", sizes, run, (array,), (), flops))
+        name, arrays = f"{count} × {p} × {q}", _arrays("float32", (count, p, q))
+        flops = steps * count * 2.0 * (2 * p * p * q + p**3)
+        problems.append(Problem("newton_schulz", name, {"rows": p, "columns": q}, run, arrays, (), flops))
     return problems
 
 
@@ -163,23 +155,16 @@ def attention(
 ) -> list[Problem]:
     """Return causal attention, forward, over lengths and over the query heads that share a key head.
 
-    Args:
-      model: gives the number of query heads and their width.
-      lengths: tokens of a row.
-      tokens: of all rows; there is at least one row, and no part of one.
-      kernels: the implementations.
-      dtype: of the operands.
+    There are as many whole rows as `tokens` fill, at least one.
     """
     h, c, problems = model.num_query_heads, model.head_dim, []
+    run = functools.partial(_attend, kernels.ops.attention)
     for s, shared in itertools.product(lengths, [n for n in range(1, h + 1) if h % n == 0]):
         b, k = max(1, tokens // s), h // shared
-        q, kv = (jax.ShapeDtypeStruct((b, s, heads, c), jnp.dtype(dtype)) for heads in (h, k))
+        arrays, segments = _arrays(dtype, (b, s, h, c), (b, s, k, c), (b, s, k, c)), np.ones((b, s), np.int32)
+        name, sizes = f"{s} tokens, {h} over {k} heads", {"length": s, "query heads per key head": shared}
         flops = 4.0 * b * h * c * s * (s + 1) / 2
-        sizes = {"length": s, "query heads per key head": shared}
-        run, segments = functools.partial(_attend, kernels.ops.attention), np.ones((b, s), np.int32)
-        problems.append(
-            Problem("attention", f"{s} tokens, {h} over {k} heads", sizes, run, (q, kv, kv), (segments,), flops)
-        )
+        problems.append(Problem("attention", name, sizes, run, arrays, (segments,), flops))
     return problems
 
 
@@ -198,23 +183,22 @@ def scale_counts(counts_e: np.ndarray, tokens: int) -> np.ndarray:
 def read_histograms(run: str, experts: int, tokens: int) -> dict[str, np.ndarray]:
     """Return the loads of a run's most even and most uneven layer at its last logged step.
 
-    Args:
-      run: folder of the run.
-      experts: number of experts of a layer.
-      tokens: tokens of the micro-batch; those that the run's layer skipped are left out.
+    Their sum is `tokens`, without those that the run's layer skipped.
 
     Raises:
-      InputError: the folder has no counts, or those of another number of experts.
+      InputError: the folder has no counts, or those of another number than `experts`.
     """
     rows = [row for row in read_rows(Path(run) / METRICS) if row.get("expert_counts")]
     if not rows:
         raise InputError(f"--routing is {run!r}, but must be the folder of a run with expert_counts in {METRICS}.")
-    classes_lc = np.array(rows[-1]["expert_counts"], np.float64)  # the last class is skip
+    step, classes_lc = rows[-1]["step"], np.array(rows[-1]["expert_counts"], np.float64)  # the last class is skip
     routed_l, counts_le = classes_lc[:, :-1].sum(1) / np.maximum(classes_lc.sum(1), 1), classes_lc[:, :-1]
     if counts_le.shape[1] != experts:
         raise InputError(f"--routing {run} has {counts_le.shape[1]} experts, but the configuration has {experts}.")
-    used = [int(index) for index in np.flatnonzero(routed_l)]
-    spread = {index: counts_le[index].max() / counts_le[index].mean() for index in used}
+    used = [int(layer) for layer in np.flatnonzero(routed_l)]
+    spread = {layer: counts_le[layer].max() / counts_le[layer].mean() for layer in used}
     chosen = {min(used, key=spread.__getitem__), max(used, key=spread.__getitem__)} if used else set()
-    return {f"layer {index} at step {rows[-1]['step']}": scale_counts(counts_le[index], round(tokens * routed_l[index]))
-            for index in sorted(chosen)}  # fmt: skip
+    return {
+        f"layer {layer} at step {step}": scale_counts(counts_le[layer], round(tokens * routed_l[layer]))
+        for layer in sorted(chosen)
+    }

@@ -11,19 +11,16 @@ ROUNDS = 5  # in which something must be slow; the fastest counts, since other w
 
 
 def find_slow(nodes: Sequence[Sequence[Device]], measure: Measure[Device], tolerance: float) -> list[Device]:
-    """Return the devices that slow a collective down.
+    """Return the devices that slow a collective down: the smallest group that is slower than another of its size.
 
     Halves have the same number of nodes, or of devices of one node, so that equal links give equal bandwidths. A single
-    node or device is measured together with one that was found good.
+    node or device is measured together with one that was found good. Two or three devices in all, and the network of
+    two or three nodes, cannot be told apart.
 
     Args:
       nodes: the devices of each node.
       measure: at least two devices → bus bandwidth.
       tolerance: relative difference of two halves, in `ROUNDS` measurements, from which on the slower one is searched.
-
-    Returns:
-      The smallest group that is slower than another of its size; [] if none is. Two or three devices in all, and the
-      network of two or three nodes, cannot be told apart.
     """
     every = [list(node) for node in nodes]
     slow, good = _bisect(every, [], measure, tolerance) if len(every) > 1 else (every, [])
@@ -41,11 +38,10 @@ def _bisect(
 
     def slower(first: Units[Device], second: Units[Device], partner: Units[Device]) -> int | None:
         """Return which of two groups is slower; None if neither is."""
-        partner = partner[:1] if len(first) == 1 else []
+        groups = [[*chain(*(partner[:1] if len(first) == 1 else []), *half)] for half in (first, second)]
         fastest = [0.0, 0.0]
         for _ in range(ROUNDS):
-            fastest = [max(speed, measure([*chain(*partner, *half)]))
-                       for speed, half in zip(fastest, (first, second), strict=True)]  # fmt: skip
+            fastest = [max(speed, measure(group)) for speed, group in zip(fastest, groups, strict=True)]
             if min(fastest) >= (1 - tolerance) * max(fastest):
                 return None
         return fastest.index(min(fastest))

@@ -1,4 +1,7 @@
-"""Measure how fast each device multiplies and copies, and how fast some of the devices communicate."""
+"""Measure how fast each device multiplies and copies, and how fast some of the devices communicate.
+
+The product is a square of `gemm`, the copy that of `memory`.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +14,9 @@ from zaya_jax.job.multihost import all_gather
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES
 from zaya_jax.lab.measure.collectives.programs import Case, Programs
 from zaya_jax.lab.measure.collectives.text import column
-from zaya_jax.lab.timing import timed
+from zaya_jax.lab.measure.gemm.problems import squares
+from zaya_jax.lab.measure.memory import ITEM, KERNELS
+from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
 
 PATIENCE = 600  # seconds that another process may take, which compiles
@@ -38,12 +43,9 @@ GPU = Sizes(8192, "bfloat16", 2**30, 2**27)
 def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:
     """Measure the devices of each process one after the other.
 
-    Args:
-      name: 'matmul', in FLOP/s, or 'memory', bytes/s that a copy reads and writes.
-      sizes: of the operands.
-
     Returns:
-      The speed of each device of the job, by id; of one that fails, the first line of its error.
+      By id of each device of the job, the FLOP/s of 'matmul', or the bytes/s that the copy of 'memory' reads and
+      writes; of a device that fails, the first line of its error.
 
     Raises:
       TimeoutError: another process did not answer.
@@ -63,21 +65,15 @@ def _speed(name: str, device: Any, sizes: Sizes) -> float | str:
 def probe(name: str, sizes: Sizes) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
     """Return the function of 'matmul' or 'memory', and its arrays on the default device."""
     if name == "matmul":
-        matrix = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, sizes.dtype)
-        return jnp.matmul, (matrix, matrix)
-    return jnp.negative, (jnp.zeros(sizes.array // 4, jnp.float32),)  # of a plain copy, XLA would return the input
+        (square,) = squares([sizes.matrix], sizes.dtype)
+        return square.run, tuple(jnp.full(x.shape, 1 / sizes.matrix, x.dtype) for x in square.arrays)
+    return lambda a: KERNELS["Copy"].run(a, a), (jnp.zeros(sizes.array // ITEM, jnp.float32),)
 
 
 def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:
-    """Measure a collective over `devices`, which may belong to some of the processes; all processes must call this.
+    """Return the bus bandwidth of the shortest call of a collective, in bytes/s; the slowest process counts.
 
-    Args:
-      operation: name in `COLLECTIVES`.
-      devices: at least two devices.
-      sizes: gives the size.
-
-    Returns:
-      The bus bandwidth of the shortest call, in bytes/s; the slowest process counts.
+    All processes must call this with the same `devices`, at least two, which may belong to some of the processes.
     """
     mesh = make_mesh(devices=devices)
     probe = Case(COLLECTIVES[operation], mesh, nontrivial_axes(mesh, AXES), 1, "float32")
@@ -95,4 +91,4 @@ _programs = functools.lru_cache(maxsize=16)(Programs)  # every round measures th
 
 def _shortest(call: Callable[..., Any], *arrays: jax.Array) -> float:
     """Return the seconds of the shortest call: what else runs on a host only makes calls longer."""
-    return min(timed(lambda: jax.block_until_ready(call(*arrays)), _PASSES, _WARM_UP))
+    return min(time_calls(lambda: jax.block_until_ready(call(*arrays)), _PASSES, _WARM_UP).seconds)

@@ -11,22 +11,19 @@ from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import all_gather, broadcast
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, label
-from zaya_jax.lab.measure.collectives.timing import check_collectives
+from zaya_jax.lab.measure.collectives.programs import check_collectives
 from zaya_jax.lab.measure.preflight import probes
 from zaya_jax.lab.measure.preflight.bisection import ROUNDS, find_slow
 from zaya_jax.lab.report.tables import UNITS
 from zaya_jax.lab.result import describe_run, print_once
 from zaya_jax.parallel.kernels import validated_kernels
 
-Status = Literal["PASS", "WARN", "FAIL"]
-_MEASURED = ("all_reduce", "all_gather")
-
 
 class Check(NamedTuple):
     """The result of a check."""
 
     check: str  # its name
-    status: Status  # 'FAIL' if the job should not start
+    status: Literal["PASS", "WARN", "FAIL"]  # 'FAIL' if the job should not start
     value: float | None  # what was measured; None for a check that measures nothing
     unit: str  # of `value`
     message: str  # what was found, a sentence; '' if there is nothing to say
@@ -47,26 +44,26 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
     Raises:
       InputError: the baseline is of other devices.
     """
-    kind, count = jax.devices()[0].device_kind, jax.device_count()
+    device = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     result = describe_run("preflight", f"tolerance {tolerance:.0%}", "the other devices, and the baseline", ())
-    result["hardware"] |= {"device": f"{count} × {kind}", "processes": jax.process_count()}
+    result["hardware"] |= {"device": device, "processes": jax.process_count()}
     received: Any = broadcast(None if baseline is None else dict(baseline))
-    recorded = {} if received is None else _recorded(received, source, result["hardware"]["device"])
+    recorded = {} if received is None else _recorded(received, source, device)
     sizes = probes.CPU if jax.default_backend() == "cpu" else probes.GPU
     hosts = [str(host) for host in all_gather("preflight", socket.gethostname(), probes.PATIENCE)]
     names, checks = _device_names(hosts), list[Check]()
 
     def report(check: Check) -> None:
-        checks.append(_against(recorded, check, tolerance))
+        checks.append(_compare(recorded, check, tolerance))
         print_once(_line(checks[-1]))
 
     report(_kernels(config))
-    for name, unit in (("matmul", "FLOP/s"), ("memory", "bytes/s")):
-        report(_slowest(name, unit, sizes, names, tolerance))
+    report(_slowest("matmul", "FLOP/s", sizes, names, tolerance))
+    report(_slowest("memory", "bytes/s", sizes, names, tolerance))
     found = check_collectives()
-    report(Check("collectives", "FAIL" if "failed" in found else "PASS", None, "",
-                 found.get("failed") or found.get("skipped", "")))  # fmt: skip
-    for operation in _MEASURED if count > 1 else ():
+    status, message = "FAIL" if "failed" in found else "PASS", found.get("failed") or found.get("skipped", "")
+    report(Check("collectives", status, None, "", message))
+    for operation in ("all_reduce", "all_gather") if jax.device_count() > 1 else ():
         report(_collective(operation, sizes, hosts, names, tolerance))
     result["checks"] = [check._asdict() for check in checks]
     if failed := [check.check for check in checks if check.status == "FAIL"]:
@@ -86,17 +83,16 @@ def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str]
     """Compare the devices with their median."""
     speeds, slow = dict.fromkeys(names, 0.0), dict[int, float]()
     for _ in range(ROUNDS):
-        again = probes.device_speeds(name, sizes)
-        if failed := {device: error for device, error in again.items() if isinstance(error, str)}:
-            said = [f"{names[device]} fails: {error}." for device, error in failed.items()]
-            return Check(name, "FAIL", None, unit, " ".join(said))
-        speeds = {device: max(speed, float(again[device])) for device, speed in speeds.items()}
+        measured = probes.device_speeds(name, sizes)
+        if failed := [f"{names[device]} fails: {it}." for device, it in measured.items() if isinstance(it, str)]:
+            return Check(name, "FAIL", None, unit, " ".join(failed))
+        speeds = {device: max(speed, float(measured[device])) for device, speed in speeds.items()}
         typical = statistics.median(speeds.values())
         slow = {device: speed / typical for device, speed in speeds.items() if speed < (1 - tolerance) * typical}
         if not slow:
             break
-    said = [f"{names[device]} reaches {share:.0%} of the median." for device, share in slow.items()]
-    return Check(name, "FAIL" if slow else "PASS", min(speeds.values()), unit, " ".join(said))
+    messages = [f"{names[device]} reaches {share:.0%} of the median." for device, share in slow.items()]
+    return Check(name, "FAIL" if slow else "PASS", min(speeds.values()), unit, " ".join(messages))
 
 
 def _collective(
@@ -108,37 +104,40 @@ def _collective(
     devices = [device for node in nodes.values() for device in node]
     whole = max(probes.bandwidth(operation, devices, sizes) for _ in range(ROUNDS))
     slow = find_slow(list(nodes.values()), lambda group: probes.bandwidth(operation, group, sizes), tolerance)
-    said = f"Slow: {', '.join(names[device.id] for device in slow)}." if slow else ""
-    return Check(label(COLLECTIVES[operation]), "FAIL" if slow else "PASS", whole, "bytes/s", said)
+    message = f"Slow: {', '.join(names[device.id] for device in slow)}." if slow else ""
+    return Check(label(COLLECTIVES[operation]), "FAIL" if slow else "PASS", whole, "bytes/s", message)
 
 
-def _against(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Check:
+def _compare(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Check:
     """Compare a check with the baseline."""
     before = recorded.get(check.check)
     if check.unit not in UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
         return check
-    said = f"{check.value / before:.0%} of the baseline, {_quantity(before, check.unit)}."
-    return check._replace(status="FAIL", message=f"{said} {check.message}".strip())
+    message = f"{check.value / before:.0%} of the baseline, {_quantity(before, check.unit)}. {check.message}"
+    return check._replace(status="FAIL", message=message.strip())
 
 
 def _recorded(baseline: Mapping[str, Any], source: str, device: str) -> dict[str, float]:
     """Return the measured values of the baseline by check."""
     try:
-        if (before := baseline["hardware"]["device"]) != device:
-            raise InputError(f"{source} is of {before}, but this job has {device}: leave it out, and record another "
-                             "with --output.")  # fmt: skip
-        return {row["check"]: float(row["value"]) for row in baseline["checks"] if row["value"] is not None}
+        before = baseline["hardware"]["device"]
+        if before == device:
+            return {row["check"]: float(row["value"]) for row in baseline["checks"] if row["value"] is not None}
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{source} has a damaged row or field ({error!r}): record another with --output.") from error
+    advice = "leave it out, and record another with --output"
+    raise InputError(f"{source} is of {before}, but this job has {device}: {advice}.")
 
 
 def _device_names(hosts: Sequence[str]) -> dict[int, str]:
     """Name each device of the job, with its process and host."""
-    several = jax.process_count() > 1
-    return {
-        device.id: f"device {device.id}" + (f" (process {process}, host {hosts[process]})" if several else "")
-        for device in jax.devices() for process in [device.process_index]
-    }  # fmt: skip
+    names = {}
+    for device in jax.devices():
+        process = int(device.process_index)
+        names[device.id] = f"device {device.id}"
+        if len(hosts) > 1:
+            names[device.id] += f" (process {process}, host {hosts[process]})"
+    return names
 
 
 def _quantity(value: float, unit: str) -> str:

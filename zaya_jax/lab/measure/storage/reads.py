@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import os
-import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.data.io_estimate import PAGE_BYTES
+from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.result import rounded
-from zaya_jax.lab.timing import elapsed
 
 BLOCK = 2**22  # bytes of a sequential read
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,46 +43,36 @@ def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: i
       in the median pass; `seconds` of each; `cached`, the fraction of the file in the page cache at the start of a
       pass: the maximum over cold passes, the minimum over warm ones.
     """
-    size = path.stat().st_size
-    order = np.random.default_rng(0).permutation(size // PAGE_BYTES)[:operations].astype(np.int64) * PAGE_BYTES
-    parts = np.array_split(order, threads) if pattern == "random" else [np.arange(0, size, BLOCK)]
-    length, advice = (PAGE_BYTES, os.POSIX_FADV_RANDOM) if pattern == "random" else (BLOCK, os.POSIX_FADV_SEQUENTIAL)
-    if cache == "warm":
-        with path.open("rb", buffering=0) as file:
-            buffer = bytearray(BLOCK)
-            while file.readinto(buffer):
-                pass
-    cached, seconds = [], []
-    for _ in range(repeats):
+    size, cached = path.stat().st_size, list[float]()
+    if pattern == "random":
+        order = np.random.default_rng(0).permutation(size // PAGE_BYTES)[:operations].astype(np.int64) * PAGE_BYTES
+        parts, length, advice = np.array_split(order, threads), PAGE_BYTES, os.POSIX_FADV_RANDOM
+    else:
+        parts, length, advice = [np.arange(0, size, BLOCK)], BLOCK, os.POSIX_FADV_SEQUENTIAL
+
+    def before() -> None:
         if cache == "cold":
             drop_cached(path)
         cached.append(cached_fraction(path))
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, advice)  # without it, a page's neighbours would be read, too
-            seconds.append(_time_pass(descriptor, length, parts))
-        finally:
-            os.close(descriptor)
-    count, median = sum(map(len, parts)), statistics.median(seconds)
-    moved = min(count * length, size)
-    return {
-        "pattern": pattern, "cache": cache, "threads": len(parts), "operations": count, "bytes": moved,
-        "cached": (max if cache == "cold" else min)(cached), "seconds": rounded(seconds),
-        "operations_per_second": count / median, "bytes_per_second": moved / median,
-    }  # fmt: skip
 
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(len(parts)) as pool:
+        os.posix_fadvise(file.fileno(), 0, 0, advice)  # without it, a page's neighbours would be read, too
 
-def _time_pass(descriptor: int, length: int, parts: list[np.ndarray]) -> float:
-    """Read `length` bytes at each offset, with a thread for each of `parts`."""
+        def read(offsets: np.ndarray) -> None:
+            buffer = bytearray(length)
+            for offset in offsets.tolist():
+                if not os.preadv(file.fileno(), [buffer], offset):
+                    raise RuntimeError(f"No bytes at offset {offset} of the file.")
 
-    def read(offsets: np.ndarray) -> None:
-        buffer = bytearray(length)
-        for offset in offsets.tolist():
-            if not os.preadv(descriptor, [buffer], offset):
-                raise RuntimeError(f"No bytes at offset {offset} of the file.")
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return elapsed(lambda: list(pool.map(read, parts)))
+        if cache == "warm":
+            while file.read(BLOCK):
+                pass
+        median, seconds = time_calls(lambda: list(pool.map(read, parts)), repeats, 0, before)
+    count = sum(map(len, parts))
+    moved, worst = min(count * length, size), max if cache == "cold" else min
+    row = {"pattern": pattern, "cache": cache, "threads": len(parts), "operations": count, "bytes": moved}
+    row |= {"cached": worst(cached), "seconds": rounded(seconds)}
+    return row | {"operations_per_second": count / median, "bytes_per_second": moved / median}
 
 
 def drop_cached(path: Path) -> None:
@@ -95,11 +84,7 @@ def drop_cached(path: Path) -> None:
 
 
 def cached_fraction(path: Path) -> float:
-    """Return the fraction of a file's pages that are in the page cache (mincore(2)).
-
-    Raises:
-      OSError: mincore failed.
-    """
+    """Return the fraction of a file's pages that are in the page cache (mincore(2)); OSError if it fails."""
     mapped = np.memmap(path, np.uint8, "r")
     pages = np.zeros(-(-mapped.nbytes // mmap.PAGESIZE), np.uint8)
     start, vector = (ctypes.c_void_p(array.ctypes.data) for array in (mapped, pages))

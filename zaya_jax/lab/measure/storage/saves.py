@@ -1,6 +1,5 @@
 """Saves and restores of a training state's size."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.lab.measure.storage.reads import drop_cached
-from zaya_jax.lab.timing import elapsed
+from zaya_jax.lab.measure.timing import elapsed
 
 LARGE = 16  # number of large arrays, which share the state's size
 _SMALL = 100  # number of small ones of 1 KiB
@@ -44,8 +43,7 @@ def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
     state = make_state(size, _SMALL, jax.devices()[:1])
     method = make_method(folder, state, abstract(state))._replace(verify=None)  # restoring verifies, too
     rows = [time_save(method, step) | time_restores(method, folder, state) for step in range(repeats + 1)][1:]
-    names = ("stall", "commit", "restore_cold", "restore_warm")
-    return {name.removeprefix("restore_"): [row[name] for row in rows] for name in names}
+    return {name.removeprefix("restore_"): [row[name] for row in rows] for name in rows[0]}
 
 
 def make_state(size: int, small: int, devices: Sequence[Any]) -> dict[str, jax.Array]:
@@ -72,6 +70,9 @@ def make_method(folder: Path, state: Any, abstract: Any, verify: Any = "hash") -
     """Save with this project's own checkpoints; `verify` is the key `checkpoint.verify`."""
     store = CheckpointStore(folder, CheckpointConfig(keep=1, verify=verify))
 
+    def start(step: int) -> None:
+        store.save(step, state, {"heldout_loss": None})
+
     def finish() -> None:
         if not store.wait():
             raise RuntimeError(f"The state could not be saved in {folder}.")
@@ -84,9 +85,6 @@ def make_method(folder: Path, state: Any, abstract: Any, verify: Any = "hash") -
         step = store.latest()
         if jax.process_index() == 0 and step is not None and (wrong := verify_checkpoint(folder / str(step))):
             raise RuntimeError(wrong[0])
-
-    def start(step: int) -> None:
-        store.save(step, state, {"heldout_loss": None})
 
     return Method(start, finish, restore, verify_newest if verify != "none" else None)
 
@@ -104,19 +102,21 @@ def time_restores(method: Method, folder: Path, state: dict[str, jax.Array]) -> 
     Raises:
       RuntimeError: a restored array differs from that of `state`.
     """
-    seconds = {}
+    seconds, arrays = dict[str, float](), dict[str, jax.Array]()
+
+    def restore() -> None:
+        arrays.update(jax.block_until_ready(method.restore()))
+
     for kind in ("cold", "warm"):
         if kind == "cold":
             drop_cached(folder)
         multihost_utils.sync_global_devices("restore")
-        start = time.perf_counter()
-        arrays = jax.block_until_ready(method.restore())
-        seconds[f"restore_{kind}"] = largest(time.perf_counter() - start)
+        seconds[f"restore_{kind}"] = largest(elapsed(restore))
         for name, x in state.items():
             for saved, read in zip(x.addressable_shards, arrays[name].addressable_shards, strict=True):
                 if not np.array_equal(saved.data, read.data):
                     raise RuntimeError(f"{name} was restored from {folder} with wrong values.")
-        del arrays
+        arrays.clear()
         if method.verify is not None:
             seconds[f"verify_{kind}"] = largest(elapsed(method.verify))
     return seconds

@@ -29,10 +29,11 @@ _FRAGMENTATION = (1.0, 2.0, 8.0)  # well packed; the limit of well packed; scatt
 def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: int) -> dict[str, Any]:
     """Measure the folders of a configuration, and print what it means for its training.
 
+    Reads are measured in the folder of the first source of `data.sources`, or in `data.cache_dir` without sources;
+    saves in `run_dir`. If a folder does not exist, its nearest existing parent is used.
+
     Args:
-      config: gives the folders and the batches. Reads are measured in the folder of the first source of `data.sources`,
-        or in `data.cache_dir` without sources; saves in `run_dir`. If a folder does not exist, its nearest existing
-        parent is used.
+      config: gives the folders and the batches.
       size: bytes of the file that is read, and of the state that is saved.
       threads: numbers of concurrent threads for random reads.
       repeats: number of passes.
@@ -47,27 +48,27 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
     sources = [source.path for source in config.data.sources.values()]
     data, run = _existing((sources or [config.data.cache_dir])[0]), _existing(config.run_dir)
     for name, folder in (("data", data), ("checkpoints", run)):
-        if (free := shutil.disk_usage(folder).free) < _SPARE * size:
-            raise InputError(f"The folder {folder} for {name} has {free:,} bytes free, but --size {size:,} needs "
-                             f"{_SPARE * size:,}. Choose a smaller --size.")  # fmt: skip
+        free, needed = shutil.disk_usage(folder).free, _SPARE * size
+        if free < needed:
+            what = f"The folder {folder} for {name} has {free:,} bytes free, but --size {size:,} needs {needed:,}"
+            raise InputError(f"{what}. Choose a smaller --size.")
     print(printable(f"Measuring reads in {data}, and saves in {run}."), flush=True)
     result = describe_run("storage", f"{size:,} bytes", "", ("orbax-checkpoint",))
     with _scratch(data) as reading, _scratch(run) as saving:
         path, traffic = Path(reading) / "pages", Traffic()
         write_file(path, size)
+        patterns = [*(("random", count) for count in threads), ("sequential", 1)]
         result["reads"] = [
             time_reads(path, pattern, cache, count, OPERATIONS, repeats)
             for cache in ("cold", "warm")
-            for pattern, counts in (("random", threads), ("sequential", (1,)))
-            for count in counts
+            for pattern, count in patterns
         ]
         path.unlink()
         saves = time_saves(Path(saving), size, repeats)
         result["saves"] = {name: rounded(seconds) for name, seconds in saves.items()}
     result["traffic"] = traffic.bytes()
-    cold = max((row for row in result["reads"] if (row["pattern"], row["cache"]) == ("random", "cold")),
-               key=lambda row: row["operations_per_second"])  # fmt: skip
-    result["phases"] = _shortest_steps(config, cold["operations_per_second"])
+    cold = [row for row in result["reads"] if (row["pattern"], row["cache"]) == ("random", "cold")]
+    result["phases"] = _shortest_steps(config, max(row["operations_per_second"] for row in cold))
     result["available_memory"] = min([psutil.virtual_memory().available, *control_groups()])
     print_tables(TABLES["storage"](result))
     return result
@@ -89,13 +90,13 @@ def _shortest_steps(config: Config, speed: float) -> list[dict[str, Any]]:
     """Return the shortest step of each phase: with fewer seconds, training would wait for pages."""
     rows, token_bytes = [], token_dtype(config.model.vocab_size).itemsize
     for index, phase in enumerate(config.phases):
-        stage = largest_stage(config, index)
-        shortest = {}
+        stage, shortest = largest_stage(config, index), {}
+        size = {"sequences": stage.sequences, "context": stage.context}
         for fragmentation in _FRAGMENTATION:
             extra = (fragmentation - 1) * stage.context * token_bytes / PAGE_BYTES
-            load = io_estimate(sequences=stage.sequences, context=stage.context, token_bytes=token_bytes,
-                               extra_pages=extra, step_seconds=1.0, max_operations_per_second=speed)  # fmt: skip
+            load = io_estimate(
+                **size, token_bytes=token_bytes, extra_pages=extra, step_seconds=1.0, max_operations_per_second=speed
+            )
             shortest[f"{fragmentation:g}"] = load.shortest_step_seconds
-        rows.append({"phase": phase.name, "sequences": stage.sequences, "context": stage.context,
-                     "shortest_step_seconds": shortest})  # fmt: skip
+        rows.append({"phase": phase.name, **size, "shortest_step_seconds": shortest})
     return rows

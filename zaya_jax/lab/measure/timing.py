@@ -1,0 +1,90 @@
+"""The timer of all measurements; its statistic is the median. It imports no jax, which would disturb a peer."""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from zaya_jax.lab.subprocesses import run_in_subprocess
+
+PASS = 0.1  # seconds that a pass of `repeated` takes at least, with at most `MOST` calls
+MOST = 1000
+SETTLE = 0.5  # seconds before a timed pass, for the idle threads of the other side to stop spinning
+
+
+class Timing(NamedTuple):
+    """Timed calls."""
+
+    median: float  # seconds
+    seconds: list[float]  # of each call, in order
+
+
+class Passes(NamedTuple):
+    """The timed passes of one of several steps, in order."""
+
+    seconds: list[float]
+    results: list[Any]  # what each pass returned
+
+
+def elapsed(call: Callable[[], object]) -> float:
+    """Return the seconds of a call, which must wait for what it starts."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def time_calls(
+    call: Callable[[], object], repeats: int, warm_up: int = 1, before: Callable[[], object] = lambda: None
+) -> Timing:
+    """Time `repeats` calls, after `warm_up` others; `before` runs untimed before each."""
+    seconds = []
+    for _ in range(warm_up + repeats):
+        before()
+        seconds.append(elapsed(call))
+    return Timing(statistics.median(seconds[warm_up:]), seconds[warm_up:])
+
+
+def interleave(steps: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, Passes]:
+    """Time `repeats` passes of each step, in turn, each after an untimed pass.
+
+    While a process waits for its turn, its data leaves the caches, and on some systems the memory; in training it does
+    not.
+    """
+    passes = {name: Passes([], []) for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            time.sleep(SETTLE)
+            step()
+            start = time.perf_counter()
+            result = step()
+            passes[name].seconds.append(time.perf_counter() - start)
+            passes[name].results.append(result)
+    return passes
+
+
+def interleave_subprocesses(sides: Mapping[Any, tuple[Any, ...]], repeats: int) -> dict[Any, Passes]:
+    """`interleave` steps in their own processes; each side holds the arguments of `run_in_subprocess`."""
+    with contextlib.ExitStack() as stack:
+        steps = {name: stack.enter_context(run_in_subprocess(*side)) for name, side in sides.items()}
+        return interleave(steps, repeats)
+
+
+def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
+    """Make a pass that queues enough calls to take `PASS` seconds, and then waits: it times the device, not the launch.
+
+    The pass returns the number of its calls, each counted as `counts`.
+    """
+    number = 1
+
+    def one_pass() -> int:
+        for _ in range(number):
+            call()
+        wait()
+        return number * counts
+
+    one_pass()  # compiles
+    while number < MOST and (seconds := elapsed(one_pass)) < PASS:
+        number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
+    return one_pass
