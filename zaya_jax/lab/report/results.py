@@ -10,22 +10,22 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.files import read_json
 
 _COMMAND = "python -m zaya_jax.machine"
-# In the order of the page.
+_CONTEXT = "memory per device (bytes) and time (s) of context-parallel attention, forward and backward"
+# In the order of the page; verbs and the benchmarks of their results.
 _VERBS = {
-    "preflight": "preflight",
-    "memory bandwidth": "memory",
-    "matrix products": "gemm",
-    "collectives": "collectives",
-    "messages of a training step": "collectives",
-    "storage": "storage",
-    "training step by part": "step",
-    "prefill by part": "step",
-    "decode step by part": "step",
-    "memory per device (bytes) and time (s) of context-parallel attention, forward and backward": "context",
+    "describe": [],
+    "preflight": ["preflight"],
+    "memory": ["memory bandwidth"],
+    "gemm": ["matrix products"],
+    "collectives": ["collectives", "messages of a training step"],
+    "storage": ["storage"],
+    "step": ["training step by part", "prefill by part", "decode step by part"],
+    "context": [_CONTEXT],
+    "sizing": [],
 }
+VERBS = tuple(_VERBS)
 # Of verbs without a short `benchmark`.
 _TITLES = {"describe": "Devices and software", "context": "Context-parallel attention", "sizing": "Sizing rules"}
-VERBS = tuple(dict.fromkeys(("describe", *_VERBS.values(), "sizing")))
 
 
 class Result(NamedTuple):
@@ -54,10 +54,7 @@ class Result(NamedTuple):
 
 
 def read_results(folder: Path) -> tuple[list[Result], list[str]]:
-    """Read all JSON files of a folder.
-
-    Returns:
-      The results, in the order of the page; the names of files that are not among them.
+    """Read all JSON files of a folder: the results, in the order of the page, and the names of other files.
 
     Raises:
       InputError: a file is damaged, or there is no result.
@@ -65,25 +62,35 @@ def read_results(folder: Path) -> tuple[list[Result], list[str]]:
     results, ignored = list[Result](), list[str]()
     for path in sorted(folder.glob("*.json")):
         content = read_json(path)
-        verb = _verb(content)
+        verb = _verb(content) if isinstance(content, dict) else None
         if verb is None:
             ignored.append(path.name)
         else:
             results.append(Result(path.name, verb, content))
     if not results:
-        raise InputError(f"{folder} has no results. Each of these commands writes one: {_COMMAND} describe > "
-                         f"{folder}/describe.json, and {_COMMAND} VERB --output {folder}/VERB.json, where VERB is "
-                         f"{', '.join(VERBS[1:-1])} or {VERBS[-1]}.")  # fmt: skip
+        commands = f"{_COMMAND} describe > {folder}/describe.json, and {_COMMAND} VERB --output {folder}/VERB.json"
+        commands += f", where VERB is {', '.join(VERBS[1:-1])} or {VERBS[-1]}"
+        raise InputError(f"{folder} has no results. Each of these commands writes one: {commands}.")
     return sorted(results, key=lambda result: VERBS.index(result.verb)), ignored
+
+
+def _verb(content: dict[str, Any]) -> str | None:
+    if content.keys() >= {"platform", "device", "devices", "drivers", "network"}:
+        return "describe"
+    if content.keys() >= {"config", "phases"}:
+        return "sizing"
+    return next((verb for verb, benchmarks in _VERBS.items() if content.get("benchmark") in benchmarks), None)
 
 
 def notes(result: Result) -> list[dict[str, str]]:
     """Return what failed or was skipped: the `status`, its `part` ('' for the whole result), and a `text`."""
-    parts = {"": result.content}
+    parts, found = {"": result.content}, []
     if result.verb == "gemm":
         parts |= {f"{row['family']} {row['name']}": row for row in result.content["results"]}
-    return [{"status": status, "part": name, "text": part[status]} for name, part in parts.items()
-            for status in ("failed", "skipped") if isinstance(part.get(status), str)]  # fmt: skip
+    for name, part in parts.items():
+        texts = {status: part.get(status) for status in ("failed", "skipped")}
+        found += [{"status": key, "part": name, "text": text} for key, text in texts.items() if isinstance(text, str)]
+    return found
 
 
 def describe_hardware(result: Result) -> tuple[str, str]:
@@ -103,27 +110,15 @@ def describe_hardware(result: Result) -> tuple[str, str]:
 def differences(hardware: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
     """Return the name of the machine, and a sentence if the results are of different hardware, else ''.
 
-    Args:
-      hardware: device and processor of each result, by its file.
+    `hardware` has device and processor of each result, by its file.
     """
     devices, processors = dict[str, list[str]](), dict[str, list[str]]()
-    for file, names in hardware.items():
-        for kinds, name in zip((devices, processors), names, strict=True):
+    for file, (device, processor) in hardware.items():
+        for kinds, name in ((devices, device), (processors, processor)):
             if name:
                 kinds.setdefault(name, []).append(file)
     accelerators = [device for device in devices if device != "cpu"]
-    name = " and ".join(accelerators or processors or devices)
-    lists = ["; ".join(f"{kind} ({', '.join(files)})" for kind, files in kinds.items())
-             for kinds in (devices, processors) if len(kinds) > 1]  # fmt: skip
-    return name, f"These results are of different machines or devices: {'. '.join(lists)}." if lists else ""
-
-
-def _verb(content: Any) -> str | None:
-    if not isinstance(content, dict):
-        return None
-    if content.keys() >= {"platform", "device", "devices", "drivers", "network"}:
-        return "describe"
-    if content.keys() >= {"config", "phases"}:
-        return "sizing"
-    benchmark = content.get("benchmark")
-    return _VERBS.get(benchmark) if isinstance(benchmark, str) else None
+    several = [kinds for kinds in (devices, processors) if len(kinds) > 1]
+    lists = ["; ".join(f"{kind} ({', '.join(files)})" for kind, files in kinds.items()) for kinds in several]
+    warning = f"These results are of different machines or devices: {'. '.join(lists)}." if lists else ""
+    return " and ".join(accelerators or processors or devices), warning

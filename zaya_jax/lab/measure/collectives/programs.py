@@ -1,6 +1,7 @@
 """Compile a collective, check its results, and time it: seconds of each call, the largest over processes."""
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -62,59 +63,43 @@ class Case(NamedTuple):
 class Programs:
     """Programs of a case, each compiled when it is first used. Arrays are [elements · devices], sharded over all axes.
 
-    A chunk is read from, or written to, its place in the buffer, like NCCL's operations in place.
+    In place, input and output are chunks at their place in one buffer, which is donated, like NCCL's operations.
 
     Raises:
       RuntimeError: a compiled program does not contain the collective exactly as often as it should; XLA has then
         removed or replaced it, and its time would say nothing.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, in_place: bool = False) -> None:
         """See `Case`."""
-        self.case = case
-        collective, n, chunk = case.collective, case.ranks, case.chunk
-        self._numbers = pattern(n, case.dtype)
-        self._sent = chunk if collective.chunked == "in" else case.elements
-        self._received = chunk if collective.chunked == "out" else case.elements
+        self.case, self._in_place, self._numbers = case, in_place, pattern(case.ranks, case.dtype)
+        self._sent, self._received = (
+            case.chunk if case.collective.chunked == side else case.elements for side in ("in", "out")
+        )
 
     @functools.cached_property
     def fill(self) -> Callable[[], jax.Array]:
         """() → the input."""
-        return self._compiled(self._own, None)
-
-    @functools.cached_property
-    def fill_buffer(self) -> Callable[[], jax.Array]:
-        """() → a buffer whose own chunk holds the input."""
         return self._compiled(lambda: self._put(jnp.zeros(self.case.elements, self.case.dtype), self._own()), None)
 
     @functools.cached_property
     def run(self) -> Any:
         """Input → output."""
-        return self._compiled(lambda x: self.case.collective.run(x, self.case.axes), self._sent, times=1)
-
-    @functools.cached_property
-    def in_place(self) -> Any:
-        """(donated) buffer → the same buffer with the output in it."""
-        return self._compiled(self._in_place, self.case.elements, times=1, donate=True)
+        return self._compiled(self._operation, self._sent, times=1, donate=self._in_place)
 
     @functools.cached_property
     def in_graph(self) -> Any:
-        """(donated) buffer → the same buffer after `IN_GRAPH` operations."""
+        """In place: buffer → the same buffer after `IN_GRAPH` operations."""
 
-        def repeated(buffer: jax.Array) -> jax.Array:
-            return jax.lax.fori_loop(0, IN_GRAPH, lambda _, x: self._in_place(x), buffer)
+        def loop(buffer: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, IN_GRAPH, lambda _, x: self._operation(x), buffer)
 
-        return self._compiled(repeated, self.case.elements, times=IN_GRAPH, donate=True)
+        return self._compiled(loop, self._sent, times=IN_GRAPH, donate=True)
 
     @functools.cached_property
     def wrong(self) -> Callable[[jax.Array], jax.Array]:
         """Output → int32 [devices], number of wrong elements of each."""
         return self._compiled(self._wrong, self._received)
-
-    @functools.cached_property
-    def wrong_buffer(self) -> Callable[[jax.Array], jax.Array]:
-        """Buffer after `in_place` → int32 [devices], number of wrong elements of each."""
-        return self._compiled(lambda buffer: self._wrong(self._get(buffer, self._received)), self.case.elements)
 
     def _rank(self) -> jax.Array:
         return jax.lax.axis_index(self.case.axes)
@@ -123,31 +108,31 @@ class Programs:
         return self._numbers.value(self._rank(), jnp.arange(self._sent)).astype(self.case.dtype)
 
     def _get(self, buffer: jax.Array, size: int) -> jax.Array:
-        if size == self.case.elements:
+        if size == buffer.size:
             return buffer
         return jax.lax.dynamic_slice_in_dim(buffer, self._rank() * size, size)
 
     def _put(self, buffer: jax.Array, x: jax.Array) -> jax.Array:
-        if x.size == buffer.size:
+        if not self._in_place or x.size == buffer.size:
             return x
         return jax.lax.dynamic_update_slice_in_dim(buffer, x, self._rank() * x.size, 0)
 
-    def _in_place(self, buffer: jax.Array) -> jax.Array:
-        return self._put(buffer, self.case.collective.run(self._get(buffer, self._sent), self.case.axes))
+    def _operation(self, x: jax.Array) -> jax.Array:
+        return self._put(x, self.case.collective.run(self._get(x, self._sent), self.case.axes))
 
     def _wrong(self, out: jax.Array) -> jax.Array:
         case = self.case
         source = SOURCES[case.collective.name](self._rank(), jnp.arange(self._received), case.ranks, case.chunk)
-        return (out != self._numbers.value(*source).astype(case.dtype)).sum(dtype=jnp.int32)[None]
+        expected = self._numbers.value(*source).astype(case.dtype)
+        return (self._get(out, self._received) != expected).sum(dtype=jnp.int32)[None]
 
     def _compiled(
         self, shard: Callable[..., jax.Array], elements: int | None, *, times: int = 0, donate: bool = False
     ) -> Callable[..., Any]:
-        """Compile `shard` for an argument with so many elements per device (None: no argument)."""
-        (_, mesh, _, _, dtype), spec = self.case, PartitionSpec(AXES)
-        arguments = []
+        """Compile `shard` for an argument with so many elements per device, in place a buffer (None: no argument)."""
+        (_, mesh, _, size, dtype), spec, arguments = self.case, PartitionSpec(AXES), []
         if elements is not None:
-            sharding = NamedSharding(mesh, spec)
+            elements, sharding = size if self._in_place else elements, NamedSharding(mesh, spec)
             arguments = [jax.ShapeDtypeStruct((elements * mesh.size,), dtype, sharding=sharding)]
         mapped = jax.shard_map(shard, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec, check_vma=False)
         compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ()).lower(*arguments).compile()
@@ -184,21 +169,20 @@ def time_case(case: Case, mode: Mode, repeats: int) -> dict[str, Timing]:
     Raises:
       RuntimeError: a compiled program does not contain the collective as often as it should.
     """
-    programs = Programs(case)
-    wrong, wrong_in_place = wrong_elements(programs)
+    in_place, out_of_place = Programs(case, in_place=True), Programs(case)
+    wrong = wrong_elements(in_place)
     if mode == "graph":
-        seconds = _time(programs.in_graph, programs.fill_buffer(), repeats, feed=True)
-        return {"in_place": Timing([second / IN_GRAPH for second in seconds], wrong_in_place)}
-    out_of_place = _time(programs.run, programs.fill(), repeats, feed=False)
-    in_place = _time(programs.in_place, programs.fill_buffer(), repeats, feed=True)
-    return {"out_of_place": Timing(out_of_place, wrong), "in_place": Timing(in_place, wrong_in_place)}
+        seconds = _time(in_place.in_graph, in_place.fill(), repeats, feed=True)
+        return {"in_place": Timing([second / IN_GRAPH for second in seconds], wrong)}
+    first = Timing(_time(out_of_place.run, out_of_place.fill(), repeats, feed=False), wrong_elements(out_of_place))
+    return {"out_of_place": first, "in_place": Timing(_time(in_place.run, in_place.fill(), repeats, feed=True), wrong)}
 
 
-def wrong_elements(programs: Programs) -> tuple[int, int]:
-    """Run a collective once, and count the wrong elements over all devices, out of place and in place."""
-    out_of_place = programs.wrong(programs.run(programs.fill()))
-    in_place = programs.wrong_buffer(programs.in_place(programs.fill_buffer()))
-    return _total(out_of_place), _total(in_place)
+def wrong_elements(programs: Programs) -> int:
+    """Run a collective once, and count the wrong elements over all devices."""
+    wrong = programs.wrong(programs.run(programs.fill()))
+    own = sum(int(shard.data.sum()) for shard in wrong.addressable_shards)
+    return sum(all_gather("collectives", own, _PATIENCE))
 
 
 def _time(call: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int, *, feed: bool) -> list[float]:
@@ -215,11 +199,6 @@ def _time(call: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int, *,
     return np.max(all_gather("collectives", seconds, _PATIENCE), axis=0).tolist()
 
 
-def _total(wrong: jax.Array) -> int:
-    own = sum(int(shard.data.sum()) for shard in wrong.addressable_shards)
-    return sum(all_gather("collectives", own, _PATIENCE))
-
-
 def check_collectives() -> dict[str, Any]:
     """Run each collective over all devices of this job, and compare every element.
 
@@ -231,10 +210,10 @@ def check_collectives() -> dict[str, Any]:
     if mesh.size < 2:
         return {"devices": mesh.size, "skipped": "There is only one device, so there are no collectives to check."}
     axes, wrong = nontrivial_axes(mesh, AXES), []
-    for collective in COLLECTIVES.values():
-        for dtype in CHECKED:
-            if any(wrong_elements(Programs(Case(collective, mesh, axes, _CHUNK * mesh.size, dtype)))):
-                wrong.append(f"{label(collective)} in {dtype}")
+    for collective, dtype in itertools.product(COLLECTIVES.values(), CHECKED):
+        case = Case(collective, mesh, axes, _CHUNK * mesh.size, dtype)
+        if sum(wrong_elements(Programs(case, in_place=place)) for place in (False, True)):
+            wrong.append(f"{label(collective)} in {dtype}")
     result: dict[str, Any] = {"devices": mesh.size, "dtypes": list(CHECKED)}
     if wrong:
         result["failed"] = f"Wrong results over {mesh.size} devices: {', '.join(wrong)}."
