@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.job.multihost import join
-from zaya_jax.lab.measure.storage.saves import (
+from zaya_jax.lab.measure.storage import (
     Method,
     abstract,
     largest,

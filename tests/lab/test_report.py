@@ -10,7 +10,7 @@ import pytest
 from tests.browser_helpers import CHROMIUM, Page
 from zaya_jax.lab.measure import context_attention as context
 from zaya_jax.lab.measure.describe import describe_machine
-from zaya_jax.lab.measure.preflight.run import Check
+from zaya_jax.lab.measure.preflight import Check
 from zaya_jax.lab.report.results import VERBS
 from zaya_jax.lab.result import describe_run
 from zaya_jax.machine.__main__ import main

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from zaya_jax.data.io_estimate import PAGE_BYTES
+from zaya_jax.lab.measure import storage as module
 from zaya_jax.lab.measure import timing
-from zaya_jax.lab.measure.storage import saves
-from zaya_jax.lab.measure.storage import storage_sweep as sweep
-from zaya_jax.lab.measure.storage.reads import BLOCK, cached_fraction, drop_cached, time_reads, write_file
-from zaya_jax.lab.measure.storage.saves import time_saves
+from zaya_jax.lab.measure.storage import BLOCK, cached_fraction, drop_cached, time_reads, time_saves, write_file
 from zaya_jax.machine.__main__ import main
 
 
@@ -55,7 +53,7 @@ def test_a_save_is_restored_and_compared(tmp_path, monkeypatch):
     assert {name: len(seconds) for name, seconds in saving.items()} == dict.fromkeys(
         ("stall", "commit", "cold", "warm"), 2
     )
-    monkeypatch.setattr(saves, "restore_newest", lambda *_: SimpleNamespace(state={}))
+    monkeypatch.setattr(module, "restore_newest", lambda *_: SimpleNamespace(state={}))
     with pytest.raises(KeyError):
         time_saves(tmp_path / "other", 2**20, 1)
 
@@ -68,7 +66,7 @@ def test_the_shortest_step_follows_from_pages_and_speed(tmp_path, monkeypatch, c
         return {"pattern": pattern, "cache": cache, "threads": threads, "cached": 0.25, "operations_per_second": speed,
                 "bytes_per_second": 1.0}  # fmt: skip
 
-    monkeypatch.setattr(sweep, "time_reads", timed)
+    monkeypatch.setattr(module, "time_reads", timed)
     output = tmp_path / "storage.json"
     flags = [
         "configs/tiny.yaml",

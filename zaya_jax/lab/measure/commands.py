@@ -155,7 +155,7 @@ def _storage(parsed: argparse.Namespace) -> dict[str, Any]:
     for count in parsed.threads:
         require(1 <= count <= 256, "--threads", count, "between 1 and 256")
     config = load_config(parsed.config, parsed.overrides)
-    from zaya_jax.lab.measure.storage.storage_sweep import measure_storage
+    from zaya_jax.lab.measure.storage import measure_storage
 
     return measure_storage(config, size, parsed.threads, parsed.repeats)
 
@@ -204,7 +204,7 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
     tokens = parsed.tokens or micro_batch(config, stage, 1) * stage.context // shards
     if parsed.compile_for is not None and parsed.png is not None:
         raise InputError("--png plots measured speeds: leave it out with --compile-for.")
-    from zaya_jax.lab.measure.gemm.gemm_sweep import Request, compile_gemm, measure_gemm
+    from zaya_jax.lab.measure.gemm import Request, compile_gemm, measure_gemm
 
     squares = list(range(first, last + 1, step))
     sizes = (squares, parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)
@@ -294,7 +294,7 @@ def _preflight(parsed: argparse.Namespace) -> dict[str, Any]:
     source = f"--baseline {parsed.baseline}" if parsed.baseline else f"The result of preflight in {config.measurements}"
 
     def work() -> dict[str, Any]:
-        from zaya_jax.lab.measure.preflight.run import preflight
+        from zaya_jax.lab.measure.preflight import preflight
 
         return preflight(config, baseline, source, parsed.tolerance / 100)
 

@@ -141,7 +141,7 @@ def _forward_and_backward(ops: Ops, *arrays: jax.Array) -> tuple[jax.Array, ...]
     return out, *pull(do_bshc)
 
 
-def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
+def _scaling(curve: Mapping[int, float]) -> dict[str, float]:
     """Fit a power law N^exponent to the memory per device by number of devices; {} with fewer than two points.
 
     Returns:

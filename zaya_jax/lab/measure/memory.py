@@ -21,6 +21,7 @@ import numpy as np
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import Case, Sizes, cases, program
+from zaya_jax.lab.measure.queued_calls import Queue
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
@@ -54,11 +55,8 @@ KERNELS = {
 def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, stream: bool) -> dict[str, Any]:
     """Measure the first device of this process, and print tables.
 
-    Args:
-      sizes: bytes of each array; the largest one should be at least four times the last-level cache.
-      model: gives the widths of the model's operations.
-      repeats: number of timed calls of each operation and size.
-      stream: whether to measure the triad in C, too, in the same rounds as ours at the largest size.
+    Arrays have `sizes` bytes; the largest should be at least four times the last-level cache. The model gives the
+    widths of its operations. With `stream`, the triad in C is measured in the same rounds as ours at the largest size.
 
     Returns:
       The result, for JSON: `results` of BabelStream's operations, `operations` of the model's, `stream` of the peer.
@@ -145,15 +143,8 @@ def _widths(model: ModelConfig, size: int) -> Sizes:
 
 
 def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, repeats: int) -> dict[str, Any]:
-    run, arguments = program(case, kernels)
-    call = jax.jit(run, donate_argnums=tuple(range(case.held)))
-
-    def one_call() -> None:
-        nonlocal arguments
-        out = jax.block_until_ready(call(*arguments))
-        arguments = (*out[: case.held], *arguments[case.held :])
-
-    speed = case.bytes / time_calls(one_call, repeats).median
+    one_pass = Queue(*program(case, kernels), case.held).make_pass()
+    speed = case.bytes * one_pass() / time_calls(one_pass, repeats, 0).median
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
 
 

@@ -56,14 +56,8 @@ def tune(
 ) -> dict[str, Any]:
     """Time all candidates at the local sizes of a configuration's phases, and write the user's own table.
 
-    On a CPU, kernels are emulated at a small size, which shows that everything runs.
-
-    Args:
-      source: configuration file; None for configs/bench_8b.yaml.
-      overrides: of the configuration, as section.key=value.
-      repeats: number of timed passes of each candidate.
-      seconds: after which no further operation is timed.
-      only: operations to time.
+    On a CPU, kernels are emulated at a small size, which shows that everything runs. Without a `source`, the
+    configuration is configs/bench_8b.yaml. After `seconds`, no further operation of `only` is timed.
 
     Returns:
       The table, for JSON.

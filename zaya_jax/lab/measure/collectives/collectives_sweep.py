@@ -68,11 +68,8 @@ class _Group(NamedTuple):
 def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
     """Measure every case, and print the tables.
 
-    Args:
-      sweep: what to measure.
-      config: configuration whose training step says which sizes to measure over which axes, instead of the sizes,
-        devices, layout and axes of `sweep`; None for those.
-      rows: file to which each row is appended as a line of JSON, with versions and hardware.
+    With `config`, its training step says which sizes to measure over which axes. Each row is appended to `rows` as a
+    line of JSON, with versions and hardware.
 
     Returns:
       The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices

@@ -45,12 +45,8 @@ def break_down(
 ) -> dict[str, Any]:
     """Print and return where the time of a training step goes.
 
-    Args:
-      source: folder of a run whose steps were traced, or configuration file, whose steps are then traced here.
-      overrides: of the configuration, as section.key=value; none for a run.
-      steps: number of steps to trace of a configuration.
-      hardware: name or folder, as `--hardware` of the dry run, whose estimate to compare with; or None.
-      instructions: number of instructions to list.
+    `source` is a run whose steps were traced, or a configuration file, of which `steps` steps are then traced here.
+    The dry run's estimate for `hardware`, a name or folder, stands beside them.
 
     Raises:
       InputError: there is no trace in the run folder, the configuration cannot be trained here, or `hardware` is given
@@ -86,29 +82,20 @@ def break_down(
 def break_down_generation(
     source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
 ) -> dict[str, Any]:
-    """Print and return where the time of a prefill or a decode step goes, on the first device.
-
-    Args:
-      source: configuration file.
-      overrides: of the configuration, as section.key=value.
-      work: what to trace.
-      batch: number of prompts that are processed together.
-      prompt: tokens of each.
-      repeats: number of prompts, or of blocks of decode steps, to trace.
-      instructions: number of instructions to list.
+    """Print and return where the time of a prompt of a `batch`, or of a decode step, goes, with random parameters.
 
     Raises:
-      InputError: `source` is a run, or prompt and new tokens exceed `model.max_positions`.
+      InputError: `source` is no configuration file, or prompt and new tokens exceed `model.max_positions`.
     """
     if Path(source).is_dir():
         raise InputError(f"{source} is a run, whose trace is of training: give a configuration file for --work {work}.")
     config = load_config(source, overrides)
+    dtype = config.train.compute_dtype
     with tempfile.TemporaryDirectory() as temporary:
-        trace, untraced, length, calls = trace_generation(
-            config.model, config.train.compute_dtype, work, batch, prompt, repeats, Path(temporary)
-        )
-    what = {"prefill": "prefill", "decode": "decode step"}[work]
-    size = f"{batch} × {length:,} tokens of {source}, {config.train.compute_dtype}"
+        traced = trace_generation(config.model, dtype, work, batch, prompt, repeats, Path(temporary))
+    trace, untraced, length, calls = traced
+    what = "decode step" if work == "decode" else work
+    size = f"{batch} × {length:,} tokens of {source}, {dtype}"
     shares = phase_shares(config.model, length, {"expert": 1})
     return _report(what, size, trace, untraced, trace_rows(trace, shares, calls, instructions))
 

@@ -1,22 +1,51 @@
-"""Run all checks, print a line for each, and compare with a recorded baseline."""
+"""Check the devices of a job: print a line for each check, and compare with a recorded baseline.
 
+Each device multiplies a square of `gemm`, and copies as in `memory`; then some of the devices communicate.
+"""
+
+import functools
 import socket
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import all_gather, broadcast
+from zaya_jax.lab.measure.bisection import ROUNDS, find_slow
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, label
-from zaya_jax.lab.measure.collectives.programs import check_collectives
-from zaya_jax.lab.measure.preflight import probes
-from zaya_jax.lab.measure.preflight.bisection import ROUNDS, find_slow
+from zaya_jax.lab.measure.collectives.programs import Case, Programs, check_collectives
+from zaya_jax.lab.measure.collectives.text import column
+from zaya_jax.lab.measure.gemm import squares
+from zaya_jax.lab.measure.memory import ITEM, KERNELS
+from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.report.tables import UNITS
 from zaya_jax.lab.result import describe_run, print_once
 from zaya_jax.parallel.kernels import validated_kernels
+from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
+
+PATIENCE = 600  # seconds that another process may take, which compiles
+_PASSES, _WARM_UP = 15, 3
+
+
+class Sizes(NamedTuple):
+    """Sizes of the probes."""
+
+    matrix: int  # rows and columns of the square matrices
+    dtype: str  # of the matrices
+    array: int  # bytes of the copied array
+    message: int  # bytes of a collective
+
+    def work(self, name: str) -> float:
+        """Return the FLOPs of 'matmul', or the bytes that 'memory' reads and writes."""
+        return 2.0 * self.matrix**3 if name == "matmul" else 2.0 * self.array
+
+
+CPU = Sizes(512, "float32", 2**24, 2**20)
+GPU = Sizes(8192, "bfloat16", 2**30, 2**27)
 
 
 class Check(NamedTuple):
@@ -30,13 +59,10 @@ class Check(NamedTuple):
 
 
 def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, tolerance: float) -> dict[str, Any]:
-    """Check the devices of this job.
+    """Check the devices of this job, with the kernels of its configuration.
 
-    Args:
-      config: its model and dtype select the kernels.
-      baseline: result of an earlier preflight of the same devices; None for none. That of process 0 counts.
-      source: where the baseline comes from, for messages.
-      tolerance: relative difference from which on something is slow.
+    A `baseline`, of which that of process 0 counts, is the result of an earlier preflight; `source` says where it is
+    from. What is slower by the fraction `tolerance` is slow.
 
     Returns:
       The result, for JSON: `checks`, a row for each. `failed`: a sentence, if one failed.
@@ -49,8 +75,8 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
     result["hardware"] |= {"device": device, "processes": jax.process_count()}
     received: Any = broadcast(None if baseline is None else dict(baseline))
     recorded = {} if received is None else _recorded(received, source, device)
-    sizes = probes.CPU if jax.default_backend() == "cpu" else probes.GPU
-    hosts = [str(host) for host in all_gather("preflight", socket.gethostname(), probes.PATIENCE)]
+    sizes = CPU if jax.default_backend() == "cpu" else GPU
+    hosts = [str(host) for host in all_gather("preflight", socket.gethostname(), PATIENCE)]
     names, checks = _device_names(hosts), list[Check]()
 
     def report(check: Check) -> None:
@@ -79,11 +105,11 @@ def _kernels(config: Config) -> Check:
     return Check("kernels", status, float(len(selection.kernels)), "kernels", " ".join(selection.reasons.values()))
 
 
-def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str], tolerance: float) -> Check:
+def _slowest(name: str, unit: str, sizes: Sizes, names: Mapping[int, str], tolerance: float) -> Check:
     """Compare the devices with their median."""
     speeds, slow = dict.fromkeys(names, 0.0), dict[int, float]()
     for _ in range(ROUNDS):
-        measured = probes.device_speeds(name, sizes)
+        measured = device_speeds(name, sizes)
         if failed := [f"{names[device]} fails: {it}." for device, it in measured.items() if isinstance(it, str)]:
             return Check(name, "FAIL", None, unit, " ".join(failed))
         speeds = {device: max(speed, float(measured[device])) for device, speed in speeds.items()}
@@ -96,14 +122,14 @@ def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str]
 
 
 def _collective(
-    operation: str, sizes: probes.Sizes, hosts: Sequence[str], names: Mapping[int, str], tolerance: float
+    operation: str, sizes: Sizes, hosts: Sequence[str], names: Mapping[int, str], tolerance: float
 ) -> Check:
     nodes: dict[str, list[Any]] = {}
     for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
         nodes.setdefault(hosts[int(device.process_index)], []).append(device)
     devices = [device for node in nodes.values() for device in node]
-    whole = max(probes.bandwidth(operation, devices, sizes) for _ in range(ROUNDS))
-    slow = find_slow(list(nodes.values()), lambda group: probes.bandwidth(operation, group, sizes), tolerance)
+    whole = max(bandwidth(operation, devices, sizes) for _ in range(ROUNDS))
+    slow = find_slow(list(nodes.values()), lambda group: bandwidth(operation, group, sizes), tolerance)
     message = f"Slow: {', '.join(names[device.id] for device in slow)}." if slow else ""
     return Check(label(COLLECTIVES[operation]), "FAIL" if slow else "PASS", whole, "bytes/s", message)
 
@@ -148,3 +174,57 @@ def _quantity(value: float, unit: str) -> str:
 def _line(check: Check) -> str:
     value = "" if check.value is None else _quantity(check.value, check.unit)
     return f"{check.status:<5}{check.check:<30}{value:>16}  {check.message}".rstrip()
+
+
+def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:
+    """Measure the devices of each process one after the other.
+
+    Returns:
+      By id of each device of the job, the FLOP/s of 'matmul', or the bytes/s that the copy of 'memory' reads and
+      writes; of a device that fails, the first line of its error.
+
+    Raises:
+      TimeoutError: another process did not answer.
+    """
+    own = [(device.id, _speed(name, device, sizes)) for device in jax.local_devices()]
+    return dict(speed for process in all_gather("preflight", own, PATIENCE) for speed in process)
+
+
+def _speed(name: str, device: Any, sizes: Sizes) -> float | str:
+    try:
+        function, arrays = probe(name, sizes)
+        return sizes.work(name) / _shortest(jax.jit(function), *jax.device_put(arrays, device))
+    except jax.errors.JaxRuntimeError as error:  # such as memory that another program holds
+        return str(error).splitlines()[0]
+
+
+def probe(name: str, sizes: Sizes) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
+    """Return the function of 'matmul' or 'memory', and its arrays on the default device."""
+    if name == "matmul":
+        (square,) = squares([sizes.matrix], sizes.dtype)
+        return square.run, tuple(jnp.full(x.shape, 1 / sizes.matrix, x.dtype) for x in square.arrays)
+    return lambda a: KERNELS["Copy"].run(a, a), (jnp.zeros(sizes.array // ITEM, jnp.float32),)
+
+
+def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:
+    """Return the bus bandwidth of the shortest call of a collective, in bytes/s; the slowest process counts.
+
+    All processes must call this with the same `devices`, at least two, which may belong to some of the processes.
+    """
+    mesh = make_mesh(devices=devices)
+    probe = Case(COLLECTIVES[operation], mesh, nontrivial_axes(mesh, AXES), 1, "float32")
+    case = probe._replace(elements=probe.collective.elements(sizes.message, 4, len(devices)))
+    own = None
+    if any(device.process_index == jax.process_index() for device in devices):
+        programs = _programs(case)
+        own = _shortest(programs.run, programs.fill())
+    seconds = [process for process in all_gather("preflight", own, PATIENCE) if process is not None]
+    return column(case, max(seconds), 0).busbw
+
+
+_programs = functools.lru_cache(maxsize=16)(Programs)  # every round measures the same groups
+
+
+def _shortest(call: Callable[..., Any], *arrays: jax.Array) -> float:
+    """Return the seconds of the shortest call: what else runs on a host only makes calls longer."""
+    return min(time_calls(lambda: jax.block_until_ready(call(*arrays)), _PASSES, _WARM_UP).seconds)
