@@ -9,7 +9,7 @@ from benchmarks.gpu_report.figures import Figures
 from benchmarks.step import default_config
 from benchmarks.train_step import EIGHT_B
 from zaya_jax.config.shipped import shipped
-from zaya_jax.lab.measure.step_parts.break_down import break_down_generation
+from zaya_jax.lab.measure.step_parts import break_down_generation
 from zaya_jax.lab.measure.timing import time_calls
 
 _BATCHES = (1, 64)

@@ -20,9 +20,9 @@ from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import heldout
 from zaya_jax.generate.decode import BLOCK, compile_generation
-from zaya_jax.lab.measure.step_parts import break_down as module
-from zaya_jax.lab.measure.step_parts.break_down import check_largest_batch, trace_rows
-from zaya_jax.lab.measure.step_parts.trace import Interval, Trace, attribute
+from zaya_jax.lab.measure import step_parts as module
+from zaya_jax.lab.measure.step_parts import check_largest_batch, trace_rows
+from zaya_jax.lab.measure.step_trace import Interval, Trace, attribute
 from zaya_jax.lab.predict.dry_run import memory
 from zaya_jax.machine.__main__ import main
 from zaya_jax.ops.parts import OTHER, PARTS

@@ -68,16 +68,9 @@ def test_the_shortest_step_follows_from_pages_and_speed(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(module, "time_reads", timed)
     output = tmp_path / "storage.json"
-    flags = [
-        "configs/tiny.yaml",
-        f"run_dir={tmp_path}/run",
-        f"data.cache_dir={tmp_path}",
-        "--size",
-        "1M",
-        "--repeats",
-        "1",
-    ]
-    assert main(["storage", *flags, "--threads", "1", "2", "--output", str(output)]) == 0
+    folders = [f"run_dir={tmp_path}/run", f"data.cache_dir={tmp_path}"]
+    flags = ["--size", "1M", "--repeats", "1", "--threads", "1", "2", "--output", str(output)]
+    assert main(["storage", "configs/tiny.yaml", *folders, *flags]) == 0
     result = json.loads(output.read_text())
     (phase,) = result["phases"]  # 200 cold pages/s by two threads
     pages = phase["sequences"] * phase["context"] * 2 / PAGE_BYTES

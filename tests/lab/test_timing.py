@@ -44,12 +44,10 @@ def one_call(monkeypatch):
 def test_calls_of_one_program_are_all_done(monkeypatch, one_call):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(queued_calls, "TOGETHER", 3)
-    traced = []
-    monkeypatch.setattr(
-        jax, "jit", lambda run, **_: lambda *arguments: traced.append(jax.make_jaxpr(run)(*arguments)) or []
-    )
-    Queue(jnp.dot, (jnp.ones((8, 8)), jnp.ones((8, 8)))).make_pass()()
-    (program,) = traced
+    monkeypatch.setattr(jax, "jit", lambda run, **_: jax.make_jaxpr(run))
+    queue = Queue(jnp.dot, (jnp.ones((8, 8)), jnp.ones((8, 8))))
+    queue.make_pass()()
+    program = queue._last
     assert [equation.primitive.name for equation in program.eqns] == ["dot_general"] * 3
     assert len({variable for equation in program.eqns for variable in equation.invars}) == 6
 

@@ -26,9 +26,7 @@ def run_in_subprocess(
     `make` and the classes of its arguments are importable by name. After `seconds`, if not None, the process is killed,
     with all that it has started.
 
-    Raises:
-      InputError: the other process raised it.
-      RuntimeError: the other process raised another error, ended, or was killed.
+    An `InputError` there is raised here; RuntimeError for another error, or if the process ended or was killed.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     parent_end, child_end = multiprocessing.Pipe()

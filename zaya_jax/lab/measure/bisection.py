@@ -13,14 +13,10 @@ ROUNDS = 5  # in which something must be slow; the fastest counts, since other w
 def find_slow(nodes: Sequence[Sequence[Device]], measure: Measure[Device], tolerance: float) -> list[Device]:
     """Return the devices that slow a collective down: the smallest group that is slower than another of its size.
 
-    Halves have the same number of nodes, or of devices of one node, so that equal links give equal bandwidths. A single
-    node or device is measured together with one that was found good. Two or three devices in all, and the network of
-    two or three nodes, cannot be told apart.
-
-    Args:
-      nodes: the devices of each node.
-      measure: at least two devices → bus bandwidth.
-      tolerance: relative difference of two halves, in `ROUNDS` measurements, from which on the slower one is searched.
+    Halves have the same number of `nodes`, or of devices of one node, so that equal links give equal bandwidths, which
+    `measure` returns for two devices and more. The slower half is searched if the relative difference exceeds
+    `tolerance` in `ROUNDS` measurements. A single node or device is measured together with one that was found good. Two
+    or three devices in all, and the network of two or three nodes, cannot be told apart.
     """
     every = [list(node) for node in nodes]
     slow, good = _bisect(every, [], measure, tolerance) if len(every) > 1 else (every, [])

@@ -1,7 +1,6 @@
 """The verbs of `python -m zaya_jax.machine` that measure this machine: flags, and what is checked before jax starts."""
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,7 @@ _SMALLEST_ARRAY = 4096  # bytes
 _SMALLEST_FILE = 2**20  # bytes
 
 
-def add_collectives(verbs: Any, program: str) -> None:
-    """Add the verb `collectives`."""
+def _add_collectives(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _collectives)
     flag, every = verb.add_argument, ", ".join(_OPERATIONS)
     listed = {"nargs": "+", "choices": _OPERATIONS, "default": _OPERATIONS, "metavar": "OPERATION"}
@@ -62,7 +60,12 @@ def _collectives(parsed: argparse.Namespace) -> dict[str, Any]:
 
     collectives --operations all_reduce --max-bytes 128M
     """
-    sizes = _sizes(parsed.min_bytes, parsed.max_bytes, parsed.factor)
+    first, last = parse_bytes("--min-bytes", parsed.min_bytes), parse_bytes("--max-bytes", parsed.max_bytes)
+    require(first <= last, "--max-bytes", parsed.max_bytes, f"at least --min-bytes, {parsed.min_bytes}")
+    require(parsed.factor >= 2, "--factor", parsed.factor, "at least 2")
+    sizes = [first]
+    while sizes[-1] * parsed.factor <= last:
+        sizes.append(sizes[-1] * parsed.factor)
     has_layout = parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in AXES)
     if parsed.devices and has_layout:
         raise InputError("--devices does not go with --axis and the sizes of mesh axes: remove one.")
@@ -83,24 +86,13 @@ def _collectives(parsed: argparse.Namespace) -> dict[str, Any]:
         from zaya_jax.lab.measure.collectives.collectives_sweep import Sweep, measure_collectives
 
         operations, dtypes, devices, axes = map(tuple, (parsed.operations, parsed.dtypes, parsed.devices, parsed.axis))
-        sweep = Sweep(operations, dtypes, sizes, devices, layout, axes, parsed.mode, parsed.repeats)
+        sweep = Sweep(operations, dtypes, tuple(sizes), devices, layout, axes, parsed.mode, parsed.repeats)
         return measure_collectives(sweep, config, Path(parsed.jsonl) if parsed.jsonl else None)
 
     return run_in_job(parsed, preset, work)
 
 
-def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:
-    first, last = parse_bytes("--min-bytes", least), parse_bytes("--max-bytes", most)
-    require(first <= last, "--max-bytes", most, f"at least --min-bytes, {least}")
-    require(factor >= 2, "--factor", factor, "at least 2")
-    sizes = [first]
-    while sizes[-1] * factor <= last:
-        sizes.append(sizes[-1] * factor)
-    return tuple(sizes)
-
-
-def add_memory(verbs: Any, program: str) -> None:
-    """Add the verb `memory`."""
+def _add_memory(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _memory)
     what = "sizes of an array; the largest should be at least four times the last-level cache (default: 256M)"
     verb.add_argument("--sizes", nargs="+", default=["256M"], metavar="SIZE", help=what)
@@ -132,8 +124,7 @@ def _memory(parsed: argparse.Namespace) -> dict[str, Any]:
     return measure_memory(sorted(sizes), model, parsed.repeats, stream=parsed.stream)
 
 
-def add_storage(verbs: Any, program: str) -> None:
-    """Add the verb `storage`."""
+def _add_storage(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _storage)
     add_config(verb)
     verb.add_argument("--size", default="1G", help="size of the file and of the state (default: 1G)")
@@ -160,8 +151,7 @@ def _storage(parsed: argparse.Namespace) -> dict[str, Any]:
     return measure_storage(config, size, parsed.threads, parsed.repeats)
 
 
-def add_gemm(verbs: Any, program: str) -> None:
-    """Add the verb `gemm`."""
+def _add_gemm(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _gemm)
     add_config(verb)
     flag, what = verb.add_argument, f"what to measure; squares always are (default: all): {', '.join(FAMILIES)}"
@@ -193,8 +183,8 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
     first, last, step = parsed.squares
     if not (1 <= first <= last and step >= 1):
         raise InputError(f"--squares is {first} {last} {step}, but must be FIRST ≤ LAST and a STEP, all at least 1.")
-    _require_positive("--lengths", parsed.lengths)
-    _require_positive("--tokens", [] if parsed.tokens is None else [parsed.tokens])
+    require(min(parsed.lengths) >= 1, "--lengths", min(parsed.lengths), "at least 1")
+    require(parsed.tokens is None or parsed.tokens >= 1, "--tokens", parsed.tokens, "at least 1")
     flush, config = parse_bytes("--flush", parsed.flush), load_config(parsed.config, parsed.overrides)
     dtype, stage = parsed.dtype or config.train.compute_dtype, largest_stage(config, 0)
     if dtype not in _PRODUCT_DTYPES:
@@ -214,13 +204,7 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
     return compile_gemm(config, request, parsed.compile_for)
 
 
-def _require_positive(flag: str, values: Iterable[int]) -> None:
-    for value in values:
-        require(value >= 1, flag, value, "at least 1")
-
-
-def add_step(verbs: Any, program: str) -> None:
-    """Add the verb `step`."""
+def _add_step(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _step)
     flag = verb.add_argument
     flag("source", metavar="SOURCE", help="run folder with a trace, or configuration file")
@@ -254,7 +238,7 @@ def _step(parsed: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"{flag} is {value}, but must be at least 1, and needs --work prefill or decode.")
     if parsed.work != "train" and parsed.hardware is not None:
         raise InputError("--hardware is for --work train: the dry run estimates training steps.")
-    from zaya_jax.lab.measure.step_parts.break_down import break_down, break_down_generation
+    from zaya_jax.lab.measure.step_parts import break_down, break_down_generation
 
     source = (parsed.source, parsed.overrides)
     if parsed.work == "train":
@@ -263,8 +247,7 @@ def _step(parsed: argparse.Namespace) -> dict[str, Any]:
     return break_down_generation(*source, parsed.work, *prompts, parsed.steps, parsed.instructions)
 
 
-def add_preflight(verbs: Any, program: str) -> None:
-    """Add the verb `preflight`."""
+def _add_preflight(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _preflight)
     add_config(verb)
     default = "that in the folder `measurements` of the configuration, if there is one"
@@ -301,8 +284,7 @@ def _preflight(parsed: argparse.Namespace) -> dict[str, Any]:
     return run_in_job(parsed, preset, work)
 
 
-def add_context(verbs: Any, program: str) -> None:
-    """Add the verb `context`."""
+def _add_context(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _context)
     add_flags(verb, repeats=5, png="memory per device against the number of devices")
 
@@ -320,4 +302,4 @@ def _context(parsed: argparse.Namespace) -> dict[str, Any]:
     return measure_context(None, parsed.repeats)
 
 
-VERBS = (add_context, add_collectives, add_memory, add_storage, add_gemm, add_step, add_preflight)
+VERBS = (_add_context, _add_collectives, _add_memory, _add_storage, _add_gemm, _add_step, _add_preflight)

@@ -18,7 +18,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.lab.measure.timing import Passes, interleave_subprocesses
 from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
-from zaya_jax.lab.report.tables import TABLES
+from zaya_jax.lab.report.tables import CONTEXT, TABLES
 from zaya_jax.lab.result import describe_run, print_tables, rounded
 from zaya_jax.lab.result_plots import memory_curves
 from zaya_jax.lab.subprocesses import restored_environment
@@ -58,10 +58,6 @@ class Case(NamedTuple):
     length: int
 
 
-# Bytes of a program on each device, as `program_memory`, with the `peak` that the device reports, None if it does not.
-Memory = dict[str, Any]
-
-
 def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
     """Measure every case, with passes of those of a length interleaved, and print tables.
 
@@ -74,13 +70,9 @@ def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
     devices = SIMULATED if simulated else jax.device_count()
     sizes = sizes or (CPU if simulated or jax.default_backend() == "cpu" else GPU)
     lengths, heads = ", ".join(f"{length:,}" for length in sizes.lengths), f"{sizes.query_heads} query heads"
-    result = describe_run(
-        "memory per device (bytes) and time (s) of context-parallel attention, forward and backward",
-        f"one sequence of {lengths} tokens, {heads}, {sizes.kv_heads} key heads of {sizes.channels} channels, "
-        f"{sizes.dtype}, zigzag",
-        "all-gather attention, in which every device holds all keys and values",
-        (),
-    )
+    size = f"one sequence of {lengths} tokens, {heads}, {sizes.kv_heads} key heads of {sizes.channels} channels"
+    peer = "all-gather attention, in which every device holds all keys and values"
+    result = describe_run(CONTEXT, f"{size}, {sizes.dtype}, zigzag", peer, ())
     result["hardware"]["device"] = f"{devices} × {kind}{', simulated' if simulated else ''}"
     result["results"], result["scaling"] = [], {}
     for length in sizes.lengths:
@@ -110,8 +102,11 @@ def simulate_devices() -> None:
     os.environ |= {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
-def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
-    """Compile a case; returns a function that runs one forward and backward pass, and returns its memory."""
+def context_pass(sizes: Sizes, case: Case) -> Callable[[], dict[str, Any]]:
+    """Compile a case; returns a function that runs one forward and backward pass, and returns its memory.
+
+    That is `program_memory`, bytes on each device, with the `peak` that the device reports, None if it does not.
+    """
     config = ParallelConfig(context=case.devices, context_attention=case.attention)
     mesh, split = make_mesh(config, jax.devices()[: case.devices]), PartitionSpec(None, SEQUENCE_AXIS)
     h, k, c = sizes.query_heads, sizes.kv_heads, sizes.channels
@@ -125,7 +120,7 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
     arrays = jax.device_put((*drawn, np.ones((1, case.length), np.int32)), NamedSharding(mesh, split))
     compiled = jax.jit(region).lower(*arrays).compile()
 
-    def step() -> Memory:
+    def step() -> dict[str, Any]:
         jax.block_until_ready(compiled(*arrays))
         counted = jax.local_devices()[0].memory_stats() or {}
         return program_memory(compiled) | {"peak": counted.get("peak_bytes_in_use")}

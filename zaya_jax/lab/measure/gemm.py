@@ -77,13 +77,10 @@ class Request(NamedTuple):
 
 
 def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
-    """Measure the first device of this process.
+    """Measure the first device of this process; InputError if `routing` has no counts for this configuration.
 
     Returns:
       The result, for JSON: `maximum`, FLOP/s of the fastest square, and a row for each problem.
-
-    Raises:
-      InputError: `routing` has no counts for this configuration.
     """
     kernels = select_kernels(current_target(), config.model, request.dtype, None, config.ops)
     every = make_problems(config, request, kernels)
@@ -309,10 +306,8 @@ def scale_counts(counts_e: np.ndarray, tokens: int) -> np.ndarray:
 def read_histograms(run: str, experts: int, tokens: int) -> dict[str, np.ndarray]:
     """Return the loads of a run's most even and most uneven layer at its last logged step.
 
-    Their sum is `tokens`, without those that the run's layer skipped.
-
-    Raises:
-      InputError: the folder has no counts, or those of another number than `experts`.
+    Their sum is `tokens`, without those that the run's layer skipped. InputError if the folder has no counts, or those
+    of another number than `experts`.
     """
     rows = [row for row in read_rows(Path(run) / METRICS) if row.get("expert_counts")]
     if not rows:

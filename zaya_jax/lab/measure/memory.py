@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import Case, Sizes, cases, program
-from zaya_jax.lab.measure.queued_calls import Queue
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
@@ -67,8 +67,7 @@ def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, st
     arrays = f"arrays of {', '.join(f'{size:,}' for size in sizes)} bytes, float32"
     result = describe_run("memory bandwidth", arrays, "the triad in C with OpenMP" if stream else "", ())
     device, largest = jax.devices()[0], max(sizes)
-    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = (device.memory_stats() or {}).get("bytes_limit", host_memory)
+    limit = (device.memory_stats() or {}).get("bytes_limit", psutil.virtual_memory().total)
     result["hardware"] |= {"device": device.device_kind, "memory_bytes": limit}
     result["results"], c_seconds, calls = [], [], -(-repeats // _ROUNDS)
     with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
@@ -143,8 +142,15 @@ def _widths(model: ModelConfig, size: int) -> Sizes:
 
 
 def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, repeats: int) -> dict[str, Any]:
-    one_pass = Queue(*program(case, kernels), case.held).make_pass()
-    speed = case.bytes * one_pass() / time_calls(one_pass, repeats, 0).median
+    run, arguments = program(case, kernels)
+    call = jax.jit(run, donate_argnums=tuple(range(case.held)))
+
+    def one_call() -> None:
+        nonlocal arguments
+        out = jax.block_until_ready(call(*arguments))
+        arguments = (*out[: case.held], *arguments[case.held :])
+
+    speed = case.bytes / time_calls(one_call, repeats).median
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
 
 

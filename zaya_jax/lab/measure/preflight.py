@@ -18,7 +18,6 @@ from zaya_jax.job.multihost import all_gather, broadcast
 from zaya_jax.lab.measure.bisection import ROUNDS, find_slow
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, label
 from zaya_jax.lab.measure.collectives.programs import Case, Programs, check_collectives
-from zaya_jax.lab.measure.collectives.text import column
 from zaya_jax.lab.measure.gemm import squares
 from zaya_jax.lab.measure.memory import ITEM, KERNELS
 from zaya_jax.lab.measure.timing import time_calls
@@ -81,9 +80,13 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
 
     def report(check: Check) -> None:
         checks.append(_compare(recorded, check, tolerance))
-        print_once(_line(checks[-1]))
+        _, status, value, unit, message = checks[-1]
+        quantity = "" if value is None else _quantity(value, unit)
+        print_once(f"{status:<5}{check.check:<30}{quantity:>16}  {message}".rstrip())
 
-    report(_kernels(config))
+    kernels = validated_kernels(config)  # those with wrong results are replaced, which costs time
+    status, count = "WARN" if kernels.reasons else "PASS", float(len(kernels.kernels))
+    report(Check("kernels", status, count, "kernels", " ".join(kernels.reasons.values())))
     report(_slowest("matmul", "FLOP/s", sizes, names, tolerance))
     report(_slowest("memory", "bytes/s", sizes, names, tolerance))
     found = check_collectives()
@@ -96,13 +99,6 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
         result["failed"] = f"Checks that fail: {', '.join(failed)}."
     print_once(result.get("failed", "All checks pass."))
     return result
-
-
-def _kernels(config: Config) -> Check:
-    """Report the kernels that the configuration selects; those with wrong results are replaced, which costs time."""
-    selection = validated_kernels(config)
-    status = "WARN" if selection.reasons else "PASS"
-    return Check("kernels", status, float(len(selection.kernels)), "kernels", " ".join(selection.reasons.values()))
 
 
 def _slowest(name: str, unit: str, sizes: Sizes, names: Mapping[int, str], tolerance: float) -> Check:
@@ -160,9 +156,8 @@ def _device_names(hosts: Sequence[str]) -> dict[int, str]:
     names = {}
     for device in jax.devices():
         process = int(device.process_index)
-        names[device.id] = f"device {device.id}"
-        if len(hosts) > 1:
-            names[device.id] += f" (process {process}, host {hosts[process]})"
+        where = f" (process {process}, host {hosts[process]})" if len(hosts) > 1 else ""
+        names[device.id] = f"device {device.id}{where}"
     return names
 
 
@@ -171,20 +166,12 @@ def _quantity(value: float, unit: str) -> str:
     return f"{value / scale:,.3g} {shown}"
 
 
-def _line(check: Check) -> str:
-    value = "" if check.value is None else _quantity(check.value, check.unit)
-    return f"{check.status:<5}{check.check:<30}{value:>16}  {check.message}".rstrip()
-
-
 def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:
-    """Measure the devices of each process one after the other.
+    """Measure the devices of each process one after the other; TimeoutError if another process does not answer.
 
     Returns:
       By id of each device of the job, the FLOP/s of 'matmul', or the bytes/s that the copy of 'memory' reads and
       writes; of a device that fails, the first line of its error.
-
-    Raises:
-      TimeoutError: another process did not answer.
     """
     own = [(device.id, _speed(name, device, sizes)) for device in jax.local_devices()]
     return dict(speed for process in all_gather("preflight", own, PATIENCE) for speed in process)
@@ -219,7 +206,7 @@ def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:
         programs = _programs(case)
         own = _shortest(programs.run, programs.fill())
     seconds = [process for process in all_gather("preflight", own, PATIENCE) if process is not None]
-    return column(case, max(seconds), 0).busbw
+    return case.bus_bandwidth(max(seconds))
 
 
 _programs = functools.lru_cache(maxsize=16)(Programs)  # every round measures the same groups

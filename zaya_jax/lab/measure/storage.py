@@ -128,13 +128,9 @@ def write_file(path: Path, size: int) -> None:
 def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> dict[str, Any]:
     """Time passes of reads of a file of whole pages.
 
-    Args:
-      path: the file.
-      pattern: 'random', single pages in random order, or 'sequential', in order and `BLOCK` bytes at a time.
-      cache: 'cold' drops the file from the page cache before each pass; 'warm' reads it once before the first.
-      threads: number of threads that share the reads of a random pass; a sequential one has a single thread.
-      operations: maximum number of pages of a random pass.
-      repeats: number of passes.
+    The pattern is 'random', at most `operations` single pages in random order, shared by `threads`, or 'sequential',
+    `BLOCK` bytes at a time by one thread. The cache 'cold' drops the file from the page cache before each pass; 'warm'
+    reads it once before the first.
 
     Returns:
       For JSON: what was read, with operations and bytes per second of the median pass; `cached`, the fraction of the
@@ -204,10 +200,7 @@ def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
 
     Returns:
       Seconds of each repeat: `stall`, until training continues; `commit`, until the checkpoint is durable; `cold` and
-      `warm`, to restore and verify it from the storage and from the page cache.
-
-    Raises:
-      RuntimeError: a save fails, or a restored array differs.
+      `warm`, to restore and verify it from the storage and from the page cache. RuntimeError if a save fails.
     """
     state = make_state(size, _SMALL, jax.devices()[:1])
     method = make_method(folder, state, abstract(state))._replace(verify=None)  # restoring verifies, too
@@ -266,11 +259,7 @@ def time_save(method: Method, step: int) -> dict[str, float]:
 
 
 def time_restores(method: Method, folder: Path, state: dict[str, jax.Array]) -> dict[str, float]:
-    """Return the seconds to restore and to verify, from a cold and from a warm page cache.
-
-    Raises:
-      RuntimeError: a restored array differs from that of `state`.
-    """
+    """Return the seconds to restore and to verify, from a cold and a warm page cache; RuntimeError for wrong values."""
     seconds, arrays = dict[str, float](), dict[str, jax.Array]()
 
     def restore() -> None:

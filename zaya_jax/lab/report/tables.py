@@ -10,6 +10,7 @@ Result = dict[str, Any]
 
 UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}  # unit of a result → scale and unit of a table
 _SCALES = {"µs": 1e-6, "ms": 1e-3, "GFLOP": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "MiB": 2.0**20}  # of units in heads
+CONTEXT = "memory per device (bytes) and time (s) of context-parallel attention, forward and backward"  # a benchmark
 _CASE = ("operation", "dtype", "devices", "groups")
 
 
@@ -210,14 +211,5 @@ def _sizing(result: Result) -> list[Table]:
     return [*tables, make_table("Rules", reasons.values(), _same("rule", "reason", "source"))]
 
 
-TABLES: dict[str, Callable[[Result], list[Table]]] = {
-    "describe": _describe,
-    "preflight": _preflight,
-    "memory": _memory,
-    "gemm": _gemm,
-    "collectives": _collectives,
-    "storage": _storage,
-    "step": _step,
-    "context": _context,
-    "sizing": _sizing,
-}
+_MAKERS = (_describe, _preflight, _memory, _gemm, _collectives, _storage, _step, _context, _sizing)
+TABLES: dict[str, Callable[[Result], list[Table]]] = {make.__name__.removeprefix("_"): make for make in _MAKERS}

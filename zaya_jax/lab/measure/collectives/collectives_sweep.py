@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import stdtrit
 
 from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.lab.measure.collectives import text
-from zaya_jax.lab.measure.collectives.fit import fit_times
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, label
-from zaya_jax.lab.measure.collectives.programs import Case, Mode, Timing, time_case
+from zaya_jax.lab.measure.collectives.programs import Case, Mode, TimedCase, time_case
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.predict.compilers.collectives import collectives, mesh_axes
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
@@ -31,6 +31,9 @@ from zaya_jax.run.metrics import append_row
 from zaya_jax.train.program import make_programs
 
 _OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}
+SATURATED = 0.9  # share of β that messages of the knee reach
+CONFIDENCE = 0.95
+_ROUNDS = 4  # of reweighting; the weights change by less than 1 % after the third
 
 
 class Sweep(NamedTuple):
@@ -53,16 +56,6 @@ class Message(NamedTuple):
     axes: Axes  # mesh axes that it runs over
     bytes: int  # its size, as nccl-tests counts it
     times: int  # how often a step runs it
-
-
-class _Group(NamedTuple):
-    """Cases of one table: sizes of one operation, in one dtype, over the same axes of a mesh."""
-
-    operation: str
-    dtype: str
-    mesh: AnyMesh
-    axes: Axes
-    sizes: tuple[int, ...]
 
 
 def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
@@ -92,12 +85,12 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
     device = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     result["hardware"] |= {"device": device, "processes": jax.process_count()}
     head, result["results"], result["fits"], traffic = dict(result), [], [], Traffic()
-    for group in groups:
-        measured = _measure(group, sweep.mode, sweep.repeats, head, rows)
+    for probe, sizes in groups:
+        measured = _measure(probe, sizes, sweep, head, rows)
         result["results"] += measured
         result["fits"].append(_fit(measured))
         if config is None:
-            _compare(group, measured, sweep.repeats)
+            _compare(probe.collective.name, measured, sweep.repeats)
     if messages:
         result["messages"] = _messages(messages, result["results"])
     result["traffic"] = traffic.bytes()
@@ -108,11 +101,13 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
     return result
 
 
-def _groups(sweep: Sweep) -> list[_Group]:
+def _groups(sweep: Sweep) -> list[tuple[Case, Sequence[int]]]:
+    """Return a case of each table, of one element, and its sizes in bytes."""
     groups = []
     for mesh in _meshes(sweep):
-        axes, each = sweep.axes or nontrivial_axes(mesh, AXES), itertools.product(sweep.operations, sweep.dtypes)
-        groups += [_Group(operation, dtype, mesh, axes, sweep.sizes) for operation, dtype in each]
+        axes = sweep.axes or nontrivial_axes(mesh, AXES)
+        for operation, dtype in itertools.product(sweep.operations, sweep.dtypes):
+            groups.append((Case(COLLECTIVES[operation], mesh, axes, 1, dtype), sweep.sizes))
     return groups
 
 
@@ -149,11 +144,7 @@ def _mesh(layout: ParallelConfig) -> AnyMesh:
 
 
 def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
-    """Compile the first phase's largest step for the devices of this job; return its mesh and its messages by size.
-
-    Raises:
-      InputError: the layout does not suit the number of devices.
-    """
+    """Compile the first phase's largest step for the devices of this job; return its mesh and its messages by size."""
     programs = make_programs(config)
     programs.check()
     program = programs.with_kernels(validated_kernels(config))[0]
@@ -166,14 +157,15 @@ def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
     return mesh, sorted(messages, key=lambda message: (-message.bytes, message))
 
 
-def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[_Group]:
+def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[tuple[Case, Sequence[int]]]:
     sizes: dict[tuple[str, Axes], list[int]] = {}
     for message in messages:
         if message.operation in sweep.operations:
             sizes.setdefault((message.operation, message.axes), []).append(message.bytes)
     groups = []
     for (operation, axes), counts in sorted(sizes.items()):
-        groups += [_Group(operation, dtype, mesh, axes, tuple(sorted(counts))) for dtype in sweep.dtypes]
+        case = Case(COLLECTIVES[operation], mesh, axes, 1, "")
+        groups += [(case._replace(dtype=dtype), sorted(counts)) for dtype in sweep.dtypes]
     return groups
 
 
@@ -196,11 +188,11 @@ def _half(row: dict[str, Any]) -> str:
     return "out_of_place" if "out_of_place" in row else "in_place"
 
 
-def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) -> None:
+def _compare(operation: str, measured: Sequence[dict[str, Any]], repeats: int) -> None:
     """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
     if jax.process_count() > 1 or measured[0]["groups"] > 1 or _half(measured[0]) == "in_place":
         return
-    peers, failure = text.peer_bandwidths(group.operation, measured, repeats)
+    peers, failure = text.peer_bandwidths(operation, measured, repeats)
     if failure:
         print_once(failure, "")
     for row in measured:
@@ -210,38 +202,79 @@ def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) ->
             print_once(f"{row['bytes']:>12,} bytes: {speeds}")
 
 
-def _measure(group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows: Path | None) -> list[dict[str, Any]]:
-    collective = COLLECTIVES[group.operation]
-    probe, item = Case(collective, group.mesh, group.axes, 1, group.dtype), jnp.dtype(group.dtype).itemsize
-    elements = dict.fromkeys(collective.elements(size, item, probe.ranks) for size in group.sizes)
-    cases = [probe._replace(elements=count) for count in elements]
-    print_once(*text.header(label(collective), cases, mode, repeats))
-    measured, columns = [], []
+def _measure(
+    probe: Case, sizes: Sequence[int], sweep: Sweep, head: dict[str, Any], rows: Path | None
+) -> list[dict[str, Any]]:
+    item, name = jnp.dtype(probe.dtype).itemsize, label(probe.collective)
+    elements = dict.fromkeys(probe.collective.elements(size, item, probe.ranks) for size in sizes)
+    cases, measured, printed = [probe._replace(elements=count) for count in elements], [], list[TimedCase]()
+    print_once(*text.header(name, cases, sweep.mode, sweep.repeats))
     for case in cases:
-        timings = time_case(case, mode, repeats)
-        halves = {
-            name: text.column(case, statistics.fmean(timing.seconds), timing.wrong) for name, timing in timings.items()
-        }
-        columns += halves.values()
-        print_once(text.row(case, halves.get("out_of_place"), halves["in_place"]))
-        measured.append(_row(case, mode, timings))
+        timings = time_case(case, sweep.mode, sweep.repeats)
+        printed += timings.values()
+        print_once(text.row(timings.get("out_of_place"), timings["in_place"]))
+        measured.append(_row(case, sweep.mode, timings))
         if rows and is_primary():
             append_row(rows, head | measured[-1])
-    print_once(*text.footer(label(collective), columns), "")
+    print_once(*text.footer(name, printed), "")
     return measured
 
 
-def _row(case: Case, mode: Mode, timings: dict[str, Timing]) -> dict[str, Any]:
+def _row(case: Case, mode: Mode, timings: dict[str, TimedCase]) -> dict[str, Any]:
     """Describe a measured case: statistics of its times in seconds, and bandwidths at the median in bytes/s."""
     row: dict[str, Any] = {"operation": label(case.collective), "mode": mode, "dtype": case.dtype}
     row |= {"devices": case.ranks, "groups": case.mesh.size // case.ranks, "axes": case.axes, "bytes": case.size}
     row["wrong"] = sum(timing.wrong for timing in timings.values())
-    for name, (seconds, _) in timings.items():
-        mean, deviation = statistics.fmean(seconds), statistics.stdev(seconds) if len(seconds) > 1 else 0.0
-        median, algbw, busbw, _ = text.column(case, statistics.median(seconds), 0)
+    for name, (_, seconds, _) in timings.items():
+        mean, median, deviation = statistics.fmean(seconds), statistics.median(seconds), 0.0
+        if len(seconds) > 1:
+            deviation = statistics.stdev(seconds)
         row[name] = {"p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds)}
-        row[name] |= {"mean": mean, "cv": deviation / mean, "algbw": algbw, "busbw": busbw}
+        row[name] |= {"mean": mean, "cv": deviation / mean}
+        row[name] |= {"algbw": case.bandwidth(median), "busbw": case.bus_bandwidth(median)}
     return row
+
+
+class Estimate(NamedTuple):
+    """An estimate and its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Fit(NamedTuple):
+    """Latency and bandwidth of a collective."""
+
+    alpha: Estimate  # seconds of an empty message
+    beta: Estimate  # algorithm bandwidth of an infinite one, bytes/s
+    half_size: float  # n½: the size in bytes that reaches half of β
+    knee: float  # the smallest size in bytes that reaches `SATURATED` of β; larger buffers overlap less
+
+
+def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
+    """Fit by least squares of relative errors, since times of all sizes scatter by similar percentages.
+
+    The weights are those of the fitted times, so that a time that happens to be short does not count more. The
+    confidence intervals are those of Student's t distribution; that of β is the inverse of the slope's.
+
+    Returns:
+      The fit; None with fewer than three different `sizes` in bytes, or if times do not grow with the size.
+    """
+    size, time = np.asarray(sizes, float), np.asarray(seconds, float)
+    if len(set(sizes)) < 3:
+        return None
+    weights, line, covariance = 1 / time, np.zeros(2), np.zeros((2, 2))
+    for _ in range(_ROUNDS):
+        line, covariance = np.polyfit(size, time, 1, w=weights, cov=True)
+        weights = 1 / np.maximum(np.polyval(line, size), 0.1 * time)
+    margins = np.sqrt(np.diag(covariance)) * stdtrit(len(size) - 2, (1 + CONFIDENCE) / 2)
+    (slope, start), low, high = line.tolist(), (line - margins).tolist(), (line + margins).tolist()
+    if slope <= 0:
+        return None
+    half, fastest = max(start, 0.0) / slope, 1 / low[0] if low[0] > 0 else float("inf")
+    beta = Estimate(1 / slope, 1 / high[0], fastest)
+    return Fit(Estimate(start, low[1], high[1]), beta, half, half * SATURATED / (1 - SATURATED))
 
 
 def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -59,6 +60,14 @@ class Case(NamedTuple):
         """Elements of a chunk."""
         return self.elements // self.ranks
 
+    def bandwidth(self, seconds: float) -> float:
+        """Return the algorithm bandwidth in bytes/s."""
+        return self.size / seconds
+
+    def bus_bandwidth(self, seconds: float) -> float:
+        """Return the bus bandwidth in bytes/s."""
+        return self.bandwidth(seconds) * self.collective.factor(self.ranks)
+
 
 class Programs:
     """Programs of a case, each compiled when it is first used. Arrays are [elements · devices], sharded over all axes.
@@ -72,7 +81,7 @@ class Programs:
 
     def __init__(self, case: Case, *, in_place: bool = False) -> None:
         """See `Case`."""
-        self.case, self._in_place, self._numbers = case, in_place, pattern(case.ranks, case.dtype)
+        self.case, self.in_place, self._numbers = case, in_place, pattern(case.ranks, case.dtype)
         self._sent, self._received = (
             case.chunk if case.collective.chunked == side else case.elements for side in ("in", "out")
         )
@@ -85,7 +94,7 @@ class Programs:
     @functools.cached_property
     def run(self) -> Any:
         """Input → output."""
-        return self._compiled(self._operation, self._sent, times=1, donate=self._in_place)
+        return self._compiled(self._operation, self._sent, times=1, donate=self.in_place)
 
     @functools.cached_property
     def in_graph(self) -> Any:
@@ -113,7 +122,7 @@ class Programs:
         return jax.lax.dynamic_slice_in_dim(buffer, self._rank() * size, size)
 
     def _put(self, buffer: jax.Array, x: jax.Array) -> jax.Array:
-        if not self._in_place or x.size == buffer.size:
+        if not self.in_place or x.size == buffer.size:
             return x
         return jax.lax.dynamic_update_slice_in_dim(buffer, x, self._rank() * x.size, 0)
 
@@ -132,7 +141,7 @@ class Programs:
         """Compile `shard` for an argument with so many elements per device, in place a buffer (None: no argument)."""
         (_, mesh, _, size, dtype), spec, arguments = self.case, PartitionSpec(AXES), []
         if elements is not None:
-            elements, sharding = size if self._in_place else elements, NamedSharding(mesh, spec)
+            elements, sharding = size if self.in_place else elements, NamedSharding(mesh, spec)
             arguments = [jax.ShapeDtypeStruct((elements * mesh.size,), dtype, sharding=sharding)]
         mapped = jax.shard_map(shard, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec, check_vma=False)
         compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ()).lower(*arguments).compile()
@@ -153,29 +162,32 @@ def collective_counts(text: str) -> Counter[str]:
     return counts
 
 
-class Timing(NamedTuple):
-    """Seconds of one operation in each timed call, and the number of wrong elements over all devices."""
+class TimedCase(NamedTuple):
+    """A timed case, out of place or in place."""
 
-    seconds: list[float]
-    wrong: int
+    case: Case
+    seconds: list[float]  # of each call
+    wrong: int  # number of wrong elements over all devices
+
+    @property
+    def mean(self) -> float:
+        """Mean seconds of a call."""
+        return statistics.fmean(self.seconds)
 
 
-def time_case(case: Case, mode: Mode, repeats: int) -> dict[str, Timing]:
-    """Check and time a collective, 'out_of_place' (not in the mode 'graph') and 'in_place'.
+def time_case(case: Case, mode: Mode, repeats: int) -> dict[str, TimedCase]:
+    """Check and time a collective, 'out_of_place' (not in the mode 'graph') and 'in_place'; raises like `Programs`.
 
     The mode 'dispatch' times calls of one operation, with what starting a program costs. 'graph' times a program of
     `IN_GRAPH` operations, each of which needs the result of the one before, and divides.
-
-    Raises:
-      RuntimeError: a compiled program does not contain the collective as often as it should.
     """
     in_place, out_of_place = Programs(case, in_place=True), Programs(case)
     wrong = wrong_elements(in_place)
     if mode == "graph":
-        seconds = _time(in_place.in_graph, in_place.fill(), repeats, feed=True)
-        return {"in_place": Timing([second / IN_GRAPH for second in seconds], wrong)}
-    first = Timing(_time(out_of_place.run, out_of_place.fill(), repeats, feed=False), wrong_elements(out_of_place))
-    return {"out_of_place": first, "in_place": Timing(_time(in_place.run, in_place.fill(), repeats, feed=True), wrong)}
+        seconds = _time(in_place, in_place.in_graph, repeats)
+        return {"in_place": TimedCase(case, [second / IN_GRAPH for second in seconds], wrong)}
+    first = TimedCase(case, _time(out_of_place, out_of_place.run, repeats), wrong_elements(out_of_place))
+    return {"out_of_place": first, "in_place": TimedCase(case, _time(in_place, in_place.run, repeats), wrong)}
 
 
 def wrong_elements(programs: Programs) -> int:
@@ -185,13 +197,14 @@ def wrong_elements(programs: Programs) -> int:
     return sum(all_gather("collectives", own, _PATIENCE))
 
 
-def _time(call: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int, *, feed: bool) -> list[float]:
-    """Time calls on `x`, or, with `feed`, on the result of the call before."""
+def _time(programs: Programs, call: Callable[[jax.Array], jax.Array], repeats: int) -> list[float]:
+    """Time calls on the same input, or, in place, on the result of the call before."""
+    x = programs.fill()
 
     def one_call() -> None:
         nonlocal x
         out = call(x).block_until_ready()
-        x = out if feed else x
+        x = out if programs.in_place else x
 
     time_calls(one_call, WARM_UP, 0)
     all_gather("collectives", None, _PATIENCE)  # all processes start the timed calls together

@@ -6,34 +6,20 @@ The form is that of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu).
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from zaya_jax.lab.measure.collectives.programs import WARM_UP, Case, Mode
+from zaya_jax.lab.measure.collectives.programs import WARM_UP, Case, Mode, TimedCase
 
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
 _COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6} "
 _PROGRAMS = {"all_to_all": "alltoall_perf", "permute": "sendrecv_perf"}  # of others: OPERATION_perf
 _SECONDS = 600  # that the program may take
-
-
-class Column(NamedTuple):
-    """One half of a row: out of place or in place."""
-
-    seconds: float  # mean time
-    algbw: float  # algorithm bandwidth, bytes/s
-    busbw: float  # bus bandwidth, bytes/s
-    wrong: int  # number of wrong elements
-
-
-def column(case: Case, seconds: float, wrong: int) -> Column:
-    """Compute the bandwidths of a case from its time."""
-    algbw = case.size / seconds
-    return Column(seconds, algbw, algbw * case.collective.factor(case.ranks), wrong)
 
 
 def header(name: str, cases: Sequence[Case], mode: Mode, repeats: int) -> list[str]:
@@ -63,18 +49,19 @@ def header(name: str, cases: Sequence[Case], mode: Mode, repeats: int) -> list[s
     ]
 
 
-def row(case: Case, out_of_place: Column | None, in_place: Column) -> str:
+def row(out_of_place: TimedCase | None, in_place: TimedCase) -> str:
     """Return the line of a case; without a time out of place, its columns are blank."""
+    case = in_place.case
     operation, dtype = case.collective, TYPES[case.dtype]
     count = operation.passed(case.elements, case.ranks)
     start = f"{case.size:12}  {count:12}  {dtype:>8}  {operation.reduction:>6}  {operation.root:6}"
     return start + (_half(out_of_place) if out_of_place else " " * 32) + _half(in_place)
 
 
-def footer(name: str, columns: Sequence[Column]) -> list[str]:
+def footer(name: str, halves: Sequence[TimedCase]) -> list[str]:
     """Return the lines after the rows of one operation."""
-    wrong = sum(bool(half.wrong) for half in columns)
-    bandwidth = sum(half.busbw for half in columns) / len(columns) / 1e9
+    wrong = sum(bool(half.wrong) for half in halves)
+    bandwidth = statistics.fmean(half.case.bus_bandwidth(half.mean) for half in halves) / 1e9
     return [
         f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}",
         f"# {'Avg bus bandwidth':<20} : {bandwidth:g} ",
@@ -83,9 +70,10 @@ def footer(name: str, columns: Sequence[Column]) -> list[str]:
     ]
 
 
-def _half(half: Column) -> str:
-    seconds, algbw, busbw = _number(half.seconds * 1e6, 7), _number(half.algbw / 1e9, 6), _number(half.busbw / 1e9, 6)
-    return f"  {seconds}  {algbw}  {busbw}  {half.wrong:6g}"
+def _half(half: TimedCase) -> str:
+    case, seconds = half.case, half.mean
+    algbw, busbw = (_number(speed / 1e9, 6) for speed in (case.bandwidth(seconds), case.bus_bandwidth(seconds)))
+    return f"  {_number(seconds * 1e6, 7)}  {algbw}  {busbw}  {half.wrong:6g}"
 
 
 def _number(value: float, width: int) -> str:

@@ -18,7 +18,7 @@ from zaya_jax.hardware.data_sheets import find_hardware, no_data_sheet
 from zaya_jax.hardware.environment import step_options
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.hardware.presets import TRACED
-from zaya_jax.lab.measure.step_parts.trace import Trace, attribute, instruction_rows, read_trace
+from zaya_jax.lab.measure.step_trace import Trace, attribute, instruction_rows, read_trace
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.measure.training_steps import place_rows, random_tokens, time_train_steps
 from zaya_jax.lab.predict.compilers.predict import Shares, phase_shares, predict
@@ -191,9 +191,6 @@ def trace_generation(
       A trace of `Trace.steps` prompts or decode steps; the median seconds of one without the profiler; tokens of a
       prompt, rounded up to whole chunks; and how often a prompt or decode step runs the program that was traced, whose
       loop counts once.
-
-    Raises:
-      InputError: prompt and new tokens exceed `model.max_positions`.
     """
     blocks = 2 * repeats + 1 if work == "decode" else 0
     options = known_options(step_options(traced=current_target().platform in GPU_PLATFORMS))
