@@ -16,8 +16,7 @@ from benchmarks.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
 from zaya_jax.lab.measure import preflight as probes
-from zaya_jax.lab.measure.queued_calls import Queue
-from zaya_jax.lab.measure.timing import Passes, interleave, interleave_subprocesses, repeated
+from zaya_jax.lab.measure.timing import Passes, Queue, interleave, interleave_subprocesses, repeated
 from zaya_jax.lab.result import describe_run, write_result
 from zaya_jax.lab.subprocesses import run_in_subprocess
 from zaya_jax.ops.registry import KernelSelection, select_kernels

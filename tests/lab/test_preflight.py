@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.devices_helpers import on_devices
 from zaya_jax.lab.measure import preflight as module
-from zaya_jax.lab.measure.bisection import find_slow
-from zaya_jax.lab.measure.preflight import Sizes
+from zaya_jax.lab.measure.preflight import Sizes, find_slow
 from zaya_jax.machine.__main__ import main
 
 HERE = "tests.lab.test_preflight:"

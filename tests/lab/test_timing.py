@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zaya_jax.lab.measure import queued_calls, timing
-from zaya_jax.lab.measure.queued_calls import Queue
-from zaya_jax.lab.measure.timing import time_calls
+from zaya_jax.lab.measure import timing
+from zaya_jax.lab.measure.timing import Queue, time_calls
 
 
 def test_the_call_to_warm_up_and_what_comes_before_are_not_timed(monkeypatch):
@@ -38,12 +37,12 @@ def test_a_pass_has_as_many_calls_as_it_takes_and_one_wait(monkeypatch):
 @pytest.fixture
 def one_call(monkeypatch):
     """A pass is a single call."""
-    monkeypatch.setattr(queued_calls, "repeated", lambda call, wait, counts: call)
+    monkeypatch.setattr(timing, "repeated", lambda call, wait, counts: call)
 
 
 def test_calls_of_one_program_are_all_done(monkeypatch, one_call):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(queued_calls, "TOGETHER", 3)
+    monkeypatch.setattr(timing, "TOGETHER", 3)
     monkeypatch.setattr(jax, "jit", lambda run, **_: jax.make_jaxpr(run))
     queue = Queue(jnp.dot, (jnp.ones((8, 8)), jnp.ones((8, 8))))
     queue.make_pass()()
@@ -54,7 +53,7 @@ def test_calls_of_one_program_are_all_done(monkeypatch, one_call):
 
 def test_what_is_held_is_given_away_and_is_the_next_call_s(monkeypatch, one_call):
     seen, donated = [], []
-    monkeypatch.setattr(queued_calls.jax, "jit", lambda run, donate_argnums: donated.append(donate_argnums) or run)
+    monkeypatch.setattr(jax, "jit", lambda run, donate_argnums: donated.append(donate_argnums) or run)
 
     def function(held, given, further):
         seen.append((held.item(), further))
@@ -69,7 +68,7 @@ def test_what_is_held_is_given_away_and_is_the_next_call_s(monkeypatch, one_call
 
 def test_short_calls_are_many_of_one_program_on_a_gpu(monkeypatch):
     small, large = ((jnp.zeros(size, jnp.int8),) for size in (8, 100))
-    monkeypatch.setattr(queued_calls, "SHORT", 100)
+    monkeypatch.setattr(timing, "SHORT", 100)
     assert Queue(jnp.negative, small).calls == 1
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert [Queue(jnp.negative, arrays).calls for arrays in (small, large)] == [8, 1]

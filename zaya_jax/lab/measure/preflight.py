@@ -7,6 +7,7 @@ import functools
 import socket
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import all_gather, broadcast
-from zaya_jax.lab.measure.bisection import ROUNDS, find_slow
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, label
 from zaya_jax.lab.measure.collectives.programs import Case, Programs, check_collectives
 from zaya_jax.lab.measure.gemm import squares
@@ -28,6 +28,8 @@ from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
 
 PATIENCE = 600  # seconds that another process may take, which compiles
 _PASSES, _WARM_UP = 15, 3
+Units = list[list[Any]]  # nodes, or single devices of a node
+ROUNDS = 5  # in which something must be slow; the fastest counts, since other work on a host passes
 
 
 class Sizes(NamedTuple):
@@ -215,3 +217,49 @@ _programs = functools.lru_cache(maxsize=16)(Programs)  # every round measures th
 def _shortest(call: Callable[..., Any], *arrays: jax.Array) -> float:
     """Return the seconds of the shortest call: what else runs on a host only makes calls longer."""
     return min(time_calls(lambda: jax.block_until_ready(call(*arrays)), _PASSES, _WARM_UP).seconds)
+
+
+def find_slow(nodes: Sequence[Sequence[Any]], measure: Callable[[list[Any]], float], tolerance: float) -> list[Any]:
+    """Return the devices that slow a collective down: the smallest group slower than another of its size; [] if none.
+
+    Halves have the same number of `nodes`, or of devices of one node, so that equal links give equal bandwidths, which
+    `measure` returns for two devices and more. The slower half is searched if the relative difference exceeds
+    `tolerance` in `ROUNDS` measurements. A single node or device is measured together with one that was found good. Two
+    or three devices in all, and the network of two or three nodes, cannot be told apart.
+    """
+    every = [list(node) for node in nodes]
+    slow, good = _bisect(every, [], measure, tolerance) if len(every) > 1 else (every, [])
+    if len(slow) != 1:
+        return list(chain(*slow))
+    (node,) = slow
+    inside, _ = _bisect([[device] for device in node], [[device] for device in chain(*good)], measure, tolerance)
+    return list(chain(*inside)) or (node if len(every) > 1 else [])
+
+
+def _bisect(units: Units, good: Units, measure: Callable[[list[Any]], float], tolerance: float) -> tuple[Units, Units]:
+    """Return the slow ones of `units`, [] if none is, and some that are good, at first those that are known."""
+
+    def slower(first: Units, second: Units, partner: Units) -> int | None:
+        """Return which of two groups is slower; None if neither is."""
+        groups = [[*chain(*(partner[:1] if len(first) == 1 else []), *half)] for half in (first, second)]
+        fastest = [0.0, 0.0]
+        for _ in range(ROUNDS):
+            fastest = [max(speed, measure(group)) for speed, group in zip(fastest, groups, strict=True)]
+            if min(fastest) >= (1 - tolerance) * max(fastest):
+                return None
+        return fastest.index(min(fastest))
+
+    suspects, is_slow = units, False
+    while len(suspects) > 1:
+        middle = len(suspects) // 2
+        halves, last = (suspects[:middle], suspects[middle : 2 * middle]), suspects[2 * middle :]
+        if not good and len(list(chain(*halves[0]))) == 1:
+            break
+        index = slower(*halves, good)
+        if index is not None:
+            suspects, good, is_slow = halves[index], halves[1 - index], True
+        elif last and slower([*last, *halves[0][1:]], halves[0], halves[1]) == 0:
+            return last, halves[0]
+        else:
+            break
+    return (suspects if is_slow else []), good

@@ -19,8 +19,7 @@ from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import SMALL, Case, Sizes, cases, drawn, experts_of_a_step, passes
-from zaya_jax.lab.measure.queued_calls import Queue
-from zaya_jax.lab.measure.timing import time_calls
+from zaya_jax.lab.measure.timing import Queue, time_calls
 from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.lab.result import describe_run, print_tables
 from zaya_jax.ops import kernel_table
