@@ -17,8 +17,8 @@ from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.data.loading.text_corpus import find_corpus
 from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
 from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.lab.measure.timing import interleave_subprocesses
 from zaya_jax.lab.result import describe_run, require_packages, rounded
-from zaya_jax.lab.subprocesses import interleave_subprocesses
 
 WORKERS = 2
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zaya_jax.data.prepare.preparation import open_manifest
-from zaya_jax.lab.timing import elapsed, timed
+from zaya_jax.lab.measure.timing import elapsed, time_calls
 
 _READ_AHEAD = 500  # documents that reading threads buffer, Grain's default
 
@@ -75,7 +75,7 @@ class Decode(NamedTuple):
 
 def time_batches(iterator: Any, skipped: int, batches: int) -> float:
     """Return the seconds that `batches` batches take, after `skipped` others."""
-    return sum(timed(lambda: next(iterator), batches, skipped))
+    return sum(time_calls(lambda: next(iterator), batches, skipped).seconds)
 
 
 def _parse_absl_flags() -> None:

@@ -15,9 +15,9 @@ from benchmarks.step import default_config
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import require
 from zaya_jax.generate.decode import generate_tokens
+from zaya_jax.lab.measure.timing import interleave_subprocesses, time_calls
 from zaya_jax.lab.result import describe_run, rounded
-from zaya_jax.lab.subprocesses import interleave_subprocesses, run_in_subprocess
-from zaya_jax.lab.timing import timed
+from zaya_jax.lab.subprocesses import run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.model.tree import map_variables
 from zaya_jax.model.zaya import Zaya, unrolled
@@ -94,7 +94,7 @@ def compile_seconds(config: ModelConfig, dtype: str, prompts: np.ndarray) -> Cal
     step = our_decode(config, dtype, prompts, NEW)
 
     def seconds() -> float:
-        first, second = timed(step, 2, warm_up=0)
+        first, second = time_calls(step, 2, warm_up=0).seconds
         return first - second
 
     return seconds

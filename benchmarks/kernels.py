@@ -15,10 +15,10 @@ from benchmarks.benchmark_command import run_benchmark
 from benchmarks.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
-from zaya_jax.lab.measure.preflight import probes
-from zaya_jax.lab.measure.queued_calls import calls_together, queued, repeated, stepped
+from zaya_jax.lab.measure import preflight as probes
+from zaya_jax.lab.measure.timing import Passes, Queue, interleave, interleave_subprocesses, repeated
 from zaya_jax.lab.result import describe_run, write_result
-from zaya_jax.lab.subprocesses import Passes, interleave, interleave_subprocesses, run_in_subprocess
+from zaya_jax.lab.subprocesses import run_in_subprocess
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target, current_target
 from zaya_jax.run.parser import Parser
@@ -90,7 +90,7 @@ def rooflines(emulated: bool, repeats: int) -> dict[str, float]:
 
 def roofline(probe: str, sizes: probes.Sizes) -> Callable[[], int]:
     """Make a pass of a probe of preflight."""
-    return queued(*probes.probe(probe, sizes), 1)
+    return Queue(*probes.probe(probe, sizes)).make_pass()
 
 
 def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int) -> tuple[dict, dict[str, str]]:
@@ -124,9 +124,7 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
         raise InputError(f"{name} has no kernel for this device. {kernels}")
     try:
         function, arguments = program(case, kernels if kernel else kernels.without(case.operations))
-        if case.held:
-            return stepped(function, arguments, case.held)
-        return queued(function, arguments, calls_together(arguments))
+        return Queue(function, arguments, case.held).make_pass()
     except Exception as error:  # not every error can be sent to another process
         raise InputError(f"{type(error).__name__}: {str(error)[:500]}") from error
 

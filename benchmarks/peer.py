@@ -9,9 +9,9 @@ import numpy as np
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.errors import InputError, printable
 from zaya_jax.hf.config import to_hf
+from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.result import require_packages
 from zaya_jax.lab.subprocesses import run_in_subprocess
-from zaya_jax.lab.timing import timed
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
 _TOO_LARGE = ("The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller "
@@ -97,7 +97,7 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
         wait()
         losses.append(round(float(loss), 4))
 
-    seconds = timed(one_step, repeats)
+    seconds = time_calls(one_step, repeats).seconds
     return {
         "micro_batch": rows,
         "checkpointing": checkpointing,
@@ -150,7 +150,7 @@ def _fastest(
 def _speed(torch: Any, rows: Any, one_pass: Callable[[Any, int], Any], wait: Callable[[], None]) -> float | None:
     """Return sequences/s of a pass, after one warm-up pass; None if it does not fit."""
     try:
-        (seconds,) = timed(lambda: (one_pass(rows, len(rows)), wait()), 1)
+        seconds = time_calls(lambda: (one_pass(rows, len(rows)), wait()), 1).median
     except torch.OutOfMemoryError:
         return None
     return len(rows) / seconds

@@ -13,8 +13,8 @@ from benchmarks.benchmark_command import run_benchmark
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import require
 from zaya_jax.generate.placement import generation_kernels
+from zaya_jax.lab.measure.timing import interleave_subprocesses
 from zaya_jax.lab.result import describe_run, rounded
-from zaya_jax.lab.subprocesses import interleave_subprocesses
 from zaya_jax.model.attention import Context
 from zaya_jax.model.layers import rotary_table
 from zaya_jax.model.zaya import ATTENTION

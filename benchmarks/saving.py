@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.job.multihost import join
-from zaya_jax.lab.measure.storage.saves import (
+from zaya_jax.lab.measure.storage import (
     Method,
     abstract,
     largest,
@@ -27,7 +27,7 @@ from zaya_jax.lab.measure.storage.saves import (
     time_restores,
     time_save,
 )
-from zaya_jax.lab.timing import elapsed, timed
+from zaya_jax.lab.measure.timing import elapsed, time_calls
 from zaya_jax.run.files import sync_folder
 
 _SMALL = 1000  # number of arrays of 1 KiB, besides the large ones
@@ -150,7 +150,7 @@ def timed_steps(method: Method, step: int) -> dict[str, float]:
         multiply(x).block_until_ready()
 
     multihost_utils.sync_global_devices("steps alone")
-    alone = statistics.median(timed(one_step, _STEPS))
+    alone = time_calls(one_step, _STEPS).median
     multihost_utils.sync_global_devices("steps beside saving")
     method.start(step)
     finishing = threading.Thread(target=method.finish)

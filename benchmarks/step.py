@@ -12,9 +12,9 @@ from benchmarks.benchmark_command import run_benchmark
 from benchmarks.peer import peer_step, require_peer
 from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig, load_config
 from zaya_jax.errors import InputError
-from zaya_jax.lab.measure.step import describe_throughput, forward_backward, random_tokens, throughput
+from zaya_jax.lab.measure.timing import interleave_subprocesses
+from zaya_jax.lab.measure.training_steps import describe_throughput, forward_backward, random_tokens, throughput
 from zaya_jax.lab.result import describe_run, rounded
-from zaya_jax.lab.subprocesses import interleave_subprocesses
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.parser import Parser

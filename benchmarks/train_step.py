@@ -18,9 +18,9 @@ from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import micro_batch, stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, find_hardware, no_data_sheet
-from zaya_jax.lab.measure.breakdown.measure import trace_rows, trace_steps
-from zaya_jax.lab.measure.breakdown.trace import read_trace
-from zaya_jax.lab.measure.step import (
+from zaya_jax.lab.measure.step_parts import trace_rows, trace_steps
+from zaya_jax.lab.measure.step_trace import read_trace
+from zaya_jax.lab.measure.training_steps import (
     describe_throughput,
     peak_memory,
     place_rows,

@@ -23,11 +23,17 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
-from zaya_jax.lab.measure.step import describe_throughput, peak_memory, random_tokens, throughput, time_train_steps
+from zaya_jax.lab.measure.timing import time_calls
+from zaya_jax.lab.measure.training_steps import (
+    describe_throughput,
+    peak_memory,
+    random_tokens,
+    throughput,
+    time_train_steps,
+)
 from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.lab.result import describe_run, rounded, write_result
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
-from zaya_jax.lab.timing import timed
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.parallel.kernels import validated_kernels
@@ -142,8 +148,9 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
         nonlocal params, opt_state
         params, opt_state = jax.block_until_ready(program(params, opt_state, gradients))
 
-    seconds["optimizer"] = timed(functools.partial(move, compiled.optimizer), repeats)
-    seconds["without_newton_schulz"] = timed(functools.partial(move, compiled.without_newton_schulz), repeats)
+    seconds["optimizer"] = time_calls(functools.partial(move, compiled.optimizer), repeats).seconds
+    without = functools.partial(move, compiled.without_newton_schulz)
+    seconds["without_newton_schulz"] = time_calls(without, repeats).seconds
     return {
         "device": device.device_kind,
         "platform": programs.kernels.target.platform,

@@ -1,6 +1,5 @@
 """The time of a decode step by part, and of the first token."""
 
-import statistics
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ from benchmarks.gpu_report.figures import Figures
 from benchmarks.step import default_config
 from benchmarks.train_step import EIGHT_B
 from zaya_jax.config.shipped import shipped
-from zaya_jax.lab.measure.breakdown.measure import break_down_generation
-from zaya_jax.lab.timing import timed
+from zaya_jax.lab.measure.step_parts import break_down_generation
+from zaya_jax.lab.measure.timing import time_calls
 
 _BATCHES = (1, 64)
 
@@ -30,9 +29,8 @@ def measure_decode(small: bool) -> dict[str, Any]:
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (1 if small else 8, prompt))
     figures: Figures = {}
     for count in (1, new):
-        seconds = statistics.median(
-            timed(our_decode(config, "float32" if small else "bfloat16", prompts, count), repeats)
-        )
+        decode = our_decode(config, "float32" if small else "bfloat16", prompts, count)
+        seconds = time_calls(decode, repeats).median
         figures[f"{len(prompts)} × {prompt} tokens, then {count}"] = [round(1e3 * seconds, 2), "ms"]
     result: dict[str, Any] = {"batches": {}}
     for batch in _BATCHES[: 1 if small else None]:

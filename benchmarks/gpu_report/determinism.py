@@ -21,7 +21,7 @@ from benchmarks.gpu_report.tiny import ONE_DEVICE
 from benchmarks.gpu_report.training import large_config, small_config
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stages
-from zaya_jax.lab.measure.step import place_rows, random_tokens
+from zaya_jax.lab.measure.training_steps import place_rows, random_tokens
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.parallel.kernels import validated_kernels

@@ -14,8 +14,8 @@ from benchmarks.gpu_report.supervisor import measure_supervisor
 from benchmarks.gpu_report.training import measure_training
 from benchmarks.gpu_report.tuning import measure_tuned_step, measure_tuning
 from benchmarks.kernels import bench_kernels
-from zaya_jax.lab.measure import context
-from zaya_jax.lab.measure.collectives.timing import check_collectives
+from zaya_jax.lab.measure import context_attention as context
+from zaya_jax.lab.measure.collectives.programs import check_collectives
 from zaya_jax.ops.registry import OPERATIONS, check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target

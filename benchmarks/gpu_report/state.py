@@ -36,8 +36,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
-from zaya_jax.lab.measure.storage.reads import drop_cached
-from zaya_jax.lab.measure.storage.saves import Method, make_state
+from zaya_jax.lab.measure.storage import Method, drop_cached, make_state
 from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.parallel.placement import device_bytes

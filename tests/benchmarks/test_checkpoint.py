@@ -9,7 +9,7 @@ from benchmarks import saving
 from benchmarks.__main__ import main
 from benchmarks.checkpoint import BARE, OURS, PEER, describe_disk, print_table, summary
 from benchmarks.saving import make_methods, peak_memory, restart_peak, timed_save, timed_steps
-from zaya_jax.lab.measure.storage.saves import LARGE, make_state, time_restores
+from zaya_jax.lab.measure.storage import LARGE, make_state, time_restores
 
 ROWS = [{"way": way, "turn": turn, "stall": stall * turn, "commit": 1.5 * stall * turn, "memory": 10.0,
          "restore_warm": 1.0, "restore_cold": 2.0}

@@ -22,7 +22,7 @@ from zaya_jax.data.loading.batches import train_batches
 from zaya_jax.data.prepare.preparation import open_manifest, prepare
 from zaya_jax.data.prepare.shards import open_documents
 from zaya_jax.data.tokenizer import load_tokenizer
-from zaya_jax.lab import subprocesses, timing
+from zaya_jax.lab.measure import timing
 from zaya_jax.lab.subprocesses import run_in_subprocess
 
 
@@ -226,8 +226,8 @@ def peers(monkeypatch):
         settings = next(argument for argument in arguments if isinstance(argument, GrainSettings))
         return 2.0 if (settings.threads, settings.buffer) in {(4, 16), (4, 4)} else 3.0
 
-    monkeypatch.setattr(subprocesses, "time", Clock)
-    monkeypatch.setattr(subprocesses, "run_in_subprocess", lambda make, *arguments: nullcontext(make(*arguments)))
+    monkeypatch.setattr(timing, "time", Clock)
+    monkeypatch.setattr(timing, "run_in_subprocess", lambda make, *arguments: nullcontext(make(*arguments)))
     monkeypatch.setattr(bench, "require_packages", lambda *_: None)
     monkeypatch.setattr(bench, "our_packing", make("our packing", lambda _: 1.0, start=4.0))
     monkeypatch.setattr(bench, "our_preparing", make("our preparing", lambda _: 1.0))

@@ -14,7 +14,7 @@ from benchmarks.gpu_report import state as part
 from benchmarks.gpu_report.state import Room, describe_training, fit, measure_state
 from tests.train_helpers import ROOT, STEP
 from zaya_jax.errors import InputError
-from zaya_jax.lab.measure.storage.saves import Method
+from zaya_jax.lab.measure.storage import Method
 
 GB = 10**9
 FITTED = {"state_bytes": 46 * GB, "layers": 24, "reduced": None}

@@ -1,18 +1,15 @@
 import contextlib
 import json
-import time
+from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import kernels as bench
 from zaya_jax.errors import InputError
-from zaya_jax.lab import subprocesses
 from zaya_jax.lab.kernel_cases import SMALL, Aim, Case, cases
-from zaya_jax.lab.measure import queued_calls
-from zaya_jax.lab.subprocesses import Passes
+from zaya_jax.lab.measure import timing
+from zaya_jax.lab.measure.timing import Passes
 from zaya_jax.ops.target import Target
 
 LIMITS = {"copy": 4e12, "dense": 800e12}
@@ -72,67 +69,12 @@ def test_a_row_is_a_sentence():
     )
 
 
-def test_a_pass_has_as_many_calls_as_it_takes_and_one_wait(monkeypatch):
-    now, calls, waits = [0.0], [], []
-
-    def call():
-        calls.append(1)
-        now[0] += 0.003
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    one_pass = queued_calls.repeated(call, lambda: waits.append(len(calls)), 8)
-    calls.clear(), waits.clear()
-    number = one_pass()
-    assert number == 8 * len(calls)
-    assert waits == [len(calls)]
-    assert queued_calls.PASS <= 0.003 * len(calls) <= 2.1 * queued_calls.PASS
-
-
-def test_calls_of_one_program_are_all_done(monkeypatch):
-    programs = []
-    monkeypatch.setattr(queued_calls, "repeated", lambda call, wait, counts: programs.append(counts) or call)
-    monkeypatch.setattr(
-        queued_calls.jax, "jit", lambda run: programs.append(jax.make_jaxpr(run)) or (lambda sets: sets)
-    )
-    x = jnp.ones((8, 8))
-    queued_calls.queued(jnp.dot, (x, x), 3)()
-    traced, counts = programs
-    sets = [(jnp.copy(x), jnp.copy(x)) for _ in range(3)]
-    equations = traced(sets).eqns
-    assert [equation.primitive.name for equation in equations] == ["dot_general"] * 3
-    assert len({variable for equation in equations for variable in equation.invars}) == 6
-    assert counts == 3
-
-
-def test_what_is_held_is_given_away_and_is_the_next_call_s(monkeypatch):
-    seen, donated = [], []
-    monkeypatch.setattr(queued_calls, "repeated", lambda call, wait, counts: call)
-    monkeypatch.setattr(queued_calls.jax, "jit", lambda run, donate_argnums: donated.append(donate_argnums) or run)
-
-    def function(held, given):
-        seen.append(held)
-        return held + given, "not held"
-
-    call = queued_calls.stepped(function, (0, 2), 1)
-    for _ in range(3):
-        call()
-    assert seen == [0, 2, 4]
-    assert donated == [0]
-
-
 def test_what_training_updates_in_place_is_timed_so(monkeypatch):
     found = []
-    monkeypatch.setattr(bench, "stepped", lambda function, arguments, held: found.append(held))
+    queue = SimpleNamespace(make_pass=lambda: None)
+    monkeypatch.setattr(bench, "Queue", lambda function, arguments, held: found.append(held) or queue)
     bench.our_side("muon", SMALL, "bfloat16", False, False)
     assert found == [cases(SMALL, "bfloat16")["muon"].held] != [0]
-
-
-def test_short_calls_are_many_of_one_program_on_a_gpu(monkeypatch):
-    small, large = ([jax.ShapeDtypeStruct((size,), jnp.int8)] for size in (8, queued_calls.SHORT))
-    monkeypatch.setattr(jax.ShapeDtypeStruct, "nbytes", property(lambda x: x.size), raising=False)
-    assert queued_calls.calls_together(small) == 1
-    monkeypatch.setattr(queued_calls.jax, "default_backend", lambda: "gpu")
-    assert [queued_calls.calls_together(arrays) for arrays in (small, large)] == [8, 1]
 
 
 def in_this_process(make, *arguments):
@@ -158,12 +100,12 @@ def sides(monkeypatch):
     def peer(*_):
         raise InputError("The peer needs PyTorch.")
 
-    monkeypatch.setattr(subprocesses.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(subprocesses.time, "sleep", lambda _: None)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "sleep", lambda _: None)
     monkeypatch.setattr(bench, "run_in_subprocess", in_this_process)
     monkeypatch.setattr(bench, "our_side", ours)
     monkeypatch.setattr(bench, "peer_side", peer)
-    monkeypatch.setattr(subprocesses, "run_in_subprocess", in_this_process)
+    monkeypatch.setattr(timing, "run_in_subprocess", in_this_process)
     monkeypatch.setattr(bench, "roofline", lambda probe, sizes: side(1e-3))
     return made
 

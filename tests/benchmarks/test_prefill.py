@@ -5,7 +5,7 @@ import dataclasses
 from benchmarks import prefill
 from benchmarks.__main__ import main
 from tests.helpers import tiny_config
-from zaya_jax.lab.subprocesses import interleave
+from zaya_jax.lab.measure.timing import interleave
 
 
 def test_the_other_layers_have_the_width_of_the_residual_stream():
@@ -21,7 +21,7 @@ def test_a_prompt_is_timed_in_each_layer(monkeypatch, capsys):
         small, attention="gqa"))})  # fmt: skip
     monkeypatch.setattr(prefill, "interleave_subprocesses", lambda sides, repeats: interleave(
         {name: make(*arguments) for name, (make, *arguments) in sides.items()}, repeats))  # fmt: skip
-    monkeypatch.setattr("zaya_jax.lab.subprocesses.SETTLE", 0)
+    monkeypatch.setattr("zaya_jax.lab.measure.timing.SETTLE", 0)
     results = prefill.bench_prefill([16], "float32", 2)["results"]
     assert list(results) == ["16"]
     for row in results.values():

@@ -31,9 +31,9 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import describe_preset
-from zaya_jax.lab import subprocesses, timing
-from zaya_jax.lab.measure import step as step_module
-from zaya_jax.lab.measure.step import forward_backward, make_rows, random_tokens
+from zaya_jax.lab.measure import timing
+from zaya_jax.lab.measure import training_steps as step_module
+from zaya_jax.lab.measure.training_steps import forward_backward, make_rows, random_tokens
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
@@ -70,8 +70,8 @@ def test_both_sides_get_the_same_tokens_and_the_result_has_their_ratio(monkeypat
 
         return contextlib.nullcontext(step)
 
-    monkeypatch.setattr(subprocesses, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
-    monkeypatch.setattr(subprocesses, "run_in_subprocess", run)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(timing, "run_in_subprocess", run)
     monkeypatch.setattr(one_pass, "require_peer", lambda: None)
     path = tmp_path / "step.json"
     assert command.main(["step", "--repeats", "2", "--dtype", "bfloat16", "--output", str(path), *TINY]) == 0

@@ -17,7 +17,7 @@ from zaya_jax.config import BatchConfig, load_config
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
-from zaya_jax.lab.measure.breakdown.trace import Interval, Trace
+from zaya_jax.lab.measure.step_trace import Interval, Trace
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
 from zaya_jax.lab.predict.compilers.predict import predict
 from zaya_jax.lab.predict.dry_run import memory

@@ -14,12 +14,18 @@ from tests.devices_helpers import on_devices
 from tests.lab.helpers import parse_rows
 from zaya_jax.config import ParallelConfig
 from zaya_jax.lab.measure.collectives import collectives_sweep as sweep_module
-from zaya_jax.lab.measure.collectives import timing
-from zaya_jax.lab.measure.collectives.fit import fit_times
+from zaya_jax.lab.measure.collectives import programs as programs_module
+from zaya_jax.lab.measure.collectives.collectives_sweep import fit_times
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, pattern
-from zaya_jax.lab.measure.collectives.programs import IN_GRAPH, Case, Programs, collective_counts
-from zaya_jax.lab.measure.collectives.text import column, footer, header, row
-from zaya_jax.lab.measure.collectives.timing import Timing, wrong_elements
+from zaya_jax.lab.measure.collectives.programs import (
+    IN_GRAPH,
+    Case,
+    Programs,
+    TimedCase,
+    collective_counts,
+    wrong_elements,
+)
+from zaya_jax.lab.measure.collectives.text import footer, header, row
 from zaya_jax.machine.__main__ import main
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train.program import PhaseProgram
@@ -49,24 +55,25 @@ def compared():
         x, out = (np.asarray(array, np.float32) for array in (programs.fill(), programs.run(programs.fill())))
         for rows, results in zip(x.reshape(2, 4, -1), out.reshape(2, 4, -1), strict=True):
             np.testing.assert_array_equal(results, reference(name, rows), name)
-        assert wrong_elements(programs) == (0, 0)
+        assert wrong_elements(programs) == wrong_elements(Programs(programs.case, in_place=True)) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "COLLECTIVES", {"all_reduce": COLLECTIVES["all_reduce"]})
-        return timing.check_collectives()
+        patch.setattr(programs_module, "COLLECTIVES", {"all_reduce": COLLECTIVES["all_reduce"]})
+        return programs_module.check_collectives()
 
 
 def reversed_ring():
     """Count wrong elements of a ring that turns the other way, and operations of a program in a loop."""
     case = Case(COLLECTIVES["permute"], make_mesh(), ("data",), 256, "float32")
-    count = collective_counts(Programs(case).in_graph.as_text())
+    places = Programs(case), Programs(case, in_place=True)
+    count = collective_counts(places[1].in_graph.as_text())
     permute = jax.lax.ppermute
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, "ppermute", lambda x, axis, pairs: permute(x, axis, [(b, a) for a, b in pairs]))
-        return [count, *wrong_elements(Programs(case))]
+        return [count, *map(wrong_elements, places)]
 
 
 def test_results_equal_numpy():
-    assert "skipped" in timing.check_collectives()  # one device
+    assert "skipped" in programs_module.check_collectives()  # one device
     assert on_devices(8, HERE + "compared") == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
 
 
@@ -99,15 +106,15 @@ def test_an_ideal_ring_has_one_bus_bandwidth(n, link, chunk):
     for name, collective in COLLECTIVES.items():
         case = Case(collective, make_mesh(devices=n), ("data",), chunk * n, "float32")
         sent = case.size * {"all_reduce": 2 * (n - 1) / n, "broadcast": 1, "permute": 1}.get(name, (n - 1) / n)
-        assert column(case, sent / link, 0).busbw == pytest.approx(link)
+        assert case.bus_bandwidth(sent / link) == pytest.approx(link)
         assert collective.passed(case.elements, n) * 4 * (n if collective.whole_chunks else 1) == case.size
 
 
 @given(st.floats(1e-9, 1e7), st.integers(0, 999_999), st.sampled_from(tuple(COLLECTIVES)), st.booleans())
 def test_rows_have_the_form_of_nccl_tests(seconds, wrong, name, both):
     case = Case(COLLECTIVES[name], make_mesh(devices=4), ("data",), 4096, "bfloat16")
-    half = column(case, seconds, wrong)
-    line = row(case, half if both else None, half)
+    half = TimedCase(case, [seconds], wrong)
+    line = row(half if both else None, half)
     assert len(line) == 52 + (33 if both else 32) + 33
     (fields,) = parse_rows(line)
     assert (int(fields["size"]), fields["type"], int(fields["root"])) == (8192, "bfloat16", -(name != "broadcast"))
@@ -118,10 +125,10 @@ def test_rows_have_the_form_of_nccl_tests(seconds, wrong, name, both):
 
 def test_a_table_is_aligned_and_says_whether_results_were_wrong():
     case = Case(COLLECTIVES["all_gather"], make_mesh(), ("data",), 4096, "float32")
-    lines = header("all_gather", [case], "dispatch", 20)
-    assert len(lines[-1]) == len(lines[-2]) == len(row(case, column(case, 1, 0), column(case, 1, 0))) + 1
-    assert "# Out of bounds values : 0 OK" in footer("all_gather", [column(case, 1, 0)])
-    assert "# Out of bounds values : 1 FAILED" in footer("all_gather", [column(case, 1, 0), column(case, 1, 3)])
+    lines, once = header("all_gather", [case], "dispatch", 20), TimedCase(case, [1], 0)
+    assert len(lines[-1]) == len(lines[-2]) == len(row(once, once)) + 1
+    assert "# Out of bounds values : 0 OK" in footer("all_gather", [once])
+    assert "# Out of bounds values : 1 FAILED" in footer("all_gather", [once, once._replace(wrong=3)])
 
 
 def test_confidence_intervals_cover_what_they_promise():
@@ -150,7 +157,10 @@ def test_the_knee_is_where_nine_tenths_of_the_bandwidth_are_reached():
 def made_up(case, mode, repeats):
     """Times of 10 µs and 1 ns a byte, in place, and twice that out of place."""
     seconds = 1e-5 + case.size / 1e9
-    return {"out_of_place": Timing([2 * seconds] * repeats, 0), "in_place": Timing([seconds] * repeats, 0)}
+    return {
+        "out_of_place": TimedCase(case, [2 * seconds] * repeats, 0),
+        "in_place": TimedCase(case, [seconds] * repeats, 0),
+    }
 
 
 def sweep(folder):
@@ -230,13 +240,13 @@ def peered(folder):
 def test_nccl_tests_are_set_beside_ours(works, tmp_path):
     """With a program that checks its arguments and prints the table of nccl-tests."""
     case = Case(COLLECTIVES["all_gather"], make_mesh(devices=8), ("data",), 64, "float32")
-    half = column(case, 1e-6, 0)
+    half = TimedCase(case, [1e-6], 0)
     program = tmp_path / "all_gather_perf"
     words = "-b 64 -e 1024 -f 4 -g 8 -n 1 -w 5 -d float"
     program.write_text(f"""#!/bin/sh
 [ "$*" = "{words}" ] || exit 3
 {"cat <<END" if works else "echo no GPU; exit 1"}
-{row(case, half, half)}
+{row(half, half)}
 END
 """)
     program.chmod(0o755)

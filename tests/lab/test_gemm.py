@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from tests.helpers import random_values, tiny_config
 from zaya_jax.config import load_config
-from zaya_jax.lab.measure.gemm import gemm_sweep as sweep
-from zaya_jax.lab.measure.gemm import problems
-from zaya_jax.lab.measure.gemm.gemm_command import FAMILIES
-from zaya_jax.lab.measure.gemm.gemm_sweep import Request, make_problems, time_problem
-from zaya_jax.lab.measure.gemm.problems import scale_counts
+from zaya_jax.lab.measure import gemm as module
+from zaya_jax.lab.measure.commands import FAMILIES
+from zaya_jax.lab.measure.gemm import Request, make_problems, scale_counts, time_problem
 from zaya_jax.machine.__main__ import main
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import select_kernels
@@ -58,7 +56,7 @@ def test_gradients_of_experts_are_those_of_the_product():
     rng = np.random.default_rng(0)
     x, w, y = (rng.normal(size=shape).astype(np.float32) for shape in ((12, 8), (3, 8, 5), (12, 5)))
     sizes = np.array([5, 0, 7], np.int32)
-    dx, dw = problems._gradient(grouped_matmul, x, w, y, sizes)
+    dx, dw = module._gradient(grouped_matmul, x, w, y, sizes)
     ends = np.cumsum(sizes)
     groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     chex.assert_trees_all_close(dx, np.concatenate([y[at] @ w[e].T for e, at in enumerate(groups)]), rtol=1e-5)
@@ -83,7 +81,7 @@ def test_the_command_measures_all_families_and_a_runs_routing(tmp_path, monkeypa
             return time_problem(problem, flush, repeats)
         return {"warm": 1e-6, "cold": 2e-6}
 
-    monkeypatch.setattr(sweep, "time_problem", time_once)
+    monkeypatch.setattr(module, "time_problem", time_once)
     experts = TINY.model.num_experts
     uneven = [4 * experts, *[4] * (experts - 1), 9]
     rows = [{"step": 4, "expert_counts": [[7] * experts + [0], uneven]}, {"step": 5}]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from zaya_jax.lab.measure.memory.bandwidth import KERNELS, results, table, time_kernel
+from zaya_jax.lab.measure.memory import KERNELS, summarize, table, time_kernel
 from zaya_jax.machine.__main__ import main
 
 
@@ -19,9 +19,9 @@ def test_each_operation_returns_what_it_should(name, monkeypatch):
 
 
 def test_rates_count_arrays_at_the_shortest_time():
-    triad, copy = results(1000, {name: [2.0, 0.5, 1.0] for name in ("Triad", "Copy")})
+    triad, copy = summarize(1000, {name: [2.0, 0.5, 1.0] for name in ("Triad", "Copy")})
     assert (triad["bytes_per_second"], copy["bytes_per_second"]) == (3 * 1000 / 0.5, 2 * 1000 / 0.5)
-    head, line = table(results(10**6, {"Triad": [0.5, 1.0]}))
+    head, line = table(summarize(10**6, {"Triad": [0.5, 1.0]}))
     assert head.split() == ["Function", "MBytes/sec", "Min", "(sec)", "Max", "Average"]
     assert line.split() == ["Triad", "6.000", "0.50000", "1.00000", "0.75000"]
 

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.devices_helpers import on_devices
-from zaya_jax.lab.measure.preflight import probes
-from zaya_jax.lab.measure.preflight import run as run_module
-from zaya_jax.lab.measure.preflight.bisection import find_slow
-from zaya_jax.lab.measure.preflight.probes import Sizes
+from zaya_jax.lab.measure import preflight as module
+from zaya_jax.lab.measure.preflight import Sizes, find_slow
 from zaya_jax.machine.__main__ import main
 
 HERE = "tests.lab.test_preflight:"
@@ -75,10 +73,10 @@ def probed():
         return 2.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probes, "_shortest", seconds)
-        speeds = {name: probes.device_speeds(name, SMALL) for name in ("matmul", "memory")}
-        patch.setattr(probes, "_shortest", of_group)
-        together = probes.bandwidth("all_reduce", [jax.devices()[1], jax.devices()[3]], SMALL)
+        patch.setattr(module, "_shortest", seconds)
+        speeds = {name: module.device_speeds(name, SMALL) for name in ("matmul", "memory")}
+        patch.setattr(module, "_shortest", of_group)
+        together = module.bandwidth("all_reduce", [jax.devices()[1], jax.devices()[3]], SMALL)
     return ran, speeds, together
 
 
@@ -109,10 +107,10 @@ def checked(folder):
         return main(["preflight", CONFIG, *more, "--output", f"{folder}/{name}"])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probes, "CPU", SMALL)
-        patch.setattr(probes, "_shortest", seconds)
-        patch.setattr(probes, "bandwidth", bandwidth)
-        patch.setattr(run_module, "check_collectives", lambda: found)
+        patch.setattr(module, "CPU", SMALL)
+        patch.setattr(module, "_shortest", seconds)
+        patch.setattr(module, "bandwidth", bandwidth)
+        patch.setattr(module, "check_collectives", lambda: found)
         statuses = [run("preflight.json")]
         slow |= {"alone": jax.devices()[3], "together": jax.devices()[2]}
         found["failed"] = "Wrong."

@@ -14,7 +14,7 @@ CODE = f"""
 OPERATIONS = {OPERATIONS}
 import zaya_jax.main
 from zaya_jax.machine import __main__ as machine
-from zaya_jax.lab.measure.preflight.probes import Sizes
+from zaya_jax.lab.measure.preflight import Sizes
 
 def main(arguments):
     folder, *job = arguments
@@ -25,9 +25,9 @@ def main(arguments):
     sizes = ["--operations", *OPERATIONS, "--min-bytes", "512", "--max-bytes", "512", "--repeats", "1"]
     return status or machine.main(["collectives", *sizes, "--output", folder + "collectives", *job])
 
-from zaya_jax.lab.measure.collectives import timing
-from zaya_jax.lab.measure.preflight import probes
-timing.COLLECTIVES, timing.CHECKED = {{"permute": timing.COLLECTIVES["permute"]}}, ("int32",)
+from zaya_jax.lab.measure.collectives import programs
+from zaya_jax.lab.measure import preflight as probes
+programs.COLLECTIVES, programs.CHECKED = {{"permute": programs.COLLECTIVES["permute"]}}, ("int32",)
 probes.CPU = Sizes(256, "float32", 2**20, 2**12)
 zaya_jax.main.main = main
 """

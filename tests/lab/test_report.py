@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.browser_helpers import CHROMIUM, Page
-from zaya_jax.lab.measure import context
+from zaya_jax.lab.measure import context_attention as context
 from zaya_jax.lab.measure.describe import describe_machine
-from zaya_jax.lab.measure.preflight.run import Check
-from zaya_jax.lab.report.results import VERBS
+from zaya_jax.lab.measure.preflight import Check
+from zaya_jax.lab.report.page import VERBS
 from zaya_jax.lab.result import describe_run
 from zaya_jax.machine.__main__ import main
 from zaya_jax.run.table import number
@@ -43,16 +43,8 @@ def preflight() -> dict:
 
 
 def collectives() -> dict:
-    half = {
-        "p50": 8.2e-5,
-        "p99": 9e-5,
-        "min": 8e-5,
-        "max": 9e-5,
-        "mean": 8.3e-5,
-        "cv": 0.05,
-        "algbw": 3e9,
-        "busbw": 6e9,
-    }
+    half = {"p50": 8.2e-5, "p99": 9e-5, "min": 8e-5, "max": 9e-5, "mean": 8.3e-5, "cv": 0.05}
+    half |= {"algbw": 3e9, "busbw": 6e9}
     case = {"operation": "all_reduce", "mode": "dispatch", "dtype": "float32", "devices": 4, "groups": 1,
             "axes": ["data"]}  # fmt: skip
     rows = [case | {"devices": devices, "bytes": size, "wrong": 0, "out_of_place": half, "in_place": half}

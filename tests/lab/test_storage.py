@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from zaya_jax.data.io_estimate import PAGE_BYTES
-from zaya_jax.lab.measure.storage import reads, saves
-from zaya_jax.lab.measure.storage import storage_sweep as sweep
-from zaya_jax.lab.measure.storage.reads import BLOCK, cached_fraction, drop_cached, time_reads, write_file
-from zaya_jax.lab.measure.storage.saves import time_saves
+from zaya_jax.lab.measure import storage as module
+from zaya_jax.lab.measure import timing
+from zaya_jax.lab.measure.storage import BLOCK, cached_fraction, drop_cached, time_reads, time_saves, write_file
 from zaya_jax.machine.__main__ import main
 
 
@@ -42,7 +41,7 @@ def test_a_random_pass_reads_each_page_once(threads, tmp_path, monkeypatch):
 
 def test_a_sequential_pass_reads_the_whole_file(tmp_path, monkeypatch):
     path, clock = tmp_path / "file", iter([1.0, 2.0, 9.0])
-    monkeypatch.setattr(reads, "elapsed", lambda work: (work(), next(clock))[1])
+    monkeypatch.setattr(timing, "elapsed", lambda call: (call(), next(clock))[1])
     write_file(path, BLOCK + PAGE_BYTES)
     reading = time_reads(path, "sequential", "cold", 1, 1, 3)
     assert (reading["operations"], reading["bytes"], reading["seconds"]) == (2, BLOCK + PAGE_BYTES, [1, 2, 9])
@@ -54,7 +53,7 @@ def test_a_save_is_restored_and_compared(tmp_path, monkeypatch):
     assert {name: len(seconds) for name, seconds in saving.items()} == dict.fromkeys(
         ("stall", "commit", "cold", "warm"), 2
     )
-    monkeypatch.setattr(saves, "restore_newest", lambda *_: SimpleNamespace(state={}))
+    monkeypatch.setattr(module, "restore_newest", lambda *_: SimpleNamespace(state={}))
     with pytest.raises(KeyError):
         time_saves(tmp_path / "other", 2**20, 1)
 
@@ -67,18 +66,11 @@ def test_the_shortest_step_follows_from_pages_and_speed(tmp_path, monkeypatch, c
         return {"pattern": pattern, "cache": cache, "threads": threads, "cached": 0.25, "operations_per_second": speed,
                 "bytes_per_second": 1.0}  # fmt: skip
 
-    monkeypatch.setattr(sweep, "time_reads", timed)
+    monkeypatch.setattr(module, "time_reads", timed)
     output = tmp_path / "storage.json"
-    flags = [
-        "configs/tiny.yaml",
-        f"run_dir={tmp_path}/run",
-        f"data.cache_dir={tmp_path}",
-        "--size",
-        "1M",
-        "--repeats",
-        "1",
-    ]
-    assert main(["storage", *flags, "--threads", "1", "2", "--output", str(output)]) == 0
+    folders = [f"run_dir={tmp_path}/run", f"data.cache_dir={tmp_path}"]
+    flags = ["--size", "1M", "--repeats", "1", "--threads", "1", "2", "--output", str(output)]
+    assert main(["storage", "configs/tiny.yaml", *folders, *flags]) == 0
     result = json.loads(output.read_text())
     (phase,) = result["phases"]  # 200 cold pages/s by two threads
     pages = phase["sequences"] * phase["context"] * 2 / PAGE_BYTES

@@ -7,9 +7,10 @@ import pytest
 
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
-from zaya_jax.lab import subprocesses as module
-from zaya_jax.lab.measure.context import simulate_devices
-from zaya_jax.lab.subprocesses import interleave, restored_environment, run_in_subprocess
+from zaya_jax.lab.measure import timing
+from zaya_jax.lab.measure.context_attention import simulate_devices
+from zaya_jax.lab.measure.timing import interleave
+from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 
 
 def test_a_step_is_made_once_and_runs_in_another_process():
@@ -75,7 +76,7 @@ def test_steps_are_timed_in_turn_each_after_an_untimed_pass(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
     passes = interleave({"ours": step("ours", 1.0), "peer": step("peer", 3.0)}, 2)
     assert calls == ["ours", "ours", "peer", "peer"] * 2
     assert passes == {"ours": ([1.0, 1.0], [2, 6]), "peer": ([3.0, 3.0], [4, 8])}

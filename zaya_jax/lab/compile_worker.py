@@ -12,9 +12,8 @@ from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.prepare.workers import end_with_parent
 from zaya_jax.lab.kernel_cases import EIGHT_B, passes
-from zaya_jax.lab.measure.gemm.compiled import program_name
-from zaya_jax.lab.measure.gemm.gemm_sweep import Request as GemmRequest
-from zaya_jax.lab.measure.gemm.gemm_sweep import make_problems
+from zaya_jax.lab.measure.gemm import Request as GemmRequest
+from zaya_jax.lab.measure.gemm import make_problems, program_name
 from zaya_jax.lab.predict.compilers.compiled import FACTS, STEP, program_memory
 from zaya_jax.lab.predict.compilers.cross_compile import compile_program, compile_traced, gpu_devices, load_compiler
 from zaya_jax.lab.predict.compilers.gpus import GPUS

@@ -9,52 +9,44 @@ from zaya_jax.run.figures import FAINT, integer_steps, legend_beside, panels
 _SEED = " seed "
 
 
-def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, title: str, x: str, y: str,
-               marks: Mapping[float, str] | None = None, logarithmic: str = "") -> None:  # fmt: skip
-    """Plot lines. Lines whose names differ only in ' seed N' become their mean, in a band from minimum to maximum.
+def draw_lines(
+    path: Path,
+    lines: Mapping[str, Sequence[Sequence[float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    marks: Mapping[float, str] | None = None,
+    logarithmic: str = "",
+) -> None:
+    """Plot lines, each (xs, ys) by name, to a PNG file.
 
-    Args:
-      path: PNG file to write.
-      lines: (xs, ys) by name; all seeds of a line have the same xs.
-      title: title of the plot.
-      x: label of the x axis, with its unit.
-      y: label of the y axis, with its unit.
-      marks: text by x position, for vertical lines.
-      logarithmic: axes with a logarithmic scale, such as 'xy'.
+    Lines whose names differ only in ' seed N' have the same xs, and become their mean, in a band from minimum to
+    maximum. `marks` are texts of vertical lines by x; `logarithmic` names axes with such a scale, such as 'xy'.
     """
+    groups: dict[str, list[Sequence[Sequence[float]]]] = {}
+    for name, line in lines.items():
+        groups.setdefault(name.partition(_SEED)[0], []).append(line)
     with panels(path, title) as (panel,):
-        groups: dict[str, list[Sequence[Sequence[float]]]] = {}
-        for name, line in lines.items():
-            groups.setdefault(name.partition(_SEED)[0], []).append(line)
         for index, (name, seeds) in enumerate(groups.items()):
-            xs = seeds[0][0]
+            xs, color = seeds[0][0], f"C{index}"
             at = list(zip(*(ys for _, ys in seeds), strict=True))
-            panel.plot(xs, [statistics.mean(values) for values in at], color=f"C{index}", label=name,
-                       marker="o" if len(xs) == 1 else None)  # fmt: skip
+            means, marker = [statistics.mean(values) for values in at], "o" if len(xs) == 1 else None
+            panel.plot(xs, means, color=color, label=name, marker=marker)
             if len(seeds) > 1:
-                panel.fill_between(
-                    xs, list(map(min, at)), list(map(max, at)), color=f"C{index}", alpha=FAINT, linewidth=0
-                )
+                panel.fill_between(xs, list(map(min, at)), list(map(max, at)), color=color, alpha=FAINT, linewidth=0)
         for position, text in (marks or {}).items():
             panel.axvline(position, color="grey", linewidth=0.8, linestyle="dotted")
-            panel.annotate(f" {text}", (position, 1), xycoords=("data", "axes fraction"), verticalalignment="top",
-                           fontsize="small", color="grey")  # fmt: skip
-        scale = {f"{axis}scale": "log" for axis in logarithmic}
-        panel.set(xlabel=x, ylabel=y, **scale)
+            style = {"verticalalignment": "top", "fontsize": "small", "color": "grey"}
+            panel.annotate(f" {text}", (position, 1), xycoords=("data", "axes fraction"), **style)
+        panel.set(xlabel=x, ylabel=y, **{f"{axis}scale": "log" for axis in logarithmic})
         if "x" not in logarithmic:
             integer_steps(panel)
         legend_beside(panel)
 
 
 def draw_spread(path: Path, rows: Mapping[str, Sequence[float]], *, title: str, x: str) -> None:
-    """Plot the values of each row as points on a line, with a bar for their mean.
-
-    Args:
-      path: PNG file to write.
-      rows: values by name, from top to bottom.
-      title: title of the plot.
-      x: label of the x axis, with its unit.
-    """
+    """Plot the values of each row, from top to bottom, as points on a line, with a bar for their mean."""
     with panels(path, title, size=(7.5, 1.2 + 0.3 * len(rows))) as (panel,):
         for index, values in enumerate(rows.values()):
             panel.barh(index, statistics.mean(values), height=0.6, color="C0", alpha=FAINT)

@@ -20,15 +20,7 @@ from zaya_jax.run.writing import resolved
 
 
 def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
-    """Check the flags before anything is measured.
-
-    Args:
-      repeats: value of `--repeats`.
-      files: files to write, by flag.
-
-    Raises:
-      InputError: `repeats` is below 1, or a file is not in an existing folder.
-    """
+    """Raise `InputError` if `--repeats` is below 1, or a file, by its flag, is not in an existing folder."""
     require(repeats >= 1, "--repeats", repeats, "at least 1")
     for flag, name in files.items():
         usable = not name or (Path(name).resolve().parent.is_dir() and not Path(name).is_dir())
@@ -42,22 +34,18 @@ def require_packages(extra: str, *names: str) -> None:
 
 
 def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) -> dict[str, Any]:
-    """Make the header of a result.
+    """Make the header of a result: what is measured, at which sizes, and what it is compared with.
 
-    Args:
-      benchmark: what is measured.
-      size: sizes of what is measured.
-      peer: what it is compared with.
-      packages: packages whose versions to record, besides this project, jax and jaxlib.
+    It has the versions of `packages`, besides this project, jax and jaxlib.
     """
     packages = ("zaya-jax", "jax", "jaxlib", *packages)
+    versions = {name: package_version(name) or "not installed" for name in packages}
     return {
         "benchmark": benchmark,
         "size": size,
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "peer": peer,
-        "versions": {"python": platform.python_version()}
-        | {name: package_version(name) or "not installed" for name in packages},
+        "versions": {"python": platform.python_version(), **versions},
         "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
     }
 
@@ -75,8 +63,10 @@ def table_lines(table: Table) -> list[str]:
         return []
     widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
     aligned = [str.rjust if numeric else str.ljust for numeric in table.numeric]
-    lines = ["  ".join(align(cell, width) for align, cell, width in zip(aligned, cells, widths, strict=True)).rstrip()
-             for cells in (table.columns, *table.rows)]  # fmt: skip
+    lines = []
+    for row in (table.columns, *table.rows):
+        cells = (align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
     return [printable(line) for line in (table.title, *lines, *table.remarks)]
 
 

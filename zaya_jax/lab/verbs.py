@@ -19,13 +19,9 @@ _COLUMNS = 80  # width of descriptions in `--help`
 
 
 def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
-    """Add a verb whose `--help` is the docstring of the function that runs it.
+    """Add a verb of `program` to the result of `add_subparsers`, with the help of `help_texts`.
 
-    Args:
-      verbs: result of `add_subparsers`.
-      program: command that runs the verbs.
-      run: from the parsed arguments, makes the result. Its docstring ends in an example, which starts with the name of
-        the verb; the paragraphs before it are the description, and the first one stands in the list of verbs.
+    The first paragraph of the docstring stands in the list of verbs. `run` makes the result from the arguments.
     """
     name, texts = help_texts(program, run)
     summary = inspect.cleandoc(run.__doc__ or "").partition("\n\n")[0].replace("\n", " ").removesuffix(".")
@@ -35,12 +31,14 @@ def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
 
 
 def help_texts(program: str, run: Run) -> tuple[str, dict[str, Any]]:
-    """Return the name of a verb, and the texts of its parser, from the docstring that `add_verb` describes."""
+    """Return the name of a verb, and the texts of its parser, from the docstring of the function that runs it.
+
+    The docstring ends in an example, which starts with the name; the paragraphs before it are the description.
+    """
     *description, example = inspect.cleandoc(run.__doc__ or "").split("\n\n")
-    return example.split()[0], {
-        "description": textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False),
-        "epilog": f"example: {program} {example}", "formatter_class": argparse.RawDescriptionHelpFormatter,
-    }  # fmt: skip
+    text = textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False)
+    texts = {"description": text, "epilog": f"example: {program} {example}"}
+    return example.split()[0], texts | {"formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def verb_examples(verbs: Any) -> str:
@@ -55,14 +53,11 @@ def add_config(verb: argparse.ArgumentParser) -> None:
 
 
 def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
-    """Add `--output`, `--repeats` with the default `repeats`, and `--png`, whose help names the plot `png`.
-
-    A flag whose argument is None is left out.
-    """
+    """Add `--output`, `--repeats` unless its default is None, and `--png` unless it plots nothing."""
     verb.add_argument("--output", metavar="FILE", help="write the result to FILE as JSON")
     if repeats is not None:
-        verb.add_argument("--repeats", type=int, default=repeats, metavar="N",
-                          help=f"number of timed repetitions of each measurement (default: {repeats})")  # fmt: skip
+        what = f"number of timed repetitions of each measurement (default: {repeats})"
+        verb.add_argument("--repeats", type=int, default=repeats, metavar="N", help=what)
     if png is not None:
         verb.add_argument("--png", metavar="FILE", help=f"plot {png} to FILE, as PNG")
 
@@ -76,10 +71,7 @@ def parse_bytes(flag: str, text: str) -> int:
 
 
 def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Join the job of the flags of `add_job`, and return what `work` returns; an error ends all processes of the job.
-
-    Process 0 alone writes files: the others drop their names.
-    """
+    """Return what `work` returns in the job of `add_job`: an error ends all processes, and process 0 writes files."""
     from zaya_jax.job.multihost import is_primary, join
 
     peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
@@ -95,11 +87,7 @@ def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], di
 
 
 def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run the verb that was parsed, and write its result to `--output`.
-
-    Returns:
-      The exit status: 0, 1 if the result says that something `failed`, or 2 for bad input.
-    """
+    """Run a verb, and write its result; returns 0, 1 if the result says that something `failed`, or 2 for bad input."""
     parsed = parser.parse_args(arguments)
     files = {f"--{name}": getattr(parsed, name, None) for name in ("output", "png")}
 

@@ -4,25 +4,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from zaya_jax.config.checks import counted
-from zaya_jax.errors import InputError
+from zaya_jax.config.checks import counted, require
+from zaya_jax.errors import InputError, printable
 from zaya_jax.hardware.huge_pages import use_huge_pages
-from zaya_jax.lab.measure.breakdown import step_command as step
-from zaya_jax.lab.measure.collectives import collectives_command as collectives
-from zaya_jax.lab.measure.gemm import gemm_command as gemm
-from zaya_jax.lab.measure.memory import memory_command as memory
-from zaya_jax.lab.measure.preflight import preflight_command as preflight
-from zaya_jax.lab.measure.storage import storage_command as storage
-from zaya_jax.lab.predict.sizing import sizing_command as sizing
-from zaya_jax.lab.report import report_command as report
+from zaya_jax.lab.measure.commands import VERBS
+from zaya_jax.lab.predict.sizing import sizing_command
+from zaya_jax.lab.result import check_request
 from zaya_jax.lab.verbs import add_flags, add_verb, run_verb, verb_examples
 from zaya_jax.run.command_output import prepare_streams
 from zaya_jax.run.parser import Parser
 
 _PROGRAM = "python -m zaya_jax.machine"
-_COMMANDS = (collectives, memory, storage, gemm, step, sizing, preflight, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,23 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog=_PROGRAM, description="Describe, test and time this machine's devices.",
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    what, raw = "Describe, test and time this machine's devices.", argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=_PROGRAM, description=what, formatter_class=raw)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_verb(verbs, _PROGRAM, _describe)
-    context = add_verb(verbs, _PROGRAM, _context)
-    add_flags(context, repeats=5, png="memory per device against the number of devices")
-    for command in _COMMANDS:
-        command.add(verbs, _PROGRAM)
-    kernels = add_verb(verbs, _PROGRAM, _kernels)
-    kernels.add_argument("--compile-for", nargs="+", default=[], metavar="GPU",
-                         help="mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)")  # fmt: skip
-    kernels.add_argument("--tune", nargs="*", metavar="CONFIG", help="time the implementations of each operation on "
-                         "this machine's device instead, at the sizes of this configuration, with section.key=value "
-                         "to override (default: configs/bench_8b.yaml)")  # fmt: skip
-    kernels.add_argument("--repeats", type=int, metavar="N",
-                         help="number of timed repetitions of each candidate (with --tune; default: 5)")  # fmt: skip
-    add_flags(kernels)
+    for add in (*VERBS, sizing_command.add, _add_report, _add_kernels):
+        add(verbs, _PROGRAM)
     parser.epilog = verb_examples(verbs)
     return parser
 
@@ -69,17 +53,45 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
     return machine
 
 
-def _context(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Measure memory and time of context-parallel attention.
+def _add_report(verbs: Any, program: str) -> None:
+    verb = add_verb(verbs, program, _report)
+    verb.add_argument("folder", metavar="FOLDER", help="folder with results as JSON")
+    # `--output` of other verbs is a JSON file, which `run_verb` writes.
+    verb.add_argument("--output", dest="page", metavar="FILE", help="HTML file (default: FOLDER/report.html)")
 
-    Compares ring and all-gather attention, forward and backward, on 1 to 8 devices. With a single device, CPU devices
-    are simulated: memory is still meaningful, times are not.
 
-    context --repeats 3 --png memory.png
+def _report(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Write the results in a folder as one HTML page.
+
+    The page has the tables and plots of all results that the other verbs wrote with --output, and needs no network.
+
+    report results --output machine.html
     """
-    from zaya_jax.lab.measure.context import measure_context
+    folder = Path(parsed.folder)
+    require(folder.is_dir(), "FOLDER", parsed.folder, f"a folder with results of {_PROGRAM}")
+    page = folder / "report.html" if parsed.page is None else Path(parsed.page)
+    check_request(1, {"--output": str(page)})
+    if page.suffix != ".html":
+        raise InputError(f"--output is {parsed.page!r}, but must end in .html.")
+    from zaya_jax.lab.report.page import write_page
 
-    return measure_context(None, parsed.repeats)
+    results, ignored = write_page(folder, page)
+    if ignored:
+        print(f"Ignored, since the report has no section for them: {', '.join(ignored)}.")
+    print(printable(f"The report is in {page}. Results: {', '.join(results)}."))
+    return {}
+
+
+def _add_kernels(verbs: Any, program: str) -> None:
+    verb = add_verb(verbs, program, _kernels)
+    what = "mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)"
+    verb.add_argument("--compile-for", nargs="+", default=[], metavar="GPU", help=what)
+    what = "time the implementations of each operation on this machine's device instead, at the sizes of this "
+    what += "configuration, with section.key=value to override (default: configs/bench_8b.yaml)"
+    verb.add_argument("--tune", nargs="*", metavar="CONFIG", help=what)
+    what = "number of timed repetitions of each candidate (with --tune; default: 5)"
+    verb.add_argument("--repeats", type=int, metavar="N", help=what)
+    add_flags(verb)
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -25,6 +25,8 @@ def describe_machine() -> dict[str, Any]:
       The description, for JSON. `failed`: a sentence, if JAX does not use the machine's GPU.
     """
     device, target = jax.devices()[0], current_target()
+    files = {"amdgpu": Path("/sys/module/amdgpu/version"), "nvidia": Path("/proc/driver/nvidia/version")}
+    drivers = {name: read_file(path).splitlines() for name, path in files.items()}
     machine: dict[str, Any] = {
         "platform": target.platform,
         "device": target.device_kind,
@@ -34,20 +36,13 @@ def describe_machine() -> dict[str, Any]:
         "host_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "versions": {**versions(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__},
-        "drivers": _drivers(),
+        "drivers": {name: lines[0] for name, lines in drivers.items() if lines},
         "network": describe_network(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
         "preset": select_preset(None).name,
     }
     plugin, platforms = detect_gpu_plugin(), os.environ.get("JAX_PLATFORMS", "")
     if plugin and target.platform == "cpu" and not platforms.startswith("cpu"):
-        machine["failed"] = (f"This machine has a GPU, but JAX found only the CPU. Install the plugin with "
-                             f"pip install -e '.[{plugin}]'; JAX's own message is above.")  # fmt: skip
+        advice = f"Install the plugin with pip install -e '.[{plugin}]'; JAX's own message is above."
+        machine["failed"] = f"This machine has a GPU, but JAX found only the CPU. {advice}"
     return machine
-
-
-def _drivers() -> dict[str, str]:
-    """Return the versions of the GPU drivers' kernel modules, by name."""
-    files = {"amdgpu": Path("/sys/module/amdgpu/version"), "nvidia": Path("/proc/driver/nvidia/version")}
-    texts = {name: read_file(path).splitlines() for name, path in files.items()}
-    return {name: lines[0] for name, lines in texts.items() if lines}

@@ -15,27 +15,20 @@ _FOLDERS = ("/opt/rocm*/lib", "/usr/local/lib", "/usr/lib", "/usr/lib/*-linux-gn
 
 
 def describe_network(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Describe what collectives between nodes can use.
-
-    Args:
-      root: root of the file system, with `sys` and `proc`.
-      environment: environment variables.
+    """Describe what collectives between nodes can use; `root` has `sys` and `proc`.
 
     Returns:
       For JSON: `interfaces`, each with state and speed in Mb/s (None if unknown), without virtual ones; `rdma`, each
       port with link layer, state and rate; `plugins`, each with the files found, and whether this process has loaded
       it, which RCCL and NCCL do at the first collective between nodes.
     """
-    sysfs = Sysfs(root / "sys")
-    interfaces = {
-        name: {"state": sysfs.text(f"{folder}/operstate") or None, "speed": sysfs.count(f"{folder}/speed")}
-        for name, folder in sysfs.interfaces(physical=True)
-    }
-    ports = {name: {key: sysfs.text(f"{folder}/{key}") or None for key in ("link_layer", "state", "rate")}
-             for name, folder in sysfs.ports()}  # fmt: skip
+    sysfs, interfaces, ports, plugins = Sysfs(root / "sys"), {}, {}, {}
+    for name, folder in sysfs.interfaces(physical=True):
+        interfaces[name] = {"state": sysfs.text(f"{folder}/operstate") or None, "speed": sysfs.count(f"{folder}/speed")}
+    for name, folder in sysfs.ports():
+        ports[name] = {key: sysfs.text(f"{folder}/{key}") or None for key in ("link_layer", "state", "rate")}
     mapped = read_file(root / "proc/self/maps")
     folders = [folder for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    plugins = {}
     for name in _PLUGINS:
         patterns = [f"{root}/{folder.lstrip('/')}/{name}*" for folder in (*folders, *_FOLDERS)]
         files = sorted({file for pattern in patterns for file in glob.glob(pattern)})
@@ -68,8 +61,11 @@ class Traffic:
 
 def _counters(sysfs: Sysfs) -> dict[str, int]:
     """Read bytes sent and received; RDMA ports count words of four bytes, and do not appear at their interface."""
-    files = {name: (1, f"{folder}/statistics", ("tx_bytes", "rx_bytes"))
-             for name, folder in sysfs.interfaces(physical=False)}  # fmt: skip
-    files |= {name: (4, f"{folder}/counters", ("port_xmit_data", "port_rcv_data")) for name, folder in sysfs.ports()}
-    return {name: item * sum(sysfs.count(f"{folder}/{counter}") or 0 for counter in counters)
-            for name, (item, folder, counters) in files.items()}  # fmt: skip
+
+    def total(folder: str, *counters: str) -> int:
+        return sum(sysfs.count(f"{folder}/{counter}") or 0 for counter in counters)
+
+    interfaces, ports = sysfs.interfaces(physical=False), sysfs.ports()
+    counts = {name: total(f"{folder}/statistics", "tx_bytes", "rx_bytes") for name, folder in interfaces}
+    words = ("port_xmit_data", "port_rcv_data")
+    return counts | {name: 4 * total(f"{folder}/counters", *words) for name, folder in ports}

@@ -6,7 +6,6 @@ after the other, each among all that are declared, with the best so far for the 
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,25 +19,16 @@ from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import SMALL, Case, Sizes, cases, drawn, experts_of_a_step, passes
-from zaya_jax.lab.measure.queued_calls import calls_together, repeated
+from zaya_jax.lab.measure.timing import Queue, time_calls
 from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.lab.result import describe_run, print_tables
-from zaya_jax.ops.kernel_table import (
-    REFERENCE,
-    Choice,
-    merged,
-    own_table,
-    parse_table,
-    read_choice,
-    size_key,
-    sources_digest,
-    tiles_of,
-)
+from zaya_jax.ops import kernel_table
+from zaya_jax.ops.kernel_table import REFERENCE, Choice, own_table, read_choice, size_key, sources_digest, tiles_of
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection, check_kernel, select_kernels, widths
 from zaya_jax.ops.target import Target, current_target
 from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.run.files import json_text, read_object, write_atomically
-from zaya_jax.run.table import Table, make_table, number
+from zaya_jax.run.table import Table, number
 from zaya_jax.run.writing import make_folder
 
 GAIN = 0.98  # of the time of the best tile so far, which another one must not exceed to replace it
@@ -57,19 +47,16 @@ DECIDING: dict[str, dict[str, Callable[[Sizes], int]]] = {
 
 
 def tune(
-    source: str | None, overrides: Sequence[str], repeats: int, seconds: float = math.inf,
+    source: str | None,
+    overrides: Sequence[str],
+    repeats: int,
+    seconds: float = math.inf,
     only: Collection[str] = DECIDING.keys(),
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Time all candidates at the local sizes of a configuration's phases, and write the user's own table.
 
-    On a CPU, kernels are emulated at a small size, which shows that everything runs.
-
-    Args:
-      source: configuration file; None for configs/bench_8b.yaml.
-      overrides: of the configuration, as section.key=value.
-      repeats: number of timed passes of each candidate.
-      seconds: after which no further operation is timed.
-      only: operations to time.
+    On a CPU, kernels are emulated at a small size, which shows that everything runs. Without a `source`, the
+    configuration is configs/bench_8b.yaml. After `seconds`, no further operation of `only` is timed.
 
     Returns:
       The table, for JSON.
@@ -90,22 +77,13 @@ def tune(
     make_folder(path.parent)
     for sizes in [SMALL] if emulated else local_sizes(config):
         selection = select_kernels(target, sizes.model, dtype)
-        every = deciding_cases(sizes, dtype)
-        for name, deciding in DECIDING.items():
-            if name not in only:
-                continue
+        for name in (name for name in DECIDING if name in only):
             if time.monotonic() > start + seconds:
                 print(f"{name} is not timed: the limit of {seconds:.0f} s is over.")
                 continue
-            row = result["operations"].setdefault(
-                name, {"sources": sources_digest(OPERATIONS[name].reference.__module__), "sizes": []}
-            )
-            timed = []
-            for case, rows in deciding.items():
-                at = dtype, rows(sizes), widths(OPERATIONS[name], sizes.model, dtype)
-                if at not in map(size_key, row["sizes"]):  # by another phase
-                    timed += _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
-            if timed:
+            digest = sources_digest(OPERATIONS[name].reference.__module__)
+            row = result["operations"].setdefault(name, {"sources": digest, "sizes": []})
+            if timed := _time_operation(selection, name, sizes, dtype, repeats, {*map(size_key, row["sizes"])}):
                 row["sizes"] += timed
                 selection = with_choice(selection, name, read_choice(timed[0]))
                 print_tables([_table(name, timed)])
@@ -116,15 +94,26 @@ def tune(
     return result
 
 
+def _time_operation(
+    selection: KernelSelection, name: str, sizes: Sizes, dtype: str, repeats: int, known: Collection[Any]
+) -> list[dict[str, Any]]:
+    """Time an operation in its deciding cases, but those of the sizes `known` from another phase."""
+    every, timed = deciding_cases(sizes, dtype), []
+    for case, rows in DECIDING[name].items():
+        if (dtype, rows(sizes), widths(OPERATIONS[name], sizes.model, dtype)) not in known:
+            timed += _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
+    return timed
+
+
 def _write(path: Path, result: Mapping[str, Any]) -> None:
     """Write the table after each operation, so that an interruption loses one."""
     before = {}
     try:
         if path.exists():
-            before = parse_table(read_object(path), result["device"], str(path)).content["operations"]
+            before = kernel_table.parse_table(read_object(path), result["device"], str(path)).content["operations"]
     except InputError as error:
         print(f"Replaced: {error}")
-    write_atomically(path, json_text({**result, "operations": merged(before, result["operations"])}))
+    write_atomically(path, json_text({**result, "operations": kernel_table.merged(before, result["operations"])}))
 
 
 def deciding_cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
@@ -134,17 +123,16 @@ def deciding_cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
 
 def local_sizes(config: Config) -> list[Sizes]:
     """Return the sizes of the phases of a configuration on one of this machine's devices, each once."""
-    programs, found = simulated_programs(config, jax.device_count()), []
+    programs, model, found = simulated_programs(config, jax.device_count()), config.model, list[Sizes]()
+    d, f, heads = model.hidden_size, model.expert_size, (model.num_query_heads, model.num_kv_heads, model.head_dim)
     for index in range(len(config.phases)):
-        program, stage, model = programs[index], largest_stage(config, index), config.model
+        program, stage = programs[index], largest_stage(config, index)
         mesh = program.placement.mesh
         rows = program.batch_shape(stage)[1] // batch_shards(mesh)
-        tokens, experts = stage.context // mesh.shape["context"], model.num_experts // mesh.shape["expert"]
-        found.append(Sizes(
-            rows * tokens, tokens, tokens, model.hidden_size, model.num_query_heads, model.num_kv_heads, model.head_dim,
-            model.router_size, experts, max(rows * tokens // experts, 1), model.expert_size,
-            (experts, model.hidden_size, 2 * model.expert_size), (8, stage.context),
-        ))  # fmt: skip
+        length, experts = stage.context // mesh.shape["context"], model.num_experts // mesh.shape["expert"]
+        each, decoded = max(rows * length // experts, 1), (8, stage.context)
+        widths = (d, *heads, model.router_size, experts, each, f, (experts, d, 2 * f), decoded)
+        found.append(Sizes(rows * length, length, length, *widths))
     return list(dict.fromkeys(found))
 
 
@@ -192,47 +180,27 @@ def _tune(
         print(f"{name} could not be timed: {next(iter(reasons.values()))}")
         return []
     tiles = {each: [list(tile.sizes), tile.warps, tile.stages] for each, tile in choice.tiles}
-    return [{
-        "dtype": dtype, "rows": rows, "widths": list(widths(operation, sizes.model, dtype)),
-        "implementation": choice.kernel, "tiles": tiles, "seconds": times, "not_used": reasons,
-    }]  # fmt: skip
+    row = {"dtype": dtype, "rows": rows, "widths": list(widths(operation, sizes.model, dtype))}
+    return [row | {"implementation": choice.kernel, "tiles": tiles, "seconds": times, "not_used": reasons}]
 
 
 def time_case(case: Case, kernels: KernelSelection, repeats: int) -> dict[str, float]:
     """Return the median seconds of a case, a backward one with its forward pass, by what its integer arguments are."""
     run, arguments = passes(case, kernels)
-    arrays = drawn(arguments[: len(arguments) - len(case.integers)])
-    calls = calls_together(arrays) if not case.held else 1
-    sets = [arrays, *(jax.tree.map(jnp.copy, arrays) for _ in range(calls - 1))]
-    held, given = [each[: case.held] for each in sets], [each[case.held :] for each in sets]
-
-    def together(held: Any, given: Any, integers: Any) -> list[Any]:
-        return [run(*first, *rest, *integers) for first, rest in zip(held, given, strict=True)]
-
-    compiled, found = jax.jit(together, donate_argnums=0), {}
+    queue = Queue(run, drawn(arguments[: len(arguments) - len(case.integers)]), case.held)
+    seconds = {}
     for name, integers in {"plain": case.integers, **case.further_integers}.items():
-        placed, last = tuple(map(jnp.asarray, integers)), [[]]
-
-        def call(placed: Any = placed, last: Any = last) -> None:
-            nonlocal held
-            last[0] = compiled(held, given, placed)
-            held = [each[: case.held] for each in last[0]] if case.held else held
-
-        one_pass = repeated(call, lambda last=last: jax.block_until_ready(last), calls)
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            times.append((one_pass(), time.perf_counter() - start))
-        found[name] = float(f"{statistics.median(seconds / number for number, seconds in times):.4g}")
-    return found
+        one_pass = queue.make_pass(*map(jnp.asarray, integers))
+        seconds[name] = float(f"{time_calls(one_pass, repeats, 0).median / one_pass():.4g}")
+    return seconds
 
 
 def with_choice(selection: KernelSelection, name: str, choice: Choice) -> KernelSelection:
     """Return the selection with an implementation of one operation."""
     if choice.kernel == REFERENCE:
         return selection.without([name])
-    return dataclasses.replace(selection, chosen={**selection.chosen, name: choice.kernel},
-                               measured={**selection.measured, name: (choice,)})  # fmt: skip
+    chosen, measured = {**selection.chosen, name: choice.kernel}, {**selection.measured, name: (choice,)}
+    return dataclasses.replace(selection, chosen=chosen, measured=measured)
 
 
 def totals(size: Mapping[str, Any]) -> dict[str, float]:
@@ -248,8 +216,8 @@ def _table(name: str, sizes: Sequence[Mapping[str, Any]]) -> Table:
         for variant in sorted(every, key=every.__getitem__):
             best.setdefault(variant.partition(" ")[0], variant)
         xla = every.get(REFERENCE, math.nan)
-        rows += [{"rows": f"{size['rows']:,}", "variant": variant, "ms": number(1e3 * every[variant]),
-                  "xla": number(xla / every[variant]), "runs": "yes" if kernel == size["implementation"] else ""}
-                 for kernel, variant in best.items()]  # fmt: skip
-    return make_table(name, rows, {"rows": "rows", "implementation (tiles/warps/stages)": "variant", "ms": "ms",
-                                   "× XLA": "xla", "runs": "runs"})  # fmt: skip
+        for kernel, variant in best.items():
+            used = "yes" if kernel == size["implementation"] else ""
+            times = [number(1e3 * every[variant]), number(xla / every[variant])]
+            rows.append([f"{size['rows']:,}", variant, *times, used])
+    return Table(name, ["rows", "implementation (tiles/warps/stages)", "ms", "× XLA", "runs"], rows)

@@ -1,34 +1,62 @@
 """The tables of a result, by verb."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from zaya_jax.run.table import NONE, Row, Table, make_pairs, make_table, number, percent, quantity, share
+from zaya_jax.run.table import NONE, Cell, Row, Table, make_pairs, make_table, number, percent, quantity, share
 
-_MICRO, _MILLI, _GIGA, _TERA, _MEBI = 1e-6, 1e-3, 1e9, 1e12, 2.0**20
 Result = dict[str, Any]
 
 UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}  # unit of a result → scale and unit of a table
+_SCALES = {"µs": 1e-6, "ms": 1e-3, "GFLOP": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "MiB": 2.0**20}  # of units in heads
+CONTEXT = "memory per device (bytes) and time (s) of context-parallel attention, forward and backward"  # a benchmark
+_CASE = ("operation", "dtype", "devices", "groups")
+
+
+def _table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell], *remarks: str) -> Table:
+    """Make a table; below a head that is or ends in a unit of `_SCALES`, values at nested keys are in that unit."""
+    cells = {}
+    for head, column in columns.items():
+        unit = _SCALES.get(head.rpartition("(")[2].rstrip(")"))
+        if unit is not None and isinstance(column, str):
+            cells[head] = quantity(*column.split("."), unit=unit)
+        else:
+            cells[head] = column
+    return make_table(title, rows, cells, *remarks)
+
+
+def _same(*keys: str) -> dict[str, str]:
+    """Return columns whose heads are their keys."""
+    return {key: key for key in keys}
+
+
+def _axes(row: Row) -> str:
+    return ", ".join(row["axes"])
 
 
 def _describe(machine: Result) -> list[Table]:
     network = machine["network"]
-    ports = {name: [port["state"], f"{port['speed']:,} Mb/s" if port["speed"] else None]
-             for name, port in network["interfaces"].items()}  # fmt: skip
+    ports = {
+        name: [port["state"], f"{port['speed']:,} Mb/s" if port["speed"] else None]
+        for name, port in network["interfaces"].items()
+    }
     ports |= {name: [port["link_layer"], port["state"], port["rate"]] for name, port in network["rdma"].items()}
-    plugins = {name: f"{', '.join(plugin['files'])} ({'' if plugin['loaded'] else 'not '}loaded)"
-               for name, plugin in network["plugins"].items()}  # fmt: skip
-    return [
-        make_pairs("Machine", {
-            "devices": f"{machine['devices']} × {machine['device']}", "platform": machine["platform"],
-            "runtime": machine["runtime"], "memory of a device (GB)": number(machine["device_bytes"], _GIGA),
-            "memory of the host (GB)": number(machine["host_bytes"], _GIGA), "Linux kernel": machine["kernel"],
-            **{f"driver {name}": version for name, version in machine["drivers"].items()}, "preset": machine["preset"],
-        }),
-        make_pairs("Network", {name: ", ".join(filter(None, port)) for name, port in ports.items()} | plugins),
-        make_pairs("Environment", machine["environment"]),
-    ]  # fmt: skip
+    shown = {name: ", ".join(filter(None, port)) for name, port in ports.items()}
+    for name, plugin in network["plugins"].items():
+        shown[name] = f"{', '.join(plugin['files'])} ({'' if plugin['loaded'] else 'not '}loaded)"
+    pairs = {
+        "devices": f"{machine['devices']} × {machine['device']}",
+        "platform": machine["platform"],
+        "runtime": machine["runtime"],
+        "memory of a device (GB)": number(machine["device_bytes"], 1e9),
+        "memory of the host (GB)": number(machine["host_bytes"], 1e9),
+        "Linux kernel": machine["kernel"],
+        **{f"driver {name}": version for name, version in machine["drivers"].items()},
+        "preset": machine["preset"],
+    }
+    environment = make_pairs("Environment", machine["environment"])
+    return [make_pairs("Machine", pairs), make_pairs("Network", shown), environment]
 
 
 def _preflight(result: Result) -> list[Table]:
@@ -36,23 +64,20 @@ def _preflight(result: Result) -> list[Table]:
     for check in result["checks"]:
         scale, unit = UNITS.get(check["unit"], (1.0, check["unit"]))
         rows.append(check | {"value": number(check["value"], scale), "unit": unit})
-    return [make_table("Checks", rows, {name: name for name in ("check", "status", "value", "unit", "message")})]
+    return [make_table("Checks", rows, _same("check", "status", "value", "unit", "message"))]
 
 
 def _memory(result: Result) -> list[Table]:
-    speed = {"GB/s": quantity("bytes_per_second", unit=_GIGA)}
+    stream, speed = ([result["stream"]] if "stream" in result else []), {"GB/s": "bytes_per_second"}
+    times = {"shortest (ms)": "min", "mean (ms)": "mean", "longest (ms)": "max"}
+    own = {"operation": "operation", "bytes": "bytes", **speed, "of triad": share("of_triad")}
+    sweep = {"operation": "operation", "array (bytes)": "bytes", **speed, **times}
+    peer = {"compiler": "compiler", **speed, "ours / C": quantity("ratio", unit=1.0)}
     return [
-        make_table("BabelStream", result["results"], {
-            "operation": "operation", "array (bytes)": "bytes", **speed, "shortest (ms)": quantity("min", unit=_MILLI),
-            "mean (ms)": quantity("mean", unit=_MILLI), "longest (ms)": quantity("max", unit=_MILLI),
-        }, "The rate is that of the shortest call."),
-        make_table("The model's memory-bound operations", result["operations"], {
-            "operation": "operation", "bytes": "bytes", **speed, "of triad": share("of_triad"),
-        }),
-        make_table("Triad in C with OpenMP", [result["stream"]] if "stream" in result else [], {
-            "compiler": "compiler", **speed, "ours / C": quantity("ratio", unit=1.0),
-        }),
-    ]  # fmt: skip
+        _table("BabelStream", result["results"], sweep, "The rate is that of the shortest call."),
+        _table("The model's memory-bound operations", result["operations"], own),
+        _table("Triad in C with OpenMP", stream, peer),
+    ]
 
 
 def _gemm(result: Result) -> list[Table]:
@@ -63,75 +88,69 @@ def _gemm(result: Result) -> list[Table]:
     families: dict[str, list[Row]] = {}
     for row in result["results"]:
         families.setdefault(row["family"], []).append(row)
-    fastest = f"The maximum is the fastest square's speed, {number(result['maximum'], _TERA)} TFLOP/s."
+    fastest = f"The maximum is the fastest square's speed, {number(result['maximum'], 1e12)} TFLOP/s."
+    speeds = {f"{name} (TFLOP/s)": f"{name}_flops_per_second" for name in ("warm", "cold")}
+    columns = {"product": "name", "GFLOP": "flops", **speeds, "warm, of maximum": of_maximum}
     return [
-        make_table(f"Family {family.replace('_', '–')}", rows, {
-            "product": "name", "GFLOP": quantity("flops", unit=_GIGA),
-            "warm (TFLOP/s)": quantity("warm_flops_per_second", unit=_TERA),
-            "cold (TFLOP/s)": quantity("cold_flops_per_second", unit=_TERA), "warm, of maximum": of_maximum,
-        }, *([fastest] if family == "square" else []))
+        _table(f"Family {family.replace('_', '–')}", rows, columns, *([fastest] if family == "square" else []))
         for family, rows in families.items()
-    ]  # fmt: skip
+    ]
 
 
 def _collectives(result: Result) -> list[Table]:
-    case = {
-        "operation": "operation", "dtype": "dtype", "devices": "devices", "groups": "groups",
-        "axes": lambda row: ", ".join(row["axes"]),
-    }  # fmt: skip
-    fit = {
-        f"{name}{bound}": quantity(key, field, unit=unit)
-        for name, key, unit in (("α (µs)", "alpha_seconds", _MICRO), ("β (GB/s)", "beta_bytes_per_second", _GIGA))
-        for field, bound in (("value", ""), ("low", " from"), ("high", " to"))
-    }
-    rows = {
-        f"{place}{name}": quantity(half, field, unit=unit)
-        for half, place in (("out_of_place", ""), ("in_place", "in place, "))
-        for name, field, unit in (("median (µs)", "p50", _MICRO), ("p99 (µs)", "p99", _MICRO),
-                                  ("algorithm (GB/s)", "algbw", _GIGA), ("bus (GB/s)", "busbw", _GIGA))
-    }  # fmt: skip
+    fit: dict[str, str | Cell] = {}
+    for name, key in (("α (µs)", "alpha_seconds"), ("β (GB/s)", "beta_bytes_per_second")):
+        unit = name.partition("(")[2].rstrip(")")
+        for field, bound in (("value", ""), ("low", " from"), ("high", " to")):
+            fit[f"{name}{bound}"] = quantity(key, field, unit=_SCALES[unit])
+    fit["half of β at (bytes)"] = quantity("half_bytes", unit=1.0)
+    fit["90 % of β at (bytes)"] = quantity("knee_bytes", unit=1.0)
+    rows, fields = {}, {"median (µs)": "p50", "p99 (µs)": "p99", "algorithm (GB/s)": "algbw", "bus (GB/s)": "busbw"}
+    for half, place in (("out_of_place", ""), ("in_place", "in place, ")):
+        rows |= {f"{place}{name}": f"{half}.{field}" for name, field in fields.items()}
     if any("peer_busbw" in row for row in result["results"]):
-        rows["nccl-tests, bus (GB/s)"] = quantity("peer_busbw", unit=_GIGA)
+        rows["nccl-tests, bus (GB/s)"] = "peer_busbw"
+    case = {**_same(*_CASE), "axes": _axes}
+    remarks = (
+        "α is the latency, β the algorithm bandwidth, each with its 95 % confidence interval.",
+        "– as the end of an interval means that the measurements give no upper bound.",
+    )
+    columns = {**case, "bytes": "bytes", **rows, "wrong": "wrong"}
     return [
-        make_table("Fit of time = α + size / β", result["fits"], {
-            **case, **fit, "half of β at (bytes)": quantity("half_bytes", unit=1.0),
-            "90 % of β at (bytes)": quantity("knee_bytes", unit=1.0),
-        }, "α is the latency, β the algorithm bandwidth, each with its 95 % confidence interval.",
-           "– as the end of an interval means that the measurements give no upper bound."),
+        _table("Fit of time = α + size / β", result["fits"], case | fit, *remarks),
         message_table(result.get("messages", [])),
-        make_table("Times and bandwidths", result["results"], {**case, "bytes": "bytes", **rows, "wrong": "wrong"}),
+        _table("Times and bandwidths", result["results"], columns),
         _traffic(result),
-    ]  # fmt: skip
+    ]
 
 
 def message_table(messages: Sequence[Row]) -> Table:
     """Make the table of the collectives of a step, with their measured times."""
-    return make_table("Messages of a step", messages, {
-        "operation": "operation", "axes": lambda row: ", ".join(row["axes"]), "bytes": "bytes",
-        "times per step": "times", "each (µs)": quantity("seconds", unit=_MICRO),
-        "together (ms)": lambda row: number(row["times"] * row["seconds"], _MILLI),
-    })  # fmt: skip
+
+    def together(row: Row) -> str:
+        return number(row["times"] * row["seconds"], 1e-3)
+
+    case = {"operation": "operation", "axes": _axes, "bytes": "bytes", "times per step": "times"}
+    return _table("Messages of a step", messages, {**case, "each (µs)": "seconds", "together (ms)": together})
 
 
 def _storage(result: Result) -> list[Table]:
-    saves = {"training stalls": "stall", "checkpoint is durable": "commit", "restored and verified, cold": "cold",
-             "restored and verified, warm": "warm"}  # fmt: skip
+    reads = {"pattern": "pattern", "page cache": "cache", "threads": "threads"}
+    reads |= {"reads/s": quantity("operations_per_second", unit=1.0), "GB/s": "bytes_per_second"}
+    saves = {"training stalls": "stall", "checkpoint is durable": "commit"}
+    saves |= {f"restored and verified, {cache}": cache for cache in ("cold", "warm")}
     packed = {"well packed": "1", "limit of well packed": "2", "scattered": "8"}
+    steps = {"phase": "phase", "sequences": "sequences", "tokens of each": "context"}
+    steps |= {f"{name} (ms)": f"shortest_step_seconds.{key}" for name, key in packed.items()}
+    times = [[name, number(statistics.median(result["saves"][key]), 1e-3)] for name, key in saves.items()]
+    pages, memory = "Random reads are of 4 KiB, sequential ones of 4 MiB.", number(result["available_memory"], 1e9)
+    fits = f"The page cache can hold up to {memory} GB: prepared data that fits is read from the storage once."
     return [
-        make_table("Reads", result["reads"], {
-            "pattern": "pattern", "page cache": "cache", "threads": "threads",
-            "reads/s": quantity("operations_per_second", unit=1.0), "GB/s": quantity("bytes_per_second", unit=_GIGA),
-            "was cached": share("cached"),
-        }, "Random reads are of 4 KiB, sequential ones of 4 MiB."),
-        Table(f"Checkpoint of {result['size']}", ["", "median (ms)"],
-              [[name, number(statistics.median(result["saves"][key]), _MILLI)] for name, key in saves.items()]),
-        make_table("Shortest step that the storage can feed", result["phases"], {
-            "phase": "phase", "sequences": "sequences", "tokens of each": "context",
-            **{f"{name} (ms)": quantity("shortest_step_seconds", key, unit=_MILLI) for name, key in packed.items()},
-        }, f"The page cache can hold up to {number(result['available_memory'], _GIGA)} GB: prepared data that fits is "
-           "read from the storage once."),
+        _table("Reads", result["reads"], {**reads, "was cached": share("cached")}, pages),
+        Table(f"Checkpoint of {result['size']}", ["", "median (ms)"], times),
+        _table("Shortest step that the storage can feed", result["phases"], steps, fits),
         _traffic(result),
-    ]  # fmt: skip
+    ]
 
 
 def _traffic(result: Result) -> Table:
@@ -141,65 +160,56 @@ def _traffic(result: Result) -> Table:
 
 def _step(result: Result) -> list[Table]:
     step, what, untraced = result["seconds"], result["what"], result["untraced_seconds"]
-    rows = [{"part": name, **row} for name, row in result["parts"].items()]
+    rows, remarks = [{"part": name, **row} for name, row in result["parts"].items()], []
     if result["overlap"] is not None:
         rows.append({"part": "exposed collectives", "measured": result["exposed_collectives"]})
-    rows += [{"part": "unattributed", "measured": result["unattributed"]}, {"part": what, "measured": step}]
-    remarks = []
-    if result["overlap"] is not None:
         remarks.append(f"Other operations overlap with {percent(result['overlap'])} of the time of collectives.")
+    rows += [{"part": "unattributed", "measured": result["unattributed"]}, {"part": what, "measured": step}]
     if untraced is not None:
-        remarks.append(
-            f"Without the profiler, a {what} takes {number(untraced, _MILLI)} ms ({step / untraced:.2f}× with it)."
-        )
+        times = f"{number(untraced, 1e-3)} ms ({step / untraced:.2f}× with it)"
+        remarks.append(f"Without the profiler, a {what} takes {times}.")
     if estimated := result.get("estimated_seconds"):
         error = estimated / (untraced or step) - 1
-        remarks.append(f"The dry run estimates {number(estimated, _MILLI)} ms, {error:+.0%} against the measurement.")
+        remarks.append(f"The dry run estimates {number(estimated, 1e-3)} ms, {error:+.0%} against the measurement.")
     if result["not_predicted"]:
         remarks.append(f"Not predicted: {result['not_predicted']}")
     remarks += result.get("warnings", [])
+    columns = {"part": "part", "measured (ms)": "measured", "share": lambda row: percent(row["measured"] / step)}
+    columns |= {"predicted (ms)": "predicted", "roofline (ms)": "roofline"}
+    longest = {"time (ms)": quantity("ms", unit=1.0), "calls": quantity("calls", unit=1.0)}
+    longest |= _same("part", "opcode", "instruction")
     return [
-        make_table(f"Time of a {what} by part", rows, {
-            "part": "part", "measured (ms)": quantity("measured", unit=_MILLI),
-            "share": lambda row: percent(row["measured"] / step),
-            "predicted (ms)": quantity("predicted", unit=_MILLI), "roofline (ms)": quantity("roofline", unit=_MILLI),
-        }, *remarks),
-        make_table("The instructions that take longest", result.get("instructions", []), {
-            "time (ms)": quantity("ms", unit=1.0), "calls": quantity("calls", unit=1.0),
-            **{name: name for name in ("part", "opcode", "instruction")},
-        }),
-    ]  # fmt: skip
-
-
-def _context(result: Result) -> list[Table]:
-    scaling = [{"length": int(length), "attention": kind, **power}
-               for length, kinds in result["scaling"].items() for kind, power in kinds.items() if power]  # fmt: skip
-    case = {"tokens": "length", "attention": "attention"}
-    return [
-        make_table("Context-parallel attention: memory per device and time", result["results"], {
-            **case, "devices": "devices", "compiled (MiB)": quantity("bytes_per_device", unit=_MEBI),
-            "peak (MiB)": quantity("peak", unit=_MEBI),
-            "median (ms)": lambda row: number(statistics.median(row["seconds"]), _MILLI),
-        }),
-        make_table("Exponent of memory per device against the number of devices", scaling, {
-            **case, "fitted": lambda row: f"{row['exponent']:.2f}",
-            "between the two largest numbers": lambda row: f"{row['last']:.2f}",
-        }, "-1 is ideal: twice the devices, half the memory on each."),
-    ]  # fmt: skip
-
-
-def _sizing(result: Result) -> list[Table]:
-    columns = {"rule": "rule", "status": "status", "value": "value", "predicted loss": share("loss"),
-               "change": "advice"}  # fmt: skip
-    phases = result["phases"]
-    reasons = {finding["rule"]: finding for findings in phases.values() for finding in findings}
-    return [
-        *(make_table(f"Phase {phase}", findings, columns) for phase, findings in phases.items()),
-        make_table("Rules", reasons.values(), {name: name for name in ("rule", "reason", "source")}),
+        _table(f"Time of a {what} by part", rows, columns, *remarks),
+        make_table("The instructions that take longest", result.get("instructions", []), longest),
     ]
 
 
-TABLES: dict[str, Callable[[Result], list[Table]]] = {
-    "describe": _describe, "preflight": _preflight, "memory": _memory, "gemm": _gemm, "collectives": _collectives,
-    "storage": _storage, "step": _step, "context": _context, "sizing": _sizing,
-}  # fmt: skip
+def _context(result: Result) -> list[Table]:
+    scaling = []
+    for length, kinds in result["scaling"].items():
+        scaling += [{"length": int(length), "attention": kind, **power} for kind, power in kinds.items() if power]
+
+    def median(row: Row) -> str:
+        return number(statistics.median(row["seconds"]), 1e-3)
+
+    case = {"tokens": "length", "attention": "attention"}
+    rows = {"devices": "devices", "compiled (MiB)": "bytes_per_device", "peak (MiB)": "peak", "median (ms)": median}
+    powers = {"fitted": lambda row: f"{row['exponent']:.2f}"}
+    powers |= {"between the two largest numbers": lambda row: f"{row['last']:.2f}"}
+    ideal = "-1 is ideal: twice the devices, half the memory on each."
+    return [
+        _table("Context-parallel attention: memory per device and time", result["results"], case | rows),
+        _table("Exponent of memory per device against the number of devices", scaling, case | powers, ideal),
+    ]
+
+
+def _sizing(result: Result) -> list[Table]:
+    columns = {**_same("rule", "status", "value"), "predicted loss": share("loss"), "change": "advice"}
+    phases = result["phases"]
+    reasons = {finding["rule"]: finding for findings in phases.values() for finding in findings}
+    tables = [make_table(f"Phase {phase}", findings, columns) for phase, findings in phases.items()]
+    return [*tables, make_table("Rules", reasons.values(), _same("rule", "reason", "source"))]
+
+
+_MAKERS = (_describe, _preflight, _memory, _gemm, _collectives, _storage, _step, _context, _sizing)
+TABLES: dict[str, Callable[[Result], list[Table]]] = {make.__name__.removeprefix("_"): make for make in _MAKERS}

@@ -1,5 +1,6 @@
 """Measure collectives over sizes, device counts and dtypes: print nccl-tests' tables, fit, write JSON, plot."""
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -10,16 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import stdtrit
 
 from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.lab.measure.collectives import text
-from zaya_jax.lab.measure.collectives.fit import fit_times
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, label
-from zaya_jax.lab.measure.collectives.programs import Case
-from zaya_jax.lab.measure.collectives.timing import Mode, Timing, time_case
+from zaya_jax.lab.measure.collectives.programs import Case, Mode, TimedCase, time_case
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.predict.compilers.collectives import collectives, mesh_axes
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
@@ -31,6 +31,9 @@ from zaya_jax.run.metrics import append_row
 from zaya_jax.train.program import make_programs
 
 _OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}
+SATURATED = 0.9  # share of β that messages of the knee reach
+CONFIDENCE = 0.95
+_ROUNDS = 4  # of reweighting; the weights change by less than 1 % after the third
 
 
 class Sweep(NamedTuple):
@@ -39,74 +42,11 @@ class Sweep(NamedTuple):
     operations: tuple[str, ...]  # names in `COLLECTIVES`
     dtypes: tuple[str, ...]  # names of dtypes
     sizes: tuple[int, ...]  # bytes, ascending; unused for the messages of a configuration
-    # numbers of devices, each the first so many of this process; empty for all devices of the job
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # numbers of devices, each the first so many of this process; empty for all of the job
     layout: ParallelConfig  # the mesh; with `devices` it has the axis data alone
     axes: Axes  # axes to run over; empty for all with more than one device
-    mode: Mode  # see `timing.time_case`
+    mode: Mode  # see `programs.time_case`
     repeats: int  # number of timed calls of each case
-
-
-def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
-    """Measure every case, and print the tables.
-
-    Args:
-      sweep: what to measure.
-      config: configuration whose training step says which sizes to measure over which axes, instead of the sizes,
-        devices, layout and axes of `sweep`; None for those.
-      rows: file to which each row is appended as a line of JSON, with versions and hardware.
-
-    Returns:
-      The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
-      and axes, `messages` one for each message of the step of `config`; `traffic` has bytes by network interface of
-      this host. `failed`: a sentence, if an element was wrong.
-
-    Raises:
-      InputError: there are too few devices for a collective.
-    """
-    messages: list[Message] = []
-    if config is None:
-        sizes, groups = f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes", _groups(sweep)
-    else:
-        _check_devices([make_mesh()], ())
-        mesh, messages = model_messages(config)
-        sizes, groups = "the messages of a training step", _message_groups(sweep, mesh, messages)
-    benchmark = "collectives" if config is None else "messages of a training step"
-    result = describe_run(benchmark, f"{sizes}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
-    result["hardware"] |= {"device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
-                           "processes": jax.process_count()}  # fmt: skip
-    head, result["results"], result["fits"], traffic = dict(result), [], [], Traffic()
-    for group in groups:
-        measured = _measure(group, sweep.mode, sweep.repeats, head, rows)
-        result["results"] += measured
-        result["fits"].append(_fit(measured))
-        if config is None:
-            _compare(group, measured, sweep.repeats)
-    if messages:
-        result["messages"] = _messages(messages, result["results"])
-    result["traffic"] = traffic.bytes()
-    if line := traffic.line("collectives ran on the first host"):
-        print_once(line)
-    if wrong := sorted({row["operation"] for row in result["results"] if row["wrong"]}):
-        result["failed"] = f"Wrong results: {', '.join(wrong)}."
-    return result
-
-
-class _Group(NamedTuple):
-    """Cases of one table: sizes of one operation, in one dtype, over the same axes of a mesh."""
-
-    operation: str
-    dtype: str
-    mesh: AnyMesh
-    axes: Axes
-    sizes: tuple[int, ...]
-
-
-def _groups(sweep: Sweep) -> list[_Group]:
-    return [
-        _Group(operation, dtype, mesh, sweep.axes or nontrivial_axes(mesh, AXES), sweep.sizes)
-        for mesh in _meshes(sweep) for operation in sweep.operations for dtype in sweep.dtypes
-    ]  # fmt: skip
 
 
 class Message(NamedTuple):
@@ -118,73 +58,67 @@ class Message(NamedTuple):
     times: int  # how often a step runs it
 
 
-def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
-    """Compile the first phase's largest step for the devices of this job, and find its collectives.
+def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
+    """Measure every case, and print the tables.
+
+    With `config`, its training step says which sizes to measure over which axes. Each row is appended to `rows` as a
+    line of JSON, with versions and hardware.
 
     Returns:
-      The mesh of the step, and its messages, the largest first.
+      The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
+      and axes, `messages` one for each message of the step of `config`; `traffic` has bytes by network interface of
+      this host. `failed`: a sentence, if an element was wrong.
 
     Raises:
-      InputError: the layout does not suit the number of devices.
+      InputError: there are too few devices for a collective.
     """
-    programs = make_programs(config)
-    programs.check()
-    program = programs.with_kernels(validated_kernels(config))[0]
-    mesh, counts = program.placement.mesh, Counter[tuple[str, Axes, int]]()
-    compiled = program.trace(largest_stage(config, 0)).lower().compile()
-    for found in collectives(entry_place(parse(compiled.as_text() or ""))):
-        if axes := mesh_axes(found.kind, found.groups, mesh.shape):
-            counts[_OPERATIONS[found.kind], axes, found.bytes] += found.place.times
-    messages = [Message(*key, times) for key, times in counts.items()]
-    return mesh, sorted(messages, key=lambda message: (-message.bytes, message))
+    messages: list[Message] = []
+    if config is None:
+        benchmark, size = "collectives", f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes"
+        groups = _groups(sweep)
+    else:
+        benchmark, size = "messages of a training step", "the messages of a training step"
+        _check_devices([make_mesh()], ())
+        mesh, messages = model_messages(config)
+        groups = _message_groups(sweep, mesh, messages)
+    result = describe_run(benchmark, f"{size}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
+    device = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+    result["hardware"] |= {"device": device, "processes": jax.process_count()}
+    head, result["results"], result["fits"], traffic = dict(result), [], [], Traffic()
+    for probe, sizes in groups:
+        measured = _measure(probe, sizes, sweep, head, rows)
+        result["results"] += measured
+        result["fits"].append(_fit(measured))
+        if config is None:
+            _compare(probe.collective.name, measured, sweep.repeats)
+    if messages:
+        result["messages"] = _messages(messages, result["results"])
+    result["traffic"] = traffic.bytes()
+    if line := traffic.line("collectives ran on the first host"):
+        print_once(line)
+    if wrong := sorted({row["operation"] for row in result["results"] if row["wrong"]}):
+        result["failed"] = f"Wrong results: {', '.join(wrong)}."
+    return result
 
 
-def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[_Group]:
-    sizes: dict[tuple[str, Axes], list[int]] = {}
-    for message in messages:
-        if message.operation in sweep.operations:
-            sizes.setdefault((message.operation, message.axes), []).append(message.bytes)
-    return [_Group(operation, dtype, mesh, axes, tuple(sorted(counts)))
-            for (operation, axes), counts in sorted(sizes.items()) for dtype in sweep.dtypes]  # fmt: skip
-
-
-def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Describe each message with its measured time, and print the time of a step's messages."""
-    rows = []
-    for message in messages:
-        measured = (label(COLLECTIVES[message.operation]), message.axes)
-        if near := [row for row in results if (row["operation"], row["axes"]) == measured]:  # [] if it was left out
-            # Sizes are rounded to whole elements in each chunk.
-            nearest = min(near, key=lambda row: abs(row["bytes"] - message.bytes))
-            half = nearest.get("out_of_place") or nearest["in_place"]
-            rows.append(message._asdict() | {"seconds": half["p50"]})
-    total = sum(row["times"] * row["seconds"] for row in rows)
-    print_once(*table_lines(message_table(rows)))
-    print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
-    return rows
-
-
-def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) -> None:
-    """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
-    if jax.process_count() > 1 or measured[0]["groups"] > 1 or "out_of_place" not in measured[0]:
-        return
-    peers, failure = text.peer_bandwidths(group.operation, measured, repeats)
-    if failure:
-        print_once(failure, "")
-    for row in measured:
-        if peer := peers.get(row["bytes"]):
-            row["peer_busbw"] = peer
-            ours = row["out_of_place"]["busbw"]
-            print_once(f"{row['bytes']:>12,} bytes: {ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests "
-                   f"({ours / peer:.2f}×)")  # fmt: skip
+def _groups(sweep: Sweep) -> list[tuple[Case, Sequence[int]]]:
+    """Return a case of each table, of one element, and its sizes in bytes."""
+    groups = []
+    for mesh in _meshes(sweep):
+        axes = sweep.axes or nontrivial_axes(mesh, AXES)
+        for operation, dtype in itertools.product(sweep.operations, sweep.dtypes):
+            groups.append((Case(COLLECTIVES[operation], mesh, axes, 1, dtype), sweep.sizes))
+    return groups
 
 
 def _meshes(sweep: Sweep) -> list[AnyMesh]:
     if not sweep.devices:
         meshes = [_mesh(sweep.layout)]
     elif jax.process_count() > 1:
-        raise InputError("--devices needs a single process. In a job of several, set the sizes of the mesh axes, and "
-                         "--axis, which measures groups of devices side by side.")  # fmt: skip
+        raise InputError(
+            "--devices needs a single process. In a job of several, set the sizes of the mesh axes, and --axis, which "
+            "measures groups of devices side by side."
+        )
     elif (most := max(sweep.devices)) > jax.device_count():
         raise InputError(f"--devices is {most}, but this process has {jax.device_count()}.")
     else:
@@ -197,71 +131,167 @@ def _check_devices(meshes: Sequence[AnyMesh], axes: Axes) -> None:
     for mesh in meshes:
         if any(mesh.shape[axis] == 1 for axis in axes) or mesh.size == 1:
             what = f"--axis {','.join(axes)} has" if axes else "There is"
-            raise InputError(f"{what} one device, but a collective needs at least two. JAX_NUM_CPU_DEVICES=8 simulates "
-                             "eight on a CPU.")  # fmt: skip
+            more = "JAX_NUM_CPU_DEVICES=8 simulates eight on a CPU."
+            raise InputError(f"{what} one device, but a collective needs at least two. {more}")
 
 
 def _mesh(layout: ParallelConfig) -> AnyMesh:
     sizes = {f"--{axis} {size}": size for axis in AXES if (size := getattr(layout, axis)) not in (None, 1)}
-    count, product = jax.device_count(), math.prod(sizes.values())
+    count, product, must = jax.device_count(), math.prod(sizes.values()), "be" if layout.data else "divide"
     if count % product or (layout.data is not None and count != product):
-        raise InputError(f"{' × '.join(sizes)} is {product}, but must {'be' if layout.data else 'divide'} {count}, the "
-                         "number of devices.")  # fmt: skip
+        raise InputError(f"{' × '.join(sizes)} is {product}, but must {must} {count}, the number of devices.")
     return make_mesh(layout)
 
 
-def _measure(group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows: Path | None) -> list[dict[str, Any]]:
-    collective = COLLECTIVES[group.operation]
-    probe, item = Case(collective, group.mesh, group.axes, 1, group.dtype), jnp.dtype(group.dtype).itemsize
-    elements = dict.fromkeys(collective.elements(size, item, probe.ranks) for size in group.sizes)
-    cases = [probe._replace(elements=count) for count in elements]
-    print_once(*text.header(label(collective), cases, mode, repeats))
-    measured, columns = [], []
+def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
+    """Compile the first phase's largest step for the devices of this job; return its mesh and its messages by size."""
+    programs = make_programs(config)
+    programs.check()
+    program = programs.with_kernels(validated_kernels(config))[0]
+    mesh, counts = program.placement.mesh, Counter[tuple[str, Axes, int]]()
+    compiled = program.trace(largest_stage(config, 0)).lower().compile()
+    for found in collectives(entry_place(parse(compiled.as_text() or ""))):
+        if axes := mesh_axes(found.kind, found.groups, mesh.shape):
+            counts[_OPERATIONS[found.kind], axes, found.bytes] += found.place.times
+    messages = [Message(*key, times) for key, times in counts.items()]
+    return mesh, sorted(messages, key=lambda message: (-message.bytes, message))
+
+
+def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[tuple[Case, Sequence[int]]]:
+    sizes: dict[tuple[str, Axes], list[int]] = {}
+    for message in messages:
+        if message.operation in sweep.operations:
+            sizes.setdefault((message.operation, message.axes), []).append(message.bytes)
+    groups = []
+    for (operation, axes), counts in sorted(sizes.items()):
+        case = Case(COLLECTIVES[operation], mesh, axes, 1, "")
+        groups += [(case._replace(dtype=dtype), sorted(counts)) for dtype in sweep.dtypes]
+    return groups
+
+
+def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Describe each message with its measured time, and print the time of a step's messages."""
+    rows = []
+    for message in messages:
+        measured = (label(COLLECTIVES[message.operation]), message.axes)
+        if near := [row for row in results if (row["operation"], row["axes"]) == measured]:  # [] if it was left out
+            # Sizes are rounded to whole elements in each chunk.
+            nearest = min(near, key=lambda row: abs(row["bytes"] - message.bytes))
+            rows.append(message._asdict() | {"seconds": nearest[_half(nearest)]["p50"]})
+    total = sum(row["times"] * row["seconds"] for row in rows)
+    print_once(*table_lines(message_table(rows)))
+    print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
+    return rows
+
+
+def _half(row: dict[str, Any]) -> str:
+    return "out_of_place" if "out_of_place" in row else "in_place"
+
+
+def _compare(operation: str, measured: Sequence[dict[str, Any]], repeats: int) -> None:
+    """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
+    if jax.process_count() > 1 or measured[0]["groups"] > 1 or _half(measured[0]) == "in_place":
+        return
+    peers, failure = text.peer_bandwidths(operation, measured, repeats)
+    if failure:
+        print_once(failure, "")
+    for row in measured:
+        if peer := peers.get(row["bytes"]):
+            row["peer_busbw"], ours = peer, row["out_of_place"]["busbw"]
+            speeds = f"{ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests ({ours / peer:.2f}×)"
+            print_once(f"{row['bytes']:>12,} bytes: {speeds}")
+
+
+def _measure(
+    probe: Case, sizes: Sequence[int], sweep: Sweep, head: dict[str, Any], rows: Path | None
+) -> list[dict[str, Any]]:
+    item, name = jnp.dtype(probe.dtype).itemsize, label(probe.collective)
+    elements = dict.fromkeys(probe.collective.elements(size, item, probe.ranks) for size in sizes)
+    cases, measured, printed = [probe._replace(elements=count) for count in elements], [], list[TimedCase]()
+    print_once(*text.header(name, cases, sweep.mode, sweep.repeats))
     for case in cases:
-        timings = time_case(case, mode, repeats)
-        halves = {name: text.column(case, statistics.fmean(timing.seconds), timing.wrong)
-                  for name, timing in timings.items()}  # fmt: skip
-        columns += halves.values()
-        print_once(text.row(case, halves.get("out_of_place"), halves["in_place"]))
-        measured.append(_row(case, mode, timings))
+        timings = time_case(case, sweep.mode, sweep.repeats)
+        printed += timings.values()
+        print_once(text.row(timings.get("out_of_place"), timings["in_place"]))
+        measured.append(_row(case, sweep.mode, timings))
         if rows and is_primary():
             append_row(rows, head | measured[-1])
-    print_once(*text.footer(label(collective), columns), "")
+    print_once(*text.footer(name, printed), "")
     return measured
 
 
-def _row(case: Case, mode: Mode, timings: dict[str, Timing]) -> dict[str, Any]:
+def _row(case: Case, mode: Mode, timings: dict[str, TimedCase]) -> dict[str, Any]:
     """Describe a measured case: statistics of its times in seconds, and bandwidths at the median in bytes/s."""
-    row: dict[str, Any] = {
-        "operation": label(case.collective), "mode": mode, "dtype": case.dtype, "devices": case.ranks,
-        "groups": case.mesh.size // case.ranks, "axes": case.axes, "bytes": case.size,
-        "wrong": sum(timing.wrong for timing in timings.values()),
-    }  # fmt: skip
-    for name, (seconds, _) in timings.items():
-        mean, deviation = statistics.fmean(seconds), statistics.stdev(seconds) if len(seconds) > 1 else 0.0
-        median, algbw, busbw, _ = text.column(case, statistics.median(seconds), 0)
-        row[name] = {
-            "p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds),
-            "mean": mean, "cv": deviation / mean, "algbw": algbw, "busbw": busbw,
-        }  # fmt: skip
+    row: dict[str, Any] = {"operation": label(case.collective), "mode": mode, "dtype": case.dtype}
+    row |= {"devices": case.ranks, "groups": case.mesh.size // case.ranks, "axes": case.axes, "bytes": case.size}
+    row["wrong"] = sum(timing.wrong for timing in timings.values())
+    for name, (_, seconds, _) in timings.items():
+        mean, median, deviation = statistics.fmean(seconds), statistics.median(seconds), 0.0
+        if len(seconds) > 1:
+            deviation = statistics.stdev(seconds)
+        row[name] = {"p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds)}
+        row[name] |= {"mean": mean, "cv": deviation / mean}
+        row[name] |= {"algbw": case.bandwidth(median), "busbw": case.bus_bandwidth(median)}
     return row
 
 
+class Estimate(NamedTuple):
+    """An estimate and its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Fit(NamedTuple):
+    """Latency and bandwidth of a collective."""
+
+    alpha: Estimate  # seconds of an empty message
+    beta: Estimate  # algorithm bandwidth of an infinite one, bytes/s
+    half_size: float  # n½: the size in bytes that reaches half of β
+    knee: float  # the smallest size in bytes that reaches `SATURATED` of β; larger buffers overlap less
+
+
+def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
+    """Fit by least squares of relative errors, since times of all sizes scatter by similar percentages.
+
+    The weights are those of the fitted times, so that a time that happens to be short does not count more. The
+    confidence intervals are those of Student's t distribution; that of β is the inverse of the slope's.
+
+    Returns:
+      The fit; None with fewer than three different `sizes` in bytes, or if times do not grow with the size.
+    """
+    size, time = np.asarray(sizes, float), np.asarray(seconds, float)
+    if len(set(sizes)) < 3:
+        return None
+    weights, line, covariance = 1 / time, np.zeros(2), np.zeros((2, 2))
+    for _ in range(_ROUNDS):
+        line, covariance = np.polyfit(size, time, 1, w=weights, cov=True)
+        weights = 1 / np.maximum(np.polyval(line, size), 0.1 * time)
+    margins = np.sqrt(np.diag(covariance)) * stdtrit(len(size) - 2, (1 + CONFIDENCE) / 2)
+    (slope, start), low, high = line.tolist(), (line - margins).tolist(), (line + margins).tolist()
+    if slope <= 0:
+        return None
+    half, fastest = max(start, 0.0) / slope, 1 / low[0] if low[0] > 0 else float("inf")
+    beta = Estimate(1 / slope, 1 / high[0], fastest)
+    return Fit(Estimate(start, low[1], high[1]), beta, half, half * SATURATED / (1 - SATURATED))
+
+
 def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    first = measured[0]
-    half = "out_of_place" if "out_of_place" in first else "in_place"
+    first, half = measured[0], _half(measured[0])
     fit = fit_times([row["bytes"] for row in measured], [row[half]["p50"] for row in measured])
     entry = {key: first[key] for key in ("operation", "mode", "dtype", "devices", "groups", "axes")}
     what = f"{entry['operation']} over {entry['devices']} devices, {entry['dtype']}"
     if fit is None:
         print_once(f"{what}: no fit; times must grow with the size over at least three sizes", "")
         return entry
-    alpha, beta = fit.alpha, fit.beta
+    latency, *latencies = (f"{1e6 * value:,.3g}" for value in fit.alpha)
+    bandwidth, *bandwidths = (f"{value / 1e9:,.3g}" for value in fit.beta)
     print_once(
-        f"{what}: latency {1e6 * alpha.value:,.3g} µs ({1e6 * alpha.low:,.3g} to {1e6 * alpha.high:,.3g}), "
-        f"algorithm bandwidth {beta.value / 1e9:,.3g} GB/s ({beta.low / 1e9:,.3g} to {beta.high / 1e9:,.3g}); "
-        f"half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}", "",
-    )  # fmt: skip
-    beta = beta._replace(high=beta.high if math.isfinite(beta.high) else None)
-    return entry | {"alpha_seconds": alpha._asdict(), "beta_bytes_per_second": beta._asdict(),
-                    "half_bytes": fit.half_size, "knee_bytes": fit.knee}  # fmt: skip
+        f"{what}: latency {latency} µs ({' to '.join(latencies)}), algorithm bandwidth {bandwidth} GB/s "
+        f"({' to '.join(bandwidths)}); half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}",
+        "",
+    )
+    beta = fit.beta._replace(high=fit.beta.high if math.isfinite(fit.beta.high) else None)
+    entry |= {"alpha_seconds": fit.alpha._asdict(), "beta_bytes_per_second": beta._asdict()}
+    return entry | {"half_bytes": fit.half_size, "knee_bytes": fit.knee}

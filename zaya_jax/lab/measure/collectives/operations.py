@@ -5,6 +5,7 @@ size S is the larger of a device's input and output, the algorithm bandwidth is 
 it by a factor, so that an ideal ring gives the same number for any number of devices.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -25,9 +26,6 @@ class Collective(NamedTuple):
     chunked: Literal["in", "out", ""]  # which buffer holds a chunk of 1 / n of the size: input, output or neither
     whole_chunks: bool  # whether the size must be a multiple of the devices
     run: Callable[[jax.Array, Axes], jax.Array]  # (x [t], axes) → result [t], inside a `shard_map`
-    # (rank, index of an output element, n, elements of a chunk) → (rank that it comes from, its index there); rank −1
-    # for the sum over all ranks
-    source: Callable[..., tuple[jax.Array | int, jax.Array]]
     reduction: str = "none"  # nccl-tests' name of the reduction; 'none' if there is none
     root: int = -1  # rank of the root; −1 if there is none
 
@@ -40,53 +38,56 @@ class Collective(NamedTuple):
         return elements // n if self.whole_chunks else elements
 
 
+# By operation: (rank, index of an output element, n, elements of a chunk) → (rank that it comes from, its index there);
+# rank −1 for the sum over all ranks.
+SOURCES = {
+    "all_reduce": lambda _rank, i, _n, _chunk: (-1, i),
+    "reduce_scatter": lambda rank, i, _n, chunk: (-1, rank * chunk + i),
+    "all_gather": lambda _rank, i, _n, chunk: (i // chunk, i % chunk),
+    "broadcast": lambda _rank, i, _n, _chunk: (0, i),
+    "all_to_all": lambda rank, i, _n, chunk: (i // chunk, rank * chunk + i % chunk),
+    "permute": lambda rank, i, n, _chunk: ((rank - 1) % n, i),
+}
+
+
+def _ring(n: int) -> float:
+    """Return the share of the size that an ideal ring sends over each link."""
+    return (n - 1) / n
+
+
 def _permute(x: jax.Array, axes: Axes) -> jax.Array:
     n = jax.lax.axis_size(axes)
     return jax.lax.ppermute(x, axes, [(rank, (rank + 1) % n) for rank in range(n)])
 
 
 def _broadcast(x: jax.Array, axes: Axes) -> jax.Array:
-    if broadcasts_by_sum():
+    if jax.default_backend() == "cpu":  # for which XLA has no broadcast: a sum of zeros and the root's values
         return jax.lax.psum(jnp.where(jax.lax.axis_index(axes) == 0, x, 0), axes)
     return jax.lax.pbroadcast(x, axes, 0)
 
 
-def broadcasts_by_sum() -> bool:
-    """True if a broadcast is a sum of zeros and the root's values, since XLA has none for CPUs."""
-    return jax.default_backend() == "cpu"
-
-
-COLLECTIVES = {
-    collective.name: collective
-    for collective in (
-        Collective("all_reduce", "all-reduce", lambda n: 2 * (n - 1) / n, "", False,
-                   jax.lax.psum, lambda _rank, i, _n, _chunk: (-1, i), "sum"),
-        Collective("reduce_scatter", "reduce-scatter", lambda n: (n - 1) / n, "out", True,
-                   lambda x, axes: sum_scatter(x, axes, 0), lambda rank, i, _n, chunk: (-1, rank * chunk + i), "sum"),
-        Collective("all_gather", "all-gather", lambda n: (n - 1) / n, "in", True,
-                   lambda x, axes: jax.lax.all_gather(x, axes, tiled=True),
-                   lambda _rank, i, _n, chunk: (i // chunk, i % chunk)),
-        Collective("broadcast", "collective-broadcast", lambda _: 1.0, "", False, _broadcast,
-                   lambda _rank, i, _n, _chunk: (0, i), root=0),
-        Collective("all_to_all", "all-to-all", lambda n: (n - 1) / n, "", True,
-                   lambda x, axes: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
-                   lambda rank, i, _n, chunk: (i // chunk, rank * chunk + i % chunk)),
-        Collective("permute", "collective-permute", lambda _: 1.0, "", False, _permute,
-                   lambda rank, i, n, _chunk: ((rank - 1) % n, i)),
-    )
-}  # fmt: skip
+_gather, _to_all = functools.partial(jax.lax.all_gather, tiled=True), functools.partial(jax.lax.all_to_all, tiled=True)
+_ALL = (
+    Collective("all_reduce", "all-reduce", lambda n: 2 * _ring(n), "", False, jax.lax.psum, "sum"),
+    Collective("reduce_scatter", "reduce-scatter", _ring, "out", True, lambda x, axes: sum_scatter(x, axes, 0), "sum"),
+    Collective("all_gather", "all-gather", _ring, "in", True, _gather),
+    Collective("broadcast", "collective-broadcast", lambda _: 1.0, "", False, _broadcast, root=0),
+    Collective("all_to_all", "all-to-all", _ring, "", True, lambda x, axes: _to_all(x, axes, 0, 0)),
+    Collective("permute", "collective-permute", lambda _: 1.0, "", False, _permute),
+)
+COLLECTIVES = {collective.name: collective for collective in _ALL}
 
 
 def label(collective: Collective) -> str:
-    """Return the name of a row: the operation, and what it was computed by if it is not the operation itself.
+    """Return the name of a row: the operation, or what it was computed by on CPUs, which is comparable with no other.
 
-    Rows with such a label must not be compared with those of another machine.
+    Over CPU processes, `parallel.collectives.sum_scatter` is an all-reduce and a slice.
     """
-    if collective.name == "broadcast" and broadcasts_by_sum():
-        return "bcast_via_allreduce"
-    # On CPUs, `parallel.collectives.sum_scatter` is an all-reduce and a slice.
-    if collective.name == "reduce_scatter" and jax.default_backend() == "cpu" and jax.process_count() > 1:
-        return "reduce_scatter_via_allreduce"
+    if jax.default_backend() == "cpu":
+        if collective.name == "broadcast":
+            return "bcast_via_allreduce"
+        if collective.name == "reduce_scatter" and jax.process_count() > 1:
+            return "reduce_scatter_via_allreduce"
     return collective.name
 
 

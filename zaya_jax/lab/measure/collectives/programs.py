@@ -1,20 +1,38 @@
-"""The compiled programs that measure a collective, and the check that each contains it as often as it should."""
+"""Compile a collective, check its results, and time it: seconds of each call, the largest over processes."""
 
 import functools
+import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, Collective, compiled_kind, pattern
+from zaya_jax.job.multihost import all_gather
+from zaya_jax.lab.measure.collectives.operations import (
+    COLLECTIVES,
+    SOURCES,
+    Axes,
+    Collective,
+    compiled_kind,
+    label,
+    pattern,
+)
+from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse, walk
-from zaya_jax.parallel.mesh import AXES, AnyMesh
+from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 
+Mode = Literal["dispatch", "graph"]
 IN_GRAPH = 16  # operations of a program in the mode `graph`, each of which needs the result of the one before
+WARM_UP = 5  # calls before the first timed one
+CHECKED = ("float32", "bfloat16", "int32")  # dtypes
+_CHUNK = 64  # elements of each device, to check
+_PATIENCE = 600  # seconds that processes may take until they start a case
 _KINDS = tuple(collective.kind for collective in COLLECTIVES.values())
 
 
@@ -42,63 +60,55 @@ class Case(NamedTuple):
         """Elements of a chunk."""
         return self.elements // self.ranks
 
+    def bandwidth(self, seconds: float) -> float:
+        """Return the algorithm bandwidth in bytes/s."""
+        return self.size / seconds
+
+    def bus_bandwidth(self, seconds: float) -> float:
+        """Return the bus bandwidth in bytes/s."""
+        return self.bandwidth(seconds) * self.collective.factor(self.ranks)
+
 
 class Programs:
     """Programs of a case, each compiled when it is first used. Arrays are [elements · devices], sharded over all axes.
 
-    A chunk is read from, or written to, its place in the buffer, like NCCL's operations in place.
+    In place, input and output are chunks at their place in one buffer, which is donated, like NCCL's operations.
 
     Raises:
       RuntimeError: a compiled program does not contain the collective exactly as often as it should; XLA has then
         removed or replaced it, and its time would say nothing.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, in_place: bool = False) -> None:
         """See `Case`."""
-        self.case = case
-        collective, n, chunk = case.collective, case.ranks, case.chunk
-        self._numbers = pattern(n, case.dtype)
-        self._sent = chunk if collective.chunked == "in" else case.elements
-        self._received = chunk if collective.chunked == "out" else case.elements
+        self.case, self.in_place, self._numbers = case, in_place, pattern(case.ranks, case.dtype)
+        self._sent, self._received = (
+            case.chunk if case.collective.chunked == side else case.elements for side in ("in", "out")
+        )
 
     @functools.cached_property
     def fill(self) -> Callable[[], jax.Array]:
         """() → the input."""
-        return self._compiled(self._own, None)
-
-    @functools.cached_property
-    def fill_buffer(self) -> Callable[[], jax.Array]:
-        """() → a buffer whose own chunk holds the input."""
         return self._compiled(lambda: self._put(jnp.zeros(self.case.elements, self.case.dtype), self._own()), None)
 
     @functools.cached_property
     def run(self) -> Any:
         """Input → output."""
-        return self._compiled(lambda x: self.case.collective.run(x, self.case.axes), self._sent, times=1)
-
-    @functools.cached_property
-    def in_place(self) -> Any:
-        """(donated) buffer → the same buffer with the output in it."""
-        return self._compiled(self._in_place, self.case.elements, times=1, donate=True)
+        return self._compiled(self._operation, self._sent, times=1, donate=self.in_place)
 
     @functools.cached_property
     def in_graph(self) -> Any:
-        """(donated) buffer → the same buffer after `IN_GRAPH` operations."""
+        """In place: buffer → the same buffer after `IN_GRAPH` operations."""
 
-        def repeated(buffer: jax.Array) -> jax.Array:
-            return jax.lax.fori_loop(0, IN_GRAPH, lambda _, x: self._in_place(x), buffer)
+        def loop(buffer: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, IN_GRAPH, lambda _, x: self._operation(x), buffer)
 
-        return self._compiled(repeated, self.case.elements, times=IN_GRAPH, donate=True)
+        return self._compiled(loop, self._sent, times=IN_GRAPH, donate=True)
 
     @functools.cached_property
     def wrong(self) -> Callable[[jax.Array], jax.Array]:
         """Output → int32 [devices], number of wrong elements of each."""
         return self._compiled(self._wrong, self._received)
-
-    @functools.cached_property
-    def wrong_buffer(self) -> Callable[[jax.Array], jax.Array]:
-        """Buffer after `in_place` → int32 [devices], number of wrong elements of each."""
-        return self._compiled(lambda buffer: self._wrong(self._get(buffer, self._received)), self.case.elements)
 
     def _rank(self) -> jax.Array:
         return jax.lax.axis_index(self.case.axes)
@@ -107,38 +117,38 @@ class Programs:
         return self._numbers.value(self._rank(), jnp.arange(self._sent)).astype(self.case.dtype)
 
     def _get(self, buffer: jax.Array, size: int) -> jax.Array:
-        if size == self.case.elements:
+        if size == buffer.size:
             return buffer
         return jax.lax.dynamic_slice_in_dim(buffer, self._rank() * size, size)
 
     def _put(self, buffer: jax.Array, x: jax.Array) -> jax.Array:
-        if x.size == buffer.size:
+        if not self.in_place or x.size == buffer.size:
             return x
         return jax.lax.dynamic_update_slice_in_dim(buffer, x, self._rank() * x.size, 0)
 
-    def _in_place(self, buffer: jax.Array) -> jax.Array:
-        return self._put(buffer, self.case.collective.run(self._get(buffer, self._sent), self.case.axes))
+    def _operation(self, x: jax.Array) -> jax.Array:
+        return self._put(x, self.case.collective.run(self._get(x, self._sent), self.case.axes))
 
     def _wrong(self, out: jax.Array) -> jax.Array:
         case = self.case
-        source = case.collective.source(self._rank(), jnp.arange(self._received), case.ranks, case.chunk)
-        return (out != self._numbers.value(*source).astype(case.dtype)).sum(dtype=jnp.int32)[None]
+        source = SOURCES[case.collective.name](self._rank(), jnp.arange(self._received), case.ranks, case.chunk)
+        expected = self._numbers.value(*source).astype(case.dtype)
+        return (self._get(out, self._received) != expected).sum(dtype=jnp.int32)[None]
 
-    def _compiled(self, shard: Callable[..., jax.Array], elements: int | None, *, times: int = 0,
-                  donate: bool = False) -> Callable[..., Any]:  # fmt: skip
-        """Compile `shard` for an argument with so many elements per device (None: no argument)."""
-        case, spec = self.case, PartitionSpec(AXES)
-        mapped = jax.shard_map(shard, mesh=case.mesh, in_specs=() if elements is None else spec, out_specs=spec,
-                               check_vma=False)  # fmt: skip
-        arguments = []
+    def _compiled(
+        self, shard: Callable[..., jax.Array], elements: int | None, *, times: int = 0, donate: bool = False
+    ) -> Callable[..., Any]:
+        """Compile `shard` for an argument with so many elements per device, in place a buffer (None: no argument)."""
+        (_, mesh, _, size, dtype), spec, arguments = self.case, PartitionSpec(AXES), []
         if elements is not None:
-            sharding = NamedSharding(case.mesh, spec)
-            arguments = [jax.ShapeDtypeStruct((elements * case.mesh.size,), case.dtype, sharding=sharding)]
+            elements, sharding = size if self.in_place else elements, NamedSharding(mesh, spec)
+            arguments = [jax.ShapeDtypeStruct((elements * mesh.size,), dtype, sharding=sharding)]
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec, check_vma=False)
         compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ()).lower(*arguments).compile()
-        counts, kind = collective_counts(compiled.as_text() or ""), compiled_kind(case.collective)
+        counts, kind = collective_counts(compiled.as_text() or ""), compiled_kind(self.case.collective)
         if counts != ({kind: times} if times else {}):
-            raise RuntimeError(f"The program for {case.collective.name} has the collectives {dict(counts)}, but must "
-                               f"have {times} of {kind}.")  # fmt: skip
+            which = f"The program for {self.case.collective.name} has the collectives {dict(counts)}"
+            raise RuntimeError(f"{which}, but must have {times} of {kind}.")
         return compiled
 
 
@@ -150,3 +160,74 @@ def collective_counts(text: str) -> Counter[str]:
             if (kind := instruction.opcode.removesuffix("-start")) in _KINDS:
                 counts[kind] += place.times
     return counts
+
+
+class TimedCase(NamedTuple):
+    """A timed case, out of place or in place."""
+
+    case: Case
+    seconds: list[float]  # of each call
+    wrong: int  # number of wrong elements over all devices
+
+    @property
+    def mean(self) -> float:
+        """Mean seconds of a call."""
+        return statistics.fmean(self.seconds)
+
+
+def time_case(case: Case, mode: Mode, repeats: int) -> dict[str, TimedCase]:
+    """Check and time a collective, 'out_of_place' (not in the mode 'graph') and 'in_place'; raises like `Programs`.
+
+    The mode 'dispatch' times calls of one operation, with what starting a program costs. 'graph' times a program of
+    `IN_GRAPH` operations, each of which needs the result of the one before, and divides.
+    """
+    in_place, out_of_place = Programs(case, in_place=True), Programs(case)
+    wrong = wrong_elements(in_place)
+    if mode == "graph":
+        seconds = _time(in_place, in_place.in_graph, repeats)
+        return {"in_place": TimedCase(case, [second / IN_GRAPH for second in seconds], wrong)}
+    first = TimedCase(case, _time(out_of_place, out_of_place.run, repeats), wrong_elements(out_of_place))
+    return {"out_of_place": first, "in_place": TimedCase(case, _time(in_place, in_place.run, repeats), wrong)}
+
+
+def wrong_elements(programs: Programs) -> int:
+    """Run a collective once, and count the wrong elements over all devices."""
+    wrong = programs.wrong(programs.run(programs.fill()))
+    own = sum(int(shard.data.sum()) for shard in wrong.addressable_shards)
+    return sum(all_gather("collectives", own, _PATIENCE))
+
+
+def _time(programs: Programs, call: Callable[[jax.Array], jax.Array], repeats: int) -> list[float]:
+    """Time calls on the same input, or, in place, on the result of the call before."""
+    x = programs.fill()
+
+    def one_call() -> None:
+        nonlocal x
+        out = call(x).block_until_ready()
+        x = out if programs.in_place else x
+
+    time_calls(one_call, WARM_UP, 0)
+    all_gather("collectives", None, _PATIENCE)  # all processes start the timed calls together
+    seconds = time_calls(one_call, repeats, 0).seconds
+    return np.max(all_gather("collectives", seconds, _PATIENCE), axis=0).tolist()
+
+
+def check_collectives() -> dict[str, Any]:
+    """Run each collective over all devices of this job, and compare every element.
+
+    Returns:
+      `devices`: their number. `dtypes`: those that were checked. `skipped`: a sentence, with only one device.
+      `failed`: a sentence, if a result is wrong.
+    """
+    mesh = make_mesh()
+    if mesh.size < 2:
+        return {"devices": mesh.size, "skipped": "There is only one device, so there are no collectives to check."}
+    axes, wrong = nontrivial_axes(mesh, AXES), []
+    for collective, dtype in itertools.product(COLLECTIVES.values(), CHECKED):
+        case = Case(collective, mesh, axes, _CHUNK * mesh.size, dtype)
+        if sum(wrong_elements(Programs(case, in_place=place)) for place in (False, True)):
+            wrong.append(f"{label(collective)} in {dtype}")
+    result: dict[str, Any] = {"devices": mesh.size, "dtypes": list(CHECKED)}
+    if wrong:
+        result["failed"] = f"Wrong results over {mesh.size} devices: {', '.join(wrong)}."
+    return result

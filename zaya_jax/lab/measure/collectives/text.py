@@ -6,77 +6,62 @@ The form is that of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu).
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from zaya_jax.lab.measure.collectives.programs import Case
-from zaya_jax.lab.measure.collectives.timing import WARM_UP, Mode
+from zaya_jax.lab.measure.collectives.programs import WARM_UP, Case, Mode, TimedCase
 
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
 _COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6} "
-_PROGRAMS = {"all_reduce": "all_reduce_perf", "reduce_scatter": "reduce_scatter_perf", "all_gather": "all_gather_perf",
-             "broadcast": "broadcast_perf", "all_to_all": "alltoall_perf", "permute": "sendrecv_perf"}  # fmt: skip
+_PROGRAMS = {"all_to_all": "alltoall_perf", "permute": "sendrecv_perf"}  # of others: OPERATION_perf
 _SECONDS = 600  # that the program may take
-
-
-class Column(NamedTuple):
-    """One half of a row: out of place or in place."""
-
-    seconds: float  # mean time
-    algbw: float  # algorithm bandwidth, bytes/s
-    busbw: float  # bus bandwidth, bytes/s
-    wrong: int  # number of wrong elements
-
-
-def column(case: Case, seconds: float, wrong: int) -> Column:
-    """Compute the bandwidths of a case from its time."""
-    algbw = case.size / seconds
-    return Column(seconds, algbw, algbw * case.collective.factor(case.ranks), wrong)
 
 
 def header(name: str, cases: Sequence[Case], mode: Mode, repeats: int) -> list[str]:
     """Return the lines before the rows of one operation."""
     sizes = [case.size for case in cases]
     factor = sizes[-1] // sizes[-2] if len(sizes) > 1 else 2
-    devices = list(np.asarray(cases[0].mesh.devices).flat)
-    host = socket.gethostname()
+    gpus, graph, host = jax.local_device_count(), int(mode == "graph"), socket.gethostname()[:10]
     lines = [
         f"# Collective test starting: {name}_perf",
-        f"# nThread 1 nGpus {jax.local_device_count()} minBytes {min(sizes)} maxBytes {max(sizes)} step: "
-        f"{factor}(factor) warmup iters: {WARM_UP} iters: {repeats} agg iters: 1 validation: 1 graph: "
-        f"{int(mode == 'graph')} unalign: 0",
+        f"# nThread 1 nGpus {gpus} minBytes {min(sizes)} maxBytes {max(sizes)} step: {factor}(factor) warmup iters: "
+        f"{WARM_UP} iters: {repeats} agg iters: 1 validation: 1 graph: {graph} unalign: 0",
         "#",
         "# Using devices",
     ]
-    for rank, device in enumerate(devices):
+    for rank, device in enumerate(np.asarray(cases[0].mesh.devices).flat):
         pid = os.getpid() if device.process_index == jax.process_index() else 0
-        lines.append(f"#  Rank {rank:2} Group {rank // cases[0].ranks:2} Pid {pid:6} on {host[:10]:>10} device "
-                     f"{device.local_hardware_id or 0:2} [0000:00:00] {device.device_kind}")  # fmt: skip
+        group, index = rank // cases[0].ranks, device.local_hardware_id or 0
+        place = f"{host:>10} device {index:2} [0000:00:00] {device.device_kind}"
+        lines.append(f"#  Rank {rank:2} Group {group:2} Pid {pid:6} on {place}")
+    names, units = ("size", "count", "type", "redop", "root"), ("(B)", "(elements)", "", "", "")
     return [
         *lines,
         "#",
         f"#{'':51}           out-of-place                       in-place          ",
-        _COLUMNS.format("size", "count", "type", "redop", "root", *["time", "algbw", "busbw", "#wrong"] * 2),
-        _COLUMNS.format("(B)", "(elements)", "", "", "", *["(us)", "(GB/s)", "(GB/s)", ""] * 2),
+        _COLUMNS.format(*names, *["time", "algbw", "busbw", "#wrong"] * 2),
+        _COLUMNS.format(*units, *["(us)", "(GB/s)", "(GB/s)", ""] * 2),
     ]
 
 
-def row(case: Case, out_of_place: Column | None, in_place: Column) -> str:
+def row(out_of_place: TimedCase | None, in_place: TimedCase) -> str:
     """Return the line of a case; without a time out of place, its columns are blank."""
-    operation = case.collective
-    start = (f"{case.size:12}  {operation.passed(case.elements, case.ranks):12}  {TYPES[case.dtype]:>8}  "
-             f"{operation.reduction:>6}  {operation.root:6}")  # fmt: skip
+    case = in_place.case
+    operation, dtype = case.collective, TYPES[case.dtype]
+    count = operation.passed(case.elements, case.ranks)
+    start = f"{case.size:12}  {count:12}  {dtype:>8}  {operation.reduction:>6}  {operation.root:6}"
     return start + (_half(out_of_place) if out_of_place else " " * 32) + _half(in_place)
 
 
-def footer(name: str, columns: Sequence[Column]) -> list[str]:
+def footer(name: str, halves: Sequence[TimedCase]) -> list[str]:
     """Return the lines after the rows of one operation."""
-    wrong = sum(bool(half.wrong) for half in columns)
-    bandwidth = sum(half.busbw for half in columns) / len(columns) / 1e9
+    wrong = sum(bool(half.wrong) for half in halves)
+    bandwidth = statistics.fmean(half.case.bus_bandwidth(half.mean) for half in halves) / 1e9
     return [
         f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}",
         f"# {'Avg bus bandwidth':<20} : {bandwidth:g} ",
@@ -85,9 +70,10 @@ def footer(name: str, columns: Sequence[Column]) -> list[str]:
     ]
 
 
-def _half(half: Column) -> str:
-    return (f"  {_number(half.seconds * 1e6, 7)}  {_number(half.algbw / 1e9, 6)}  {_number(half.busbw / 1e9, 6)}"
-            f"  {half.wrong:6g}")  # fmt: skip
+def _half(half: TimedCase) -> str:
+    case, seconds = half.case, half.mean
+    algbw, busbw = (_number(speed / 1e9, 6) for speed in (case.bandwidth(seconds), case.bus_bandwidth(seconds)))
+    return f"  {_number(seconds * 1e6, 7)}  {algbw}  {busbw}  {half.wrong:6g}"
 
 
 def _number(value: float, width: int) -> str:
@@ -99,34 +85,28 @@ def _number(value: float, width: int) -> str:
 
 
 def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> tuple[dict[int, float], str]:
-    """Measure the sizes of one operation over all devices of this process with the program of nccl-tests.
+    """Measure the cases of one operation over all devices of this process with the program of nccl-tests.
 
-    Args:
-      operation: name in `COLLECTIVES`.
-      rows: its measured cases, of `collectives_sweep.measure_collectives`, in one dtype, by ascending size.
-      repeats: number of timed calls.
+    `rows` are those of `collectives_sweep.measure_collectives`, in one dtype, by ascending size.
 
     Returns:
       Bus bandwidth out of place in bytes/s, by size in bytes, {} if the program is not installed; and why it failed, a
       sentence or ''.
     """
-    program = shutil.which(_PROGRAMS[operation])
+    program = shutil.which(_PROGRAMS.get(operation, f"{operation}_perf"))
     if program is None:
         return {}, ""
-    sizes = [row["bytes"] for row in rows]
+    sizes, devices, dtype = [row["bytes"] for row in rows], rows[0]["devices"], TYPES[rows[0]["dtype"]]
     factor = max(2, round(sizes[1] / sizes[0])) if len(sizes) > 1 else 2
-    arguments = {"-b": sizes[0], "-e": sizes[-1], "-f": factor, "-g": rows[0]["devices"], "-n": repeats, "-w": WARM_UP,
-                 "-d": TYPES[rows[0]["dtype"]]}  # fmt: skip
+    flags = f"-b {sizes[0]} -e {sizes[-1]} -f {factor} -g {devices} -n {repeats} -w {WARM_UP} -d {dtype}"
+    command = [program, *flags.split()]
     try:
-        done = subprocess.run(  # noqa: S603 (a program of the person's own PATH)
-            [program, *(str(word) for pair in arguments.items() for word in pair)],
-            capture_output=True, text=True, timeout=_SECONDS, check=False,
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         return {}, f"{program} failed: {error}."
     table = [row for line in done.stdout.splitlines() if len(row := line.split()) > 8 and row[0].isdigit()]
     measured = {int(row[0]): 1e9 * float(row[7]) for row in table}  # size, and bus bandwidth out of place
     if done.returncode or not measured:
-        said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
-        return {}, f"{program} failed with status {done.returncode}: {said}"
+        message = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
+        return {}, f"{program} failed with status {done.returncode}: {message}"
     return measured, ""

@@ -1,4 +1,4 @@
-"""Time passes and steps of the model on random tokens: the parts that benchmarks and the smoke test share."""
+"""Time passes and steps of the model on random tokens: the parts that benchmarks share."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +10,8 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.hardware.data_sheets import peak_flops
+from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
-from zaya_jax.lab.timing import timed
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.train.initialization import initialize
 from zaya_jax.train.program import PhaseProgram, Programs
@@ -28,11 +28,9 @@ def random_tokens(config: Config, stage: BatchStage | None = None) -> np.ndarray
 def make_rows(tokens_bs: np.ndarray) -> dict[str, np.ndarray]:
     """Make a batch from tokens [b, s + 1]: each row is one document, without padding."""
     tokens, targets = (part.astype(np.int32) for part in (tokens_bs[:, :-1], tokens_bs[:, 1:]))
-    return {
-        "tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens),
-        "positions": np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape),
-        "loss_mask": np.ones(tokens.shape, bool),
-    }  # fmt: skip
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    ones = {"segment_ids": np.ones_like(tokens), "loss_mask": np.ones(tokens.shape, bool)}
+    return {"tokens": tokens, "targets": targets, "positions": positions, **ones}
 
 
 def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Callable[[], float]:
@@ -61,14 +59,7 @@ def place_rows(program: PhaseProgram, stage: BatchStage, tokens_bs: np.ndarray) 
 def time_train_steps(
     program: PhaseProgram, step: Callable[..., Any], stage: BatchStage, tokens_bs: np.ndarray, repeats: int
 ) -> tuple[list[float], list[float], TrainState]:
-    """Initialize a training state, and time steps on the same rows.
-
-    Args:
-      program: program of the phase.
-      step: its compiled training step for `stage`.
-      stage: batch size and context of the step.
-      tokens_bs: tokens [b, s + 1] of all devices.
-      repeats: number of timed steps, after one warm-up step.
+    """Initialize a training state, and time steps on the same tokens [b, s + 1], after one warm-up step.
 
     Returns:
       Seconds of each timed step; losses in nats/token, of the warm-up step first; the state after the last step.
@@ -81,7 +72,7 @@ def time_train_steps(
         state, metrics = step(state, batch, {})
         losses.append(float(metrics["loss"]))
 
-    return timed(one_step, repeats), losses, state
+    return time_calls(one_step, repeats).seconds, losses, state
 
 
 def peak_memory(device: Any, program: Any) -> dict[str, Any]:
@@ -93,14 +84,9 @@ def peak_memory(device: Any, program: Any) -> dict[str, Any]:
 
 
 def throughput(seconds: float, tokens: int, flops: float, kind: str, devices: int = 1) -> dict[str, Any]:
-    """Return tokens/s of all devices, and TFLOP/s and MFU (None without a data sheet) of each.
+    """Return tokens/s of all devices, and TFLOP/s and MFU (None without a data sheet) of each device of `kind`.
 
-    Args:
-      seconds: time of a step.
-      tokens: tokens of a step.
-      flops: FLOPs of a step on all devices.
-      kind: kind of device.
-      devices: number of devices.
+    `seconds`, `tokens` and `flops` are of a step on all devices.
     """
     peak, flops = peak_flops(kind), flops / devices
     return {

@@ -20,9 +20,9 @@ from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import heldout
 from zaya_jax.generate.decode import BLOCK, compile_generation
-from zaya_jax.lab.measure.breakdown import generation
-from zaya_jax.lab.measure.breakdown.measure import check_largest_batch, trace_rows
-from zaya_jax.lab.measure.breakdown.trace import Interval, Trace, attribute
+from zaya_jax.lab.measure import step_parts as module
+from zaya_jax.lab.measure.step_parts import check_largest_batch, trace_rows
+from zaya_jax.lab.measure.step_trace import Interval, Trace, attribute
 from zaya_jax.lab.predict.dry_run import memory
 from zaya_jax.machine.__main__ import main
 from zaya_jax.ops.parts import OTHER, PARTS
@@ -126,7 +126,7 @@ def traced(folder):
 def said(tmp_path_factory):
     """The folder of `traced` on eight devices, and what it returned."""
     folder = tmp_path_factory.mktemp("traced")
-    return folder, *on_devices(8, "tests.lab.test_breakdown:traced", str(folder))
+    return folder, *on_devices(8, "tests.lab.test_step_parts:traced", str(folder))
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_a_prompt_and_a_decode_step_are_broken_down(monkeypatch, tmp_path, capsy
         asked.append(sizes)
         return programs()
 
-    monkeypatch.setattr(generation, "compile_generation", compiled)
+    monkeypatch.setattr(module, "compile_generation", compiled)
     arguments = [*step, "--batch", "2", "--prompt", "70", "--steps", "2"]
     for work, steps in (("prefill", 2), ("decode", 2 * BLOCK)):
         assert main([*arguments, "--work", work, "--output", str(output), "--png", str(png)]) == 0

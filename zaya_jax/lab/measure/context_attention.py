@@ -16,11 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
+from zaya_jax.lab.measure.timing import Passes, interleave_subprocesses
 from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
-from zaya_jax.lab.report.tables import TABLES
+from zaya_jax.lab.report.tables import CONTEXT, TABLES
 from zaya_jax.lab.result import describe_run, print_tables, rounded
 from zaya_jax.lab.result_plots import memory_curves
-from zaya_jax.lab.subprocesses import interleave_subprocesses, restored_environment
+from zaya_jax.lab.subprocesses import restored_environment
 from zaya_jax.ops import Ops
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.selfcheck import EXAMPLE
@@ -57,57 +58,42 @@ class Case(NamedTuple):
     length: int
 
 
-# Bytes of a program on each device, as `program_memory`, with the `peak` that the device reports, None if it does not.
-Memory = dict[str, Any]
-
-
 def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
-    """Measure every case, and print tables.
+    """Measure every case, with passes of those of a length interleaved, and print tables.
 
     With fewer than two devices, it simulates `SIMULATED` CPU devices. Memory is then what XLA:CPU needs for each, and
-    times mean little, since the devices share cores.
-
-    Args:
-      sizes: sizes to measure; None for `CPU` or `GPU`, depending on the devices.
-      repeats: number of timed passes of each case, interleaved over the cases of a length.
-
-    Returns:
-      The result, for JSON.
+    times mean little, since the devices share cores. The sizes None are `CPU` or `GPU`, depending on the devices.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all processes share the devices
     simulated = jax.device_count() < 2
     kind = "cpu" if simulated else jax.devices()[0].device_kind
     devices = SIMULATED if simulated else jax.device_count()
     sizes = sizes or (CPU if simulated or jax.default_backend() == "cpu" else GPU)
-    result = describe_run(
-        "memory per device (bytes) and time (s) of context-parallel attention, forward and backward",
-        f"one sequence of {', '.join(f'{length:,}' for length in sizes.lengths)} tokens, {sizes.query_heads} query "
-        f"heads, {sizes.kv_heads} key heads of {sizes.channels} channels, {sizes.dtype}, zigzag",
-        "all-gather attention, in which every device holds all keys and values", (),
-    )  # fmt: skip
+    lengths, heads = ", ".join(f"{length:,}" for length in sizes.lengths), f"{sizes.query_heads} query heads"
+    size = f"one sequence of {lengths} tokens, {heads}, {sizes.kv_heads} key heads of {sizes.channels} channels"
+    peer = "all-gather attention, in which every device holds all keys and values"
+    result = describe_run(CONTEXT, f"{size}, {sizes.dtype}, zigzag", peer, ())
     result["hardware"]["device"] = f"{devices} × {kind}{', simulated' if simulated else ''}"
     result["results"], result["scaling"] = [], {}
     for length in sizes.lengths:
-        measured = _measure(sizes, length, [n for n in sizes.degrees if n <= devices], repeats, simulated)
-        rows = [
-            case._asdict() | {"bytes_per_device": peak_bytes(memory), **memory, "seconds": rounded(seconds)}
-            for case, (memory, seconds) in measured.items()
-        ]
+        measured, rows = _measure(sizes, length, devices, repeats, simulated), []
+        for case, passes in measured.items():
+            memory = {"bytes_per_device": peak_bytes(passes.results[-1]), **passes.results[-1]}
+            rows.append(case._asdict() | memory | {"seconds": rounded(passes.seconds)})
         result["results"] += rows
         result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in memory_curves(rows).items()}
     print_tables(TABLES["context"](result))
     return result
 
 
-def _measure(sizes: Sizes, length: int, degrees: list[int], repeats: int,
-             simulated: bool) -> dict[Case, tuple[Memory, list[float]]]:  # fmt: skip
+def _measure(sizes: Sizes, length: int, devices: int, repeats: int, simulated: bool) -> dict[Case, Passes]:
+    degrees = [degree for degree in sizes.degrees if degree <= devices]
     # On one device both kinds are the same program.
     cases = [Case(kind, n, length) for kind in KINDS for n in degrees if n > 1 or kind == KINDS[0]]
     with restored_environment():
         if simulated:
             simulate_devices()
-        passes = interleave_subprocesses({case: (context_pass, sizes, case) for case in cases}, repeats)
-    return {case: (timed.results[-1], timed.seconds) for case, timed in passes.items()}
+        return interleave_subprocesses({case: (context_pass, sizes, case) for case in cases}, repeats)
 
 
 def simulate_devices() -> None:
@@ -116,23 +102,25 @@ def simulate_devices() -> None:
     os.environ |= {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
-def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
-    """Compile a case; returns a function that runs one forward and backward pass, and returns its memory."""
+def context_pass(sizes: Sizes, case: Case) -> Callable[[], dict[str, Any]]:
+    """Compile a case; returns a function that runs one forward and backward pass, and returns its memory.
+
+    That is `program_memory`, bytes on each device, with the `peak` that the device reports, None if it does not.
+    """
     config = ParallelConfig(context=case.devices, context_attention=case.attention)
-    mesh = make_mesh(config, jax.devices()[: case.devices])
-    split = PartitionSpec(None, SEQUENCE_AXIS)
-    model = dataclasses.replace(EXAMPLE, num_query_heads=sizes.query_heads, num_kv_heads=sizes.kv_heads,
-                                head_dim=sizes.channels)  # fmt: skip
+    mesh, split = make_mesh(config, jax.devices()[: case.devices]), PartitionSpec(None, SEQUENCE_AXIS)
+    h, k, c = sizes.query_heads, sizes.kv_heads, sizes.channels
+    model = dataclasses.replace(EXAMPLE, num_query_heads=h, num_kv_heads=k, head_dim=c)
     kernels = select_kernels(current_target(), model, sizes.dtype)
     ops = make_placement(config, mesh, {}, {}, sizes.dtype, kernels).ops  # the same as in training
-    region = jax.shard_map(functools.partial(_forward_and_backward, ops), mesh=mesh, in_specs=split,
-                           out_specs=split, check_vma=False)  # fmt: skip
-    rng, heads = np.random.default_rng(0), (sizes.query_heads, sizes.kv_heads, sizes.kv_heads, sizes.query_heads)
-    drawn = [rng.normal(size=(1, case.length, n, sizes.channels)).astype(jnp.dtype(sizes.dtype)) for n in heads]
+    run = functools.partial(_forward_and_backward, ops)
+    region = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    rng, dtype = np.random.default_rng(0), jnp.dtype(sizes.dtype)
+    drawn = [rng.normal(size=(1, case.length, heads, c)).astype(dtype) for heads in (h, k, k, h)]
     arrays = jax.device_put((*drawn, np.ones((1, case.length), np.int32)), NamedSharding(mesh, split))
     compiled = jax.jit(region).lower(*arrays).compile()
 
-    def step() -> Memory:
+    def step() -> dict[str, Any]:
         jax.block_until_ready(compiled(*arrays))
         counted = jax.local_devices()[0].memory_stats() or {}
         return program_memory(compiled) | {"peak": counted.get("peak_bytes_in_use")}
@@ -140,21 +128,19 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
     return step
 
 
-def _forward_and_backward(ops: Ops, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, do_bshc: jax.Array,
-                          segments_bs: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Return the output and the gradients of q, k and v for a device's piece of the sequence."""
-    attend = functools.partial(ops.attention, query_segments_bs=segments_bs,
-                               key_segments_bt=ops.key_segments(segments_bs))  # fmt: skip
-    out, pull = jax.vjp(attend, q_bshc, k_bskc, v_bskc)
+def _forward_and_backward(ops: Ops, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the output and the gradients of q, k and v, from them, the output's gradient and segments of a device."""
+    *qkv, do_bshc, segments_bs = arrays
+    segments = {"query_segments_bs": segments_bs, "key_segments_bt": ops.key_segments(segments_bs)}
+    out, pull = jax.vjp(functools.partial(ops.attention, **segments), *qkv)
     return out, *pull(do_bshc)
 
 
-def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
-    """Fit a power law N^exponent to the memory per device.
+def _scaling(curve: Mapping[int, float]) -> dict[str, float]:
+    """Fit a power law N^exponent to the memory per device by number of devices; {} with fewer than two points.
 
     Returns:
-      `exponent`, fitted to all points (−1 is 1/N), and `last`, between the last two points; {} with fewer than two
-      points.
+      `exponent`, fitted to all points (−1 is 1/N), and `last`, between the last two points.
     """
     if len(curve) < 2:
         return {}

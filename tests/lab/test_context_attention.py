@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from zaya_jax.lab.measure.context import Case, Sizes, _scaling, context_pass, measure_context
+from zaya_jax.lab.measure.context_attention import Case, Sizes, _scaling, context_pass, measure_context
 from zaya_jax.lab.result_plots import draw
 
 SMALL = Sizes((256,), "float32", query_heads=2, kv_heads=1, channels=8, degrees=(1, 2))

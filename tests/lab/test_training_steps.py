@@ -9,9 +9,8 @@ from tests.train_helpers import CONFIG, change, fast_jit, make_program, setup
 from zaya_jax.config import BatchConfig, SourceConfig, Table
 from zaya_jax.config.stages import stages
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.lab import timing
-from zaya_jax.lab.measure import step as module
-from zaya_jax.lab.measure.step import (
+from zaya_jax.lab.measure import training_steps as module
+from zaya_jax.lab.measure.training_steps import (
     describe_throughput,
     forward_backward,
     make_rows,
@@ -20,7 +19,6 @@ from zaya_jax.lab.measure.step import (
     throughput,
     time_train_steps,
 )
-from zaya_jax.lab.timing import timed
 from zaya_jax.train.step import make_local_loss
 
 SMALL = change(CONFIG, {"train.batch": BatchConfig(tokens=2 * CONFIG.data.context)})
@@ -43,14 +41,6 @@ def test_memory_is_what_the_device_counts_or_the_program_takes():
         {"peak_bytes_in_use": 77}, None))  # fmt: skip
     assert peak_memory(counts, Program()) == {"peak_bytes": 77, "peak_bytes_by": "the device"}
     assert peak_memory(silent, Program()) == {"peak_bytes": 42, "peak_bytes_by": "the compiled program"}
-
-
-def test_the_step_to_warm_up_is_not_counted(monkeypatch):
-    clock = iter([0.0, 100.0, 200.0, 201.0, 300.0, 302.0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    calls = []
-    assert timed(lambda: calls.append(1), 2) == [1.0, 2.0]
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("sources", [(), ("web", "code")])

@@ -1,35 +1,42 @@
 """Break down the time of a training step, a prefill or a decode step by part, measured and predicted."""
 
+import functools
 import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from zaya_jax.config import Config, load_config
+from zaya_jax.config import Config, ModelConfig, load_config
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
+from zaya_jax.generate.decode import BLOCK, compile_generation
 from zaya_jax.hardware.data_sheets import find_hardware, no_data_sheet
+from zaya_jax.hardware.environment import step_options
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.hardware.presets import TRACED
-from zaya_jax.lab.measure.breakdown.generation import Work, trace_generation
-from zaya_jax.lab.measure.breakdown.trace import Trace, attribute, instruction_rows, read_trace
-from zaya_jax.lab.measure.step import place_rows, random_tokens, time_train_steps
+from zaya_jax.lab.measure.step_trace import Trace, attribute, instruction_rows, read_trace
+from zaya_jax.lab.measure.timing import time_calls
+from zaya_jax.lab.measure.training_steps import place_rows, random_tokens, time_train_steps
 from zaya_jax.lab.predict.compilers.predict import Shares, phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
+from zaya_jax.model.tree import compute_dtypes, map_variables, roles
+from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.parts import OTHER, PARTS
+from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.run.folder import PROFILE
 from zaya_jax.run.run import Run
 from zaya_jax.train.profiler import StepProfiler
-from zaya_jax.train.program import make_programs
+from zaya_jax.train.program import known_options, make_programs
 from zaya_jax.train.state import TrainState
 
+Work = Literal["prefill", "decode"]
 _UNCLEAR = 0.05  # share of the time that may be in no part without a warning
 
 
@@ -38,12 +45,8 @@ def break_down(
 ) -> dict[str, Any]:
     """Print and return where the time of a training step goes.
 
-    Args:
-      source: folder of a run whose steps were traced, or configuration file, whose steps are then traced here.
-      overrides: of the configuration, as section.key=value; none for a run.
-      steps: number of steps to trace of a configuration.
-      hardware: name or folder, as `--hardware` of the dry run, whose estimate to compare with; or None.
-      instructions: number of instructions to list.
+    `source` is a run whose steps were traced, or a configuration file, of which `steps` steps are then traced here.
+    The dry run's estimate for `hardware`, a name or folder, stands beside them.
 
     Raises:
       InputError: there is no trace in the run folder, the configuration cannot be trained here, or `hardware` is given
@@ -59,51 +62,40 @@ def break_down(
     else:
         config = load_config(source, overrides)
         if config.lora is not None:
-            raise InputError("lora must be null: adapters need the weights of init_from. Trace a run instead, with "
-                             "profile.start=STEP.")  # fmt: skip
+            advice = "Trace a run instead, with profile.start=STEP"
+            raise InputError(f"lora must be null: adapters need the weights of init_from. {advice}.")
         if hardware is not None:
             get_hardware(hardware, jax.device_count())  # so that a mistake is named before anything is compiled
         with tempfile.TemporaryDirectory() as temporary:
             untraced = trace_random_steps(config, steps, Path(temporary))
             trace = read_trace(Path(temporary) / PROFILE)
     stage = stage_at(config, trace.first_step - 1)
-    parallel, estimated = config.parallel_for(config.phases[stage.phase]), None
+    parallel = config.parallel_for(config.phases[stage.phase])
     shares = phase_shares(config.model, stage.context, {"expert": parallel.expert})
+    rows = trace_rows(trace, shares, instructions=instructions)
     if hardware is not None:
         sheet, programs = get_hardware(hardware, trace.devices), simulated_programs(config, trace.devices)
-        estimated = estimate_phase(programs, stage.phase, sheet).step_seconds
-    rows = trace_rows(trace, shares, instructions=instructions)
-    if estimated is not None:
-        rows["estimated_seconds"] = estimated
+        rows["estimated_seconds"] = estimate_phase(programs, stage.phase, sheet).step_seconds
     return _report("training step", f"{trace.steps} steps of {source}", trace, untraced, rows)
 
 
 def break_down_generation(
     source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
 ) -> dict[str, Any]:
-    """Print and return where the time of a prompt, or of a decode step, goes, with random parameters.
-
-    Args:
-      source: configuration file.
-      overrides: of the configuration, as section.key=value.
-      work: what to trace.
-      batch: number of prompts that are processed together.
-      prompt: tokens of each; rounded up to whole chunks.
-      repeats: number of prompts, or blocks of decode steps, to trace.
-      instructions: number of instructions to list.
+    """Print and return where the time of a prompt of a `batch`, or of a decode step, goes, with random parameters.
 
     Raises:
-      InputError: prompt and new tokens exceed `model.max_positions`.
+      InputError: `source` is no configuration file, or prompt and new tokens exceed `model.max_positions`.
     """
     if Path(source).is_dir():
         raise InputError(f"{source} is a run, whose trace is of training: give a configuration file for --work {work}.")
     config = load_config(source, overrides)
+    dtype = config.train.compute_dtype
     with tempfile.TemporaryDirectory() as temporary:
-        trace, untraced, length, calls = trace_generation(
-            config.model, config.train.compute_dtype, work, batch, prompt, repeats, Path(temporary)
-        )
-    what = {"prefill": "prefill", "decode": "decode step"}[work]
-    size = f"{batch} × {length:,} tokens of {source}, {config.train.compute_dtype}"
+        traced = trace_generation(config.model, dtype, work, batch, prompt, repeats, Path(temporary))
+    trace, untraced, length, calls = traced
+    what = "decode step" if work == "decode" else work
+    size = f"{batch} × {length:,} tokens of {source}, {dtype}"
     shares = phase_shares(config.model, length, {"expert": 1})
     return _report(what, size, trace, untraced, trace_rows(trace, shares, calls, instructions))
 
@@ -119,10 +111,10 @@ def _report(what: str, size: str, trace: Trace, untraced: float | None, rows: di
 def check_largest_batch(config: Config, step: int) -> None:
     """Raise `InputError` if `step` has fewer sequences than the largest one of its phase, which a dry run estimates."""
     stage = stage_at(config, step - 1)
-    largest = largest_stage(config, stage.phase)
-    if stage.sequences < largest.sequences:
-        raise InputError(f"--hardware estimates steps of {largest.sequences} sequences, but step {step} has "
-                         f"{stage.sequences}: leave --hardware out, or trace a step after the batch ramp.")  # fmt: skip
+    largest = largest_stage(config, stage.phase).sequences
+    if stage.sequences < largest:
+        what = f"--hardware estimates steps of {largest} sequences, but step {step} has {stage.sequences}"
+        raise InputError(f"{what}: leave --hardware out, or trace a step after the batch ramp.")
 
 
 def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
@@ -137,9 +129,7 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
     return statistics.median(untraced)
 
 
-def trace_steps(
-    compiled: Any, state: TrainState, batch: dict[str, jax.Array], window: ProfileConfig, folder: Path
-) -> None:
+def trace_steps(compiled: Any, state: TrainState, batch: Any, window: ProfileConfig, folder: Path) -> None:
     """Trace the steps of `window` on the same rows into `folder`; the state is donated."""
     profiler = StepProfiler(window, folder, lambda _: None)
     profiler.start(0, state, compiled)
@@ -151,24 +141,19 @@ def trace_steps(
 def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int = 0) -> dict[str, Any]:
     """Return the times of a trace by part, for JSON, beside the prediction from the same program.
 
-    Args:
-      trace: the trace.
-      shares: what the prediction assumes of the routing.
-      calls: how often each step runs the program.
-      instructions: number of instructions to list.
+    `shares` is what the prediction assumes of the routing; each step runs the program `calls` times.
     """
     timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_hardware(trace.device)
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps
     predicted = {} if hardware is None else predict(trace.entry, hardware, shares).parts
-    parts = {}
-    for name in dict.fromkeys((*measured, *(part for part in PARTS if part in predicted))):
-        cost = predicted.get(name)
-        parts[name] = {
-            "measured": round(measured.get(name, 0.0), 6),
-            "predicted": None if cost is None else round(calls * cost.seconds, 6),
-            "roofline": None if cost is None else round(calls * cost.roofline, 6),
-        }
+    names = dict.fromkeys((*measured, *(part for part in PARTS if part in predicted)))
+    parts = {
+        name: {"measured": round(measured.get(name, 0.0), 6), "predicted": None, "roofline": None} for name in names
+    }
+    for name in names.keys() & predicted.keys():
+        cost = predicted[name]
+        parts[name] |= {"predicted": round(calls * cost.seconds, 6), "roofline": round(calls * cost.roofline, 6)}
     unattributed = round(seconds - sum(measured.values()) - exposed, 6)
     return {
         "steps": trace.steps,
@@ -195,3 +180,52 @@ def _warnings(other: float, unattributed: float) -> list[str]:
         f"please report them. In {hidden} (unattributed) the trace shows none: the device waits, or XLA_FLAGS sets "
         f"{TRACED.name}, whose graphs hide them."
     ]
+
+
+def trace_generation(
+    model: ModelConfig, dtype: str, work: Work, batch: int, prompt: int, repeats: int, folder: Path
+) -> tuple[Trace, float, int, int]:
+    """Trace `repeats` prompts of a `batch` together, or blocks of decode steps after one, on the first device.
+
+    Returns:
+      A trace of `Trace.steps` prompts or decode steps; the median seconds of one without the profiler; tokens of a
+      prompt, rounded up to whole chunks; and how often a prompt or decode step runs the program that was traced, whose
+      loop counts once.
+    """
+    blocks = 2 * repeats + 1 if work == "decode" else 0
+    options = known_options(step_options(traced=current_target().platform in GPU_PLATFORMS))
+    programs = compile_generation(_random_model(model, dtype), batch, prompt, blocks, options)
+    length = programs.chunks[0][0].shape[1] * len(programs.chunks)
+    window = StepProfiler(ProfileConfig(1, repeats), folder, lambda _: None)
+    if work == "prefill":
+        caches = [programs.empty_cache() for _ in range(2 * repeats + 1)]
+
+        def call() -> object:
+            return programs.prompt(caches.pop())[1]
+
+        compiled, count = programs.prefill, 1
+    else:
+        state = programs.start(*programs.prompt(programs.empty_cache()))
+
+        def call() -> object:
+            nonlocal state
+            state, *_ = programs.decode(programs.model, state, *programs.block)
+            return state
+
+        compiled, count = programs.decode, BLOCK
+    untraced = time_calls(lambda: jax.block_until_ready(call()), repeats).median / count
+    window.start(0, None, compiled)
+    out = None
+    for _ in range(repeats):
+        out = call()
+    window.stop(repeats, out)
+    trace = read_trace(folder / PROFILE, f"jit__{work}")
+    calls = len(programs.chunks) if work == "prefill" else 1
+    return trace._replace(steps=repeats * count), untraced, length, calls
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random_model(config: ModelConfig, dtype: str) -> Zaya:
+    model = Zaya(config, jax.random.key(0))
+    dtypes = compute_dtypes(roles(model), dtype)
+    return map_variables(model, lambda name, x: x.astype(dtypes.get(name, x.dtype)))

@@ -38,8 +38,7 @@ class Interval(NamedTuple):
 class Timeline(NamedTuple):
     """Seconds of a device."""
 
-    # time in which operations of each part run, collectives aside; shared evenly if several run at a time
-    parts: dict[str, float]
+    parts: dict[str, float]  # of operations by part, but collectives; shared evenly if several run at a time
     exposed: float  # time in which collectives run and nothing else
     overlapped: float  # time in which collectives run behind other operations
 
@@ -63,11 +62,7 @@ class Trace(NamedTuple):
 
 
 def read_trace(folder: Path, module: str = "train_step") -> Trace:
-    """Read what `train.profiler` wrote into `folder`.
-
-    Args:
-      folder: of the trace.
-      module: part of the program's name; operations of others do not count.
+    """Read what `train.profiler` wrote into `folder`; only operations of programs with `module` in their name count.
 
     Raises:
       InputError: the folder has no finished trace, or one without operations of the step.
@@ -77,12 +72,15 @@ def read_trace(folder: Path, module: str = "train_step") -> Trace:
         entry = entry_place(parse((folder / PROGRAM).read_text(encoding="utf-8")))
         file = max(folder.glob("plugins/profile/*/*.xplane.pb"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder} contains no finished trace. Set profile.start to a step that the run has not "
-                         "reached, and let it train to the end of the window.") from error  # fmt: skip
+        advice = "Set profile.start to a step that the run has not reached, and let it train to the end of the window"
+        raise InputError(f"{folder} contains no finished trace. {advice}.") from error
     # Computations that are called, such as branches, and then loops, whose instructions take their part.
     places = (*(Place(entry.module, name) for name in entry.module.computations), *walk(entry))
-    kinds = {instruction.name: (instruction_part(place, instruction), instruction.opcode)
-             for place in places for instruction in place.instructions}  # fmt: skip
+    kinds = {
+        instruction.name: (instruction_part(place, instruction), instruction.opcode)
+        for place in places
+        for instruction in place.instructions
+    }
     operations = (
         Interval(start, end, *kinds.get(name, (OTHER, "")), name) for start, end, name in _events(file, module)
     )
@@ -96,12 +94,11 @@ def _events(file: Path, module: str) -> Iterator[tuple[float, float, str]]:
     """Yield (start, end, name of the instruction) of the first device; times in ns."""
     by_device: dict[Any, list[tuple[float, float, str]]] = {}
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        for line in plane.lines:
-            for event in line.events:
-                stats = dict(event.stats)
-                if "hlo_op" in stats and module in str(stats.get("hlo_module", module)):
-                    device = (plane.name, stats.get("device_ordinal", 0))
-                    by_device.setdefault(device, []).append((event.start_ns, event.end_ns, str(stats["hlo_op"])))
+        for event in (event for line in plane.lines for event in line.events):
+            stats = dict(event.stats)
+            if "hlo_op" in stats and module in str(stats.get("hlo_module", module)):
+                device = (plane.name, stats.get("device_ordinal", 0))
+                by_device.setdefault(device, []).append((event.start_ns, event.end_ns, str(stats["hlo_op"])))
     yield from by_device[min(by_device)] if by_device else ()
 
 
@@ -110,9 +107,11 @@ def instruction_rows(trace: Trace, count: int) -> list[dict[str, Any]]:
     durations = defaultdict[tuple[str, str, str], list[float]](list)
     for interval in trace.intervals:
         durations[interval.part, interval.opcode, interval.name].append((interval.end - interval.start) / 1e6)
-    longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:count]
-    return [{"ms": round(sum(each) / trace.steps, 3), "calls": round(len(each) / trace.steps, 1), "part": part,
-             "opcode": opcode, "instruction": name} for (part, opcode, name), each in longest]  # fmt: skip
+    rows = []
+    for (part, opcode, name), each in sorted(durations.items(), key=lambda item: -sum(item[1]))[:count]:
+        times = {"ms": round(sum(each) / trace.steps, 3), "calls": round(len(each) / trace.steps, 1)}
+        rows.append(times | {"part": part, "opcode": opcode, "instruction": name})
+    return rows
 
 
 def attribute(intervals: Iterable[Interval]) -> Timeline:
