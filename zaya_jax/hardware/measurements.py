@@ -7,8 +7,7 @@ from typing import Any
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.assumptions import DATA_SHEET
-from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, find_hardware
+from zaya_jax.hardware.data_sheets import DATA_SHEET, HARDWARE, Hardware, find_hardware
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.files import read_json
 

@@ -146,10 +146,9 @@ def add_rows(table, rows):
 compile(add_rows, (16, 64), (512, 64))
 from pathlib import Path
 from zaya_jax.lab.predict.compilers.resources import read_resources
-from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS, DUMP, find_toolchain
+from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS
 folder = Path({str(tmp_path)!r})
-architecture = GPUS[{gpu!r}].architecture
-kernels = read_resources("add_rows", find_toolchain({gpu!r}), architecture, folder / DUMP, folder / CODE_OBJECTS)
+kernels = read_resources("add_rows", {gpu!r}, folder, folder / CODE_OBJECTS)
 print("atomic", sum(kernel.is_atomic for kernel in kernels))
 """
     done = run(gpu, tmp_path, code)

@@ -1,33 +1,43 @@
 """The report of a compiled step, as text and as JSON."""
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
-from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, LINKS, Hardware
 from zaya_jax.lab.predict.compilers.collectives import mesh_axes
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep
-from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import FUSIONS, Instruction, Place, shape_bytes, walk
 from zaya_jax.lab.predict.compilers.predict import Prediction, fusion_bytes, is_launch, launches
+from zaya_jax.lab.predict.compilers.resources import resource_cells, resource_heads
+from zaya_jax.run.table import format_table
 
 _GB, _MB = 1e9, 1e6
 _LISTED = 8  # rows of a table in the text; the JSON has all
 LARGE = 50e6  # bytes of a move that is listed
-_MOVING = {"bitcast", "bitcast-convert", "broadcast", "concatenate", "constant", "convert", "copy", "dynamic-slice",
-           "dynamic-update-slice", "get-tuple-element", "iota", "pad", "parameter", "reshape", "reverse", "slice",
-           "transpose", "tuple"}  # fmt: skip
+_MOVING = re.compile(
+    "bitcast|bitcast-convert|broadcast|concatenate|constant|convert|copy|(dynamic-)?slice|dynamic-update-slice|"
+    "get-tuple-element|iota|pad|parameter|reshape|reverse|transpose|tuple"
+)
 _INDEXING = {"s32", "u32", "s64", "u64", "pred"}  # what indices are computed in
+_PASS = {
+    "step": "whole step",
+    "micro-batches": "one micro-batch",
+    "layers forward": "one group of layers, forward",
+    "layers backward": "one group of layers, backward",
+    "loss": "one chunk of the loss",
+}
+
+
+def section(title: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in the details of a phase."""
+    rows = list(rows)
+    return [f"  {title}", *(f"    {line}" for line in (format_table(rows) if rows else ()))]
 
 
 def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Describe each collective of a step, those that cost the most exposed time first.
-
-    Args:
-      prediction: of the step.
-      axes: number of devices along each mesh axis.
-    """
+    """Describe each collective of a step on a mesh with these `axes`, those with the most exposed time first."""
     rows = []
     for collective, seconds, exposed in prediction.exposures:
         place, overlapped = collective.place, Counter[str]()
@@ -37,12 +47,17 @@ def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dic
                 overlapped[f"{loop.kind} ×{loop.trips}"] += 1
             elif is_launch(instruction):
                 overlapped[instruction.kernel or instruction.opcode] += 1
-        rows.append({
-            "kind": collective.kind, "place": place.label,
+        row = {
+            "kind": collective.kind,
+            "place": place.label,
             "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
-            "bytes": collective.bytes, "times": place.times, "seconds": seconds * place.times,
-            "exposed_seconds": exposed * place.times, "overlapped": dict(overlapped),
-        })  # fmt: skip
+            "bytes": collective.bytes,
+            "times": place.times,
+            "seconds": seconds * place.times,
+            "exposed_seconds": exposed * place.times,
+            "overlapped": dict(overlapped),
+        }
+        rows.append(row)
     return sorted(rows, key=lambda row: -row["exposed_seconds"])
 
 
@@ -62,9 +77,11 @@ def move_rows(entry: Place, least: float = LARGE) -> list[dict[str, Any]]:
     """
     rows = [
         {"bytes": moved, "times": place.times, "place": place.label, "what": _what(instruction)}
-        for place in walk(entry) if place.outer is not None
-        for instruction in place.instructions if (moved := _moved(place, instruction)) >= least
-    ]  # fmt: skip
+        for place in walk(entry)
+        if place.outer is not None
+        for instruction in place.instructions
+        if (moved := _moved(place, instruction)) >= least
+    ]
     return sorted(rows, key=lambda row: -row["bytes"] * row["times"])
 
 
@@ -75,58 +92,73 @@ def _moved(place: Place, instruction: Instruction) -> int:
     if instruction.opcode not in FUSIONS:
         return 0
     body = place.module.computations[instruction.called("calls")]
-    computes = any(x.opcode not in _MOVING and x.shape.partition("[")[0] not in _INDEXING for x in body)
+    rest = (x for x in body if not _MOVING.fullmatch(x.opcode))
+    computes = any(x.shape.partition("[")[0] not in _INDEXING for x in rest)
     return 0 if computes else fusion_bytes(place.module, instruction)
 
 
 def costliest_rows(prediction: Prediction) -> list[dict[str, Any]]:
     """Describe fusions and copies of a step, the costliest first."""
+    keys = "seconds", "times", "place", "what", "bytes"
     return [
-        {"seconds": seconds, "times": times, "place": place.label, "what": _what(instruction),
-         "bytes": shape_bytes(instruction.shape)}
-        for seconds, times, place, instruction in prediction.costliest
-    ]  # fmt: skip
+        dict(zip(keys, (seconds, times, place.label, _what(x), shape_bytes(x.shape)), strict=True))
+        for seconds, times, place, x in prediction.costliest
+    ]
 
 
 def _what(instruction: Instruction) -> str:
     """Name an instruction by the end of its jax path."""
-    path = [
-        part for part in instruction.op_name.split("/") if part not in ("while", "body", "closed_call", "checkpoint")
-    ]
+    wrappers = ("while", "body", "closed_call", "checkpoint")
+    path = [part for part in instruction.op_name.split("/") if part not in wrappers]
     return f"{instruction.opcode} {'/'.join(path[-2:]) or instruction.name}"
 
 
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
-    memory, moves = step.memory, move_rows(step.entry)
+    memory, total = step.memory, prediction.seconds
+    sizes = {
+        "state and batch": memory["arguments"],
+        "temporaries": memory["temporaries"],
+        "outputs, not donated": memory["outputs"] - memory["donated"],
+        f"sum, of {hardware.allocatable / _GB:.1f} GB": step.peak_memory,
+    }
+    large = {name: seconds for name, seconds in prediction.components.items() if seconds > 0.002 * total}
+    parts = [
+        (part, _ms(cost.seconds), _ms(cost.roofline), f"{cost.flops / 1e12:,.1f}", f"{cost.bytes / _GB:,.0f}")
+        for part, cost in prediction.parts.items()
+    ]
+    if exposed := prediction.exposed_seconds:
+        parts.append(("collectives", f"{_ms(exposed)} exposed", "", "", ""))
+    moves = move_rows(step.entry)
     moved = sum(row["bytes"] * row["times"] for row in moves)
     return [
         f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {step.host_bytes / _GB:.1f} GB of this "
         "machine's memory",
-        "  memory per device, from the compiler",
-        f"    {'state and batch':<22}{memory['arguments'] / _GB:10.2f} GB",
-        f"    {'temporaries':<22}{memory['temporaries'] / _GB:10.2f} GB",
-        f"    {'outputs, not donated':<22}{(memory['outputs'] - memory['donated']) / _GB:10.2f} GB",
-        f"    {'sum':<22}{step.peak_memory / _GB:10.2f} GB of {hardware.allocatable / _GB:.1f}",
-        "  predicted time per step",
-        *(
-            f"    {name:<26}{1e3 * seconds:12,.1f} ms{seconds / prediction.seconds:7.0%}"
-            for name, seconds in prediction.components.items()
-            if seconds > 0.002 * prediction.seconds
+        *section("memory per device, from the compiler", ((x, f"{size / _GB:.2f} GB") for x, size in sizes.items())),
+        *section("predicted time per step", ((x, _ms(part), f"{part / total:.0%}") for x, part in large.items())),
+        *section(
+            "predicted time by part of the step, and what the data sheet's peaks would allow",
+            [("", "predicted", "roofline", "TFLOP", "GB moved"), *parts],
         ),
-        *_part_lines(prediction),
-        "  kernel launches",
-        *(f"    {_PASS[kind]:<34}{count:8,}" for kind, count in launch_rows(step.entry).items()),
-        *_collective_lines(prediction, axes),
+        *section("kernel launches", ((_PASS[x], f"{count:,}") for x, count in launch_rows(step.entry).items())),
+        *_collective_lines(collective_rows(prediction, axes)),
         "  costliest fusions and copies, per step",
-        *(f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}"
-          for row in costliest_rows(prediction)[:_LISTED]),
+        *(
+            f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}"
+            for row in costliest_rows(prediction)[:_LISTED]
+        ),
         f"  copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops: {len(moves)}, "
         f"{moved / _GB:,.0f} GB per step",
-        *(f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}"
-          for row in moves[:_LISTED]),
+        *(
+            f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}"
+            for row in moves[:_LISTED]
+        ),
         *_kernel_lines(step),
-    ]  # fmt: skip
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
 
 
 def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int]) -> dict[str, Any]:
@@ -141,62 +173,44 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
         "moves": move_rows(step.entry),
         "costliest": costliest_rows(prediction),
         "kernels": [kernel._asdict() for kernel in step.kernels],
-        "predicted": {"seconds": prediction.seconds, "components": prediction.components,
-                      "parts": {part: cost._asdict() for part, cost in prediction.parts.items()},
-                      "assumptions": {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()}},
-    }  # fmt: skip
+        "predicted": {
+            "seconds": prediction.seconds,
+            "components": prediction.components,
+            "parts": {part: cost._asdict() for part, cost in prediction.parts.items()},
+            "assumptions": {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()},
+        },
+    }
 
 
-def _part_lines(prediction: Prediction) -> list[str]:
-    exposed = prediction.exposed_seconds
-    lines = ["  predicted time by part of the step, and what the data sheet's peaks would allow",
-             f"    {'':<14}{'predicted':>13}{'roofline':>14}{'TFLOP':>10}{'GB moved':>11}"]  # fmt: skip
-    for part, cost in prediction.parts.items():
-        lines.append(f"    {part:<14}{1e3 * cost.seconds:10,.1f} ms{1e3 * cost.roofline:11,.1f} ms"
-                     f"{cost.flops / 1e12:10,.1f}{cost.bytes / _GB:11,.0f}")  # fmt: skip
-    return [*lines, f"    {'collectives':<14}{1e3 * exposed:10,.1f} ms exposed"] if exposed else lines
-
-
-_PASS = {
-    "step": "whole step",
-    "micro-batches": "one micro-batch",
-    "layers forward": "one group of layers, forward",
-    "layers backward": "one group of layers, backward",
-    "loss": "one chunk of the loss",
-}
-
-
-def _collective_lines(prediction: Prediction, axes: Mapping[str, int]) -> list[str]:
-    rows = collective_rows(prediction, axes)
+def _collective_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return ["  collectives: none"]
     lines = ["  collectives, per step; 'exposed' is not hidden behind other work"]
     for row in rows[:_LISTED]:
         other = ", ".join(f"{count} {what}" for what, count in row["overlapped"].items()) or "nothing"
         lines.append(
-            f"    {1e3 * row['exposed_seconds']:9,.1f} of {1e3 * row['seconds']:,.1f} ms exposed: {row['kind']} over "
+            f"    {1e3 * row['exposed_seconds']:9,.1f} of {_ms(row['seconds'])} exposed: {row['kind']} over "
             f"{' × '.join(row['axes']) or 'no mesh axis'}, {row['times']} × {row['bytes'] / _MB:,.1f} MB in "
             f"{row['place']}; overlaps with: {other[:120]}"
         )
-    if len(rows) > _LISTED:
-        rest = sum(row["exposed_seconds"] for row in rows[_LISTED:])
-        lines.append(f"    {1e3 * rest:9,.1f} ms exposed in {len(rows) - _LISTED} others")
+    if others := rows[_LISTED:]:
+        exposed = 1e3 * sum(row["exposed_seconds"] for row in others)
+        lines.append(f"    {exposed:9,.1f} ms exposed in {len(others)} others")
     return lines
 
 
 def _kernel_lines(step: CompiledStep) -> list[str]:
-    spilling = [kernel for kernel in step.kernels if kernel.vector_spills or kernel.scalar_spills or kernel.scratch]
+    spilling = [kernel for kernel in step.kernels if kernel.spills or kernel.scratch]
     ours = {call.kernel for place in walk(step.entry) for call in place.instructions if call.kernel}
-    listed = [kernel for kernel in step.kernels if kernel.name.partition("__")[0] in ours or kernel in spilling]
-    most = {kernel.name.partition("__")[0]: kernel for kernel in sorted(listed, key=lambda kernel: kernel.registers)}
-    spills = "spilled bytes" if GPUS[step.gpu].platform == "cuda" else "spilled registers"
-    lines = [f"  {len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory",
-             f"    {'kernel':<30}{'registers':>10}{'shared memory':>15}{spills:>20}{'scratch':>9}"]  # fmt: skip
-    for name, kernel in sorted(most.items()):
-        lines.append(f"    {name[:29]:<30}{kernel.registers:>10}{kernel.shared / 1024:>11.1f} KiB"
-                     f"{kernel.vector_spills + kernel.scalar_spills:>20}{kernel.scratch:>7} B")  # fmt: skip
+    most = {
+        kernel.family: kernel
+        for kernel in sorted(step.kernels, key=lambda kernel: kernel.registers)
+        if kernel.family in ours or kernel in spilling
+    }
     atomic = ", ".join(sorted(kernel.name for kernel in step.kernels if kernel.is_atomic))
+    rows = [(name[:29], *resource_cells(kernel)) for name, kernel in sorted(most.items())]
+    title = f"{len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory"
     return [
-        *lines,
+        *section(title, [("kernel", *resource_heads(step.gpu)), *rows]),
         f"  kernels with atomic operations, whose sums differ in the last bits between runs: {atomic or 'none'}",
     ]

@@ -38,9 +38,13 @@ def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
 
 
 def compile_program(
-    name: str, function: Callable[..., Any], arguments: Sequence[Any], gpu: str, folder: Path,
-    donated: tuple[int, ...] = (),
-) -> None:  # fmt: skip
+    name: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    gpu: str,
+    folder: Path,
+    donated: Sequence[int] = (),
+) -> None:
     """Compile a function for one GPU, and write what `kernels.read_program` reads.
 
     Args:

@@ -18,7 +18,6 @@ class Gpu(NamedTuple):
     platform: str  # 'cuda' or 'rocm'
     architecture: str  # instruction set, as in `Target`
     kind: str  # the runtime's name for the device
-    cores: int  # streaming multiprocessors or compute units
     clock: float  # boost clock in GHz
     l2: int  # bytes of the L2 cache (of one die on AMD)
     shared: int  # bytes of shared memory (LDS) of a core
@@ -31,15 +30,14 @@ class Gpu(NamedTuple):
         return Target(self.platform, self.kind, self.architecture)
 
 
-_HOPPER = {"platform": "cuda", "architecture": "sm_90", "cores": 132, "clock": 1.98, "l2": 50 * _KIB**2,
-           "shared": 228 * _KIB, "shared_per_block": 227 * _KIB, "registers": 65536}  # fmt: skip
+_HOPPER = Gpu("cuda", "sm_90", "NVIDIA H200", 1.98, 50 * _KIB**2, 228 * _KIB, 227 * _KIB, 65536)
 
 # The names are those of `hardware.data_sheets.HARDWARE`. jax's Triton lowering recognises AMD's kinds by 'gfx'.
 GPUS = {
-    "h100": Gpu(kind="NVIDIA H100 80GB HBM3", **_HOPPER),
-    "h200": Gpu(kind="NVIDIA H200", **_HOPPER),
-    "mi300x": Gpu("rocm", "gfx942", "gfx942", 304, 2.1, 4 * _KIB**2, 64 * _KIB, 64 * _KIB, 131072),
-    "mi355x": Gpu("rocm", "gfx950", "gfx950", 256, 2.4, 4 * _KIB**2, 160 * _KIB, 160 * _KIB, 131072),
+    "h100": _HOPPER._replace(kind="NVIDIA H100 80GB HBM3"),
+    "h200": _HOPPER,
+    "mi300x": Gpu("rocm", "gfx942", "gfx942", 2.1, 4 * _KIB**2, 64 * _KIB, 64 * _KIB, 131072),
+    "mi355x": Gpu("rocm", "gfx950", "gfx950", 2.4, 4 * _KIB**2, 160 * _KIB, 160 * _KIB, 131072),
 }
 
 
@@ -61,7 +59,7 @@ gpu_device_info {{
   shared_memory_per_block_optin: {gpu.shared_per_block}
   shared_memory_per_core: {gpu.shared}
   threads_per_core_limit: 2048
-  core_count: {gpu.cores}
+  core_count: {sheet.units}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535

@@ -10,10 +10,11 @@ from zaya_jax.lab.kernel_cases import EIGHT_B, Case, cases
 from zaya_jax.lab.predict.compilers.compiled import check_gpu, run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, entry_place, parse, shape_bytes, walk
-from zaya_jax.lab.predict.compilers.predict import instruction_cost, is_launch, launches
-from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources
-from zaya_jax.lab.predict.compilers.toolchain import DUMP, find_toolchain
+from zaya_jax.lab.predict.compilers.predict import instruction_work, is_launch, launches
+from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources, resource_cells, resource_heads
+from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.result import describe_run, write_result
+from zaya_jax.run.table import format_table
 
 SIDES = ("kernels", "references")
 DTYPES = ("bfloat16", "float32")
@@ -56,8 +57,8 @@ def moved_bytes(place: Place, instruction: Instruction) -> int:
     if instruction.kernel and is_launch(instruction):
         read = sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
         return read + shape_bytes(instruction.shape)
-    cost = instruction_cost(place, instruction)
-    return int(cost.bytes) if cost else 0
+    work = instruction_work(place, instruction)
+    return int(work.bytes) if work else 0
 
 
 def requested(request: Request) -> Iterator[tuple[str, str, str, str, Case]]:
@@ -71,10 +72,6 @@ def requested(request: Request) -> Iterator[tuple[str, str, str, str, Case]]:
 
 def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], CompiledProgram]:
     """Compile cases for a GPU, in a process of their own; a backward case includes its forward pass.
-
-    Args:
-      gpu: name in `GPUS`.
-      request: what to compile.
 
     Returns:
       The programs by dtype, case's name and side.
@@ -105,9 +102,10 @@ def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:
     text, objects = program_files(folder, name)
     entry = entry_place(parse(text.read_text(encoding="utf-8")))
     pallas = {instruction.kernel for place in walk(entry) for instruction in place.instructions}
-    every = read_resources(name, find_toolchain(gpu), GPUS[gpu].architecture, folder / DUMP, objects)
-    kernels = [kernel._replace(name=kernel.name.partition("__")[0]) for kernel in every]  # name__1, … in one program
-    return CompiledProgram(entry, [kernel for kernel in kernels if kernel.name in pallas])
+    kernels = read_resources(name, gpu, folder, objects)
+    return CompiledProgram(
+        entry, [kernel._replace(name=kernel.family) for kernel in kernels if kernel.family in pallas]
+    )
 
 
 def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
@@ -128,8 +126,8 @@ def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
         find_toolchain(name)
     names = names or [name for name in GPUS if _is_installed(name)]
     if not names:
-        raise InputError("No compiler for GPUs is installed. Install one with pip install 'zaya-jax[compile-cuda]' or "
-                         "pip install 'zaya-jax[compile-rocm]'.")  # fmt: skip
+        install = " or ".join(f"pip install 'zaya-jax[compile-{platform}]'" for platform in ("cuda", "rocm"))
+        raise InputError(f"No compiler for GPUs is installed. Install one with {install}.")
     result = describe_run("compiled kernels", f"the 8B's: {EIGHT_B}", "the references", _PACKAGES)
     result["gpus"] = {}
     for gpu in names:
@@ -154,15 +152,14 @@ def _report(gpu: str) -> dict[str, Any]:
       `cases`, a list with the minimum bytes of each case, and for each side `launches`, `bytes` and `counted`
       (`CompiledProgram`); `kernels`, a list with the resources of each kernel, of which there may be variants.
     """
-    request = Request()
-    programs = compile_cases(gpu, request)
+    programs = compile_cases(gpu, Request())
     rows, kernels = [], set[tuple[str, KernelResources]]()
-    for dtype in request.dtypes:
+    for dtype in DTYPES:
         every = cases(EIGHT_B, dtype)
         for name, case in every.items():
             least = case.bytes + (every[name.removesuffix(" backward")].bytes if case.backward else 0)
             row: dict[str, Any] = {"case": name, "dtype": dtype, "least_bytes": least}
-            for side in request.sides:
+            for side in SIDES:
                 program = programs[dtype, name, side]
                 row[side] = {"launches": program.launches, "bytes": program.bytes, "counted": program.counted}
                 kernels |= {(dtype, kernel) for kernel in program.kernels}
@@ -171,16 +168,17 @@ def _report(gpu: str) -> dict[str, Any]:
     return {"cases": rows, "kernels": [{"dtype": dtype, **kernel._asdict()} for dtype, kernel in ordered]}
 
 
-def _table(gpu: str, report: dict[str, Any]) -> Iterator[str]:
-    spills = "spilled bytes" if GPUS[gpu].platform == "cuda" else "spilled registers"
-    yield f"{gpu}: launches, and bytes as a multiple of the minimum; '+': loops of unknown length count once"
-    yield f"  {'case':<26}{'dtype':<10}{'kernels':>18}{'references':>18}"
-    for row in report["cases"]:
-        sides = (f"{row[side]['launches']}{'' if row[side]['counted'] else '+'}, "
-                 f"{row[side]['bytes'] / row['least_bytes']:.2f} ×" for side in SIDES)  # fmt: skip
-        yield f"  {row['case']:<26}{row['dtype']:<10}" + "".join(f"{side:>18}" for side in sides)
-    yield f"  {'kernel':<36}{'dtype':<10}{'registers':>10}{'shared memory':>15}{spills:>19}{'scratch':>9}{'threads':>9}"
-    for kernel in report["kernels"]:
-        yield (f"  {kernel['name']:<36}{kernel['dtype']:<10}{kernel['registers']:>10}{kernel['shared'] / 1024:>11.1f} "
-               f"KiB{kernel['vector_spills'] + kernel['scalar_spills']:>19}{kernel['scratch']:>7} B"
-               f"{kernel['threads']:>9}")  # fmt: skip
+def _table(gpu: str, report: dict[str, Any]) -> list[str]:
+    def side_text(row: dict[str, Any], side: str) -> str:
+        launched, multiple = row[side]["launches"], row[side]["bytes"] / row["least_bytes"]
+        return f"{launched}{'' if row[side]['counted'] else '+'}, {multiple:.2f} ×"
+
+    cells = ((row["case"], row["dtype"], *(side_text(row, side) for side in SIDES)) for row in report["cases"])
+    kernels = [("kernel", "dtype", *resource_heads(gpu))]
+    for row in report["kernels"]:
+        kernel = KernelResources(**{key: value for key, value in row.items() if key != "dtype"})
+        kernels.append((kernel.name, row["dtype"], *resource_cells(kernel)))
+    return [
+        f"{gpu}: launches, and bytes as a multiple of the minimum; '+': loops of unknown length count once",
+        *(f"  {line}" for line in [*format_table([("case", "dtype", *SIDES), *cells]), *format_table(kernels)]),
+    ]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
-from zaya_jax.lab.predict.compilers.toolchain import Toolchain
+from zaya_jax.lab.predict.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.toolchain import DUMP, find_toolchain
 
 _THUNK = re.compile(
     r"\] (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+) bytes"
@@ -36,22 +37,41 @@ class KernelResources(NamedTuple):
     # Whether it adds to memory with atomic operations, whose order, and so the last bits of the sum, vary between runs.
     is_atomic: bool = False
 
+    @property
+    def family(self) -> str:
+        """Name of the function that it was made from: the compiler calls those of one program name, name__1, …."""
+        return self.name.partition("__")[0]
 
-def read_resources(
-    program: str, toolchain: Toolchain, architecture: str, dump: Path, objects: Path
-) -> list[KernelResources]:
+    @property
+    def spills(self) -> int:
+        """What is spilled: registers on AMD, bytes on NVIDIA."""
+        return self.vector_spills + self.scalar_spills
+
+
+def resource_heads(gpu: str) -> tuple[str, ...]:
+    """Return the heads of a table of `resource_cells`."""
+    spills = "spilled bytes" if GPUS[gpu].platform == "cuda" else "spilled registers"
+    return "registers", "shared memory", spills, "scratch", "threads"
+
+
+def resource_cells(kernel: KernelResources) -> tuple[str, ...]:
+    """Return the resources of a kernel as texts."""
+    shared, scratch = f"{kernel.shared / 1024:.1f} KiB", f"{kernel.scratch} B"
+    return str(kernel.registers), shared, str(kernel.spills), scratch, str(kernel.threads)
+
+
+def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
     """Return the resources of each kernel of a program.
 
     Args:
       program: name of the function that was jitted.
-      toolchain: the compiler.
-      architecture: instruction set, such as 'sm_90'.
-      dump: folder that XLA dumped into.
+      gpu: name in `GPUS`.
+      folder: folder of the compiler's `toolchain.environment`.
       objects: folder of AMD's code objects.
     """
+    dump, assembler = folder / DUMP, find_toolchain(gpu).assembler
     launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
-    assembler = toolchain.assembler
-    kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, architecture)
+    kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, GPUS[gpu].architecture)
     return sorted(
         kernel._replace(
             shared=max(kernel.shared, launches[kernel.name][0]),
@@ -103,11 +123,9 @@ def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Ite
 def _amd(objects: Path) -> Iterator[KernelResources]:
     for path in sorted(objects.glob("*.hsaco")):
         for kernel in _metadata(path.read_bytes()):
-            yield KernelResources(
-                kernel[".name"], kernel[".vgpr_count"], kernel.get(".vgpr_spill_count", 0),
-                kernel.get(".sgpr_spill_count", 0), kernel[".private_segment_fixed_size"],
-                kernel[".group_segment_fixed_size"], 0,
-            )  # fmt: skip
+            vector, scalar = (kernel.get(f".{kind}gpr_spill_count", 0) for kind in ("v", "s"))
+            scratch, shared = kernel[".private_segment_fixed_size"], kernel[".group_segment_fixed_size"]
+            yield KernelResources(kernel[".name"], kernel[".vgpr_count"], vector, scalar, scratch, shared, 0)
 
 
 def _metadata(elf: bytes) -> Iterator[dict[str, Any]]:

@@ -14,12 +14,11 @@ from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.stand_ins import check_tools
 
-# Autotuning would run candidates on a GPU. Triton products are chosen by autotuning only.
-_PLUGINS = {"cuda": ("jax_plugins.xla_cuda12", "xla_cuda_plugin.so"),
-            "rocm": ("jax_plugins.xla_rocm7", "xla_rocm_plugin.so")}  # fmt: skip
+_PLUGINS = {"cuda": "jax_plugins.xla_cuda12", "rocm": "jax_plugins.xla_rocm7"}
 _NOT_INHERITED = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "PJRT_NAMES_AND_LIBRARY_PATHS")
 DUMP = "dump"  # folder of what XLA dumps
 CODE_OBJECTS = "code_objects"  # folder of AMD's kernels
+# Autotuning would run candidates on a GPU. Triton products are chosen by autotuning only.
 _FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
@@ -39,11 +38,10 @@ def find_toolchain(name: str) -> Toolchain:
     """
     platform = GPUS[name].platform
     assembler = _file("nvidia.cuda_nvcc", "bin/ptxas") if platform == "cuda" else None
-    package, library = _PLUGINS[platform]
-    plugin = _file(package, library)
+    plugin = _file(_PLUGINS[platform], f"xla_{platform}_plugin.so")
     if plugin is None or (platform == "cuda" and assembler is None):
-        raise InputError(f"--compile-for {name} needs packages that are not installed. Install them with "
-                         f"pip install 'zaya-jax[compile-{platform}]'.")  # fmt: skip
+        install = f"Install them with pip install 'zaya-jax[compile-{platform}]'"
+        raise InputError(f"--compile-for {name} needs packages that are not installed. {install}.")
     if platform == "rocm":
         check_tools()
     return Toolchain(platform, plugin, assembler)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
-from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, Hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step
@@ -17,7 +16,7 @@ from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, pre
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.lab.predict.dry_run.prove import prove
-from zaya_jax.lab.predict.dry_run.suggest import suggestion_lines, suggestions
+from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
 

@@ -1,18 +1,102 @@
-"""The model shapes that `sizing --suggest` compares: other widths with about as many parameters."""
+"""Search model shapes: other widths with about as many parameters, for fast training and fast decoding."""
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
-from zaya_jax.config import ModelConfig
+from zaya_jax.config import Config, ModelConfig, ParallelConfig
+from zaya_jax.config.parallel import AXES
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.lab.predict.dry_run.estimate import DecodeEstimate, PhaseEstimate, estimate_decode
+from zaya_jax.lab.predict.dry_run.search import candidates, fastest, find_layouts, overrides
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
+from zaya_jax.run.progress import track
 
 # Factors of the configuration's own sizes.
 WIDTHS = tuple(Fraction(x, 8) for x in (6, 7, 8, 9, 10, 12))  # hidden_size
 HEADS = tuple(Fraction(x, 2) for x in (1, 2, 4))  # width of the queries relative to hidden_size: half to twice it
 EXPERTS = tuple(Fraction(x, 4) for x in (2, 3, 4, 5, 6, 8, 16))  # num_experts
 EXPERT_WIDTHS = Fraction(1, 2), Fraction(2)  # limits of expert_size relative to hidden_size
+
+
+class Point(NamedTuple):
+    """A shape with the settings of a phase."""
+
+    config: Config  # the configuration with both
+    overrides: tuple[str, ...]  # the change, as arguments of the command; () for none
+    training: PhaseEstimate  # estimate of the phase
+    decode: DecodeEstimate  # estimate of a decode step with one sequence, as long as the phase's
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """Predicted seconds of a training step and of a decode step: less is better."""
+        return sum(self.training.seconds.values()), self.decode.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted training throughput of all devices."""
+        return self.training.tokens / self.values[0]
+
+
+def search(
+    config: Config, phase: int, devices: int, hardware: Hardware, shapes: Sequence[ModelConfig]
+) -> tuple[list[Point], Point | None]:
+    """Return the Pareto front of training throughput and decode latency.
+
+    The candidates are the `shapes` with the layouts of `whole_node_layouts`, every policy, and micro-batches in powers
+    of two, if training the phase and decoding are estimated to fit.
+
+    Returns:
+      The front, from the highest throughput; and the fastest point of the configuration's own shape, which need not be
+      on the front, or None if it does not fit or is not among `shapes`.
+    """
+    context, dtype = config.context_for(config.phases[phase]), config.train.compute_dtype
+    decodes = {shape: estimate_decode(shape, context, dtype, hardware) for shape in shapes}
+    fitting = [shape for shape in shapes if decodes[shape].memory <= hardware.allocatable]
+    points, own, least = list[Point](), None, math.inf
+    # In this order, only a shape that trains at least as fast as all before it can be on the front.
+    fastest_first = sorted(fitting, key=lambda shape: decodes[shape].step_seconds)
+    for shape in track("trying", fastest_first, lambda x: f"hidden_size {x.hidden_size}, {x.num_layers} layers"):
+        changed, is_own = dataclasses.replace(config, model=shape), shape == config.model
+        layouts, limit = whole_node_layouts(changed, phase, devices, hardware.node_size), math.inf if is_own else least
+        found = candidates(changed, phase, devices, hardware, layouts, limit)
+        for settings, estimate in fastest(found, hardware, limit=limit):
+            points.append(Point(settings, overrides(config, phase, settings), estimate, decodes[shape]))
+            own = points[-1] if is_own else own  # the last one is the fastest
+            least = min(least, points[-1].values[0])
+    return [points[index] for index in pareto_front([point.values for point in points])], own
+
+
+def whole_node_layouts(config: Config, phase: int, devices: int, node: int) -> list[ParallelConfig]:
+    """Return the layouts of `find_layouts` whose axes have one device each, or as many of a node as they can.
+
+    Part of a node uses part of its links (`rules.whole_nodes`).
+    """
+    layouts = list(find_layouts(config, phase, devices, node, across_nodes=False))
+    most = {axis: max(getattr(layout, axis) for layout in layouts) for axis in AXES if axis != "data"}
+    return [layout for layout in layouts if all(getattr(layout, axis) in (1, size) for axis, size in most.items())]
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the indices of the points that no other point dominates, in ascending order of the first value.
+
+    Equal points do not dominate each other: the front has all of them or none.
+    """
+    front, least = list[int](), float("inf")
+    for index in sorted(range(len(points)), key=lambda index: points[index]):
+        second = points[index][1]
+        if second < least or (front and points[index] == points[front[-1]]):
+            front.append(index)
+            least = second
+    return front
+
+
+def dominates(point: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Return whether `point` is no worse than `other` in both values, and better in one."""
+    return point != other and point[0] <= other[0] and point[1] <= other[1]
 
 
 def candidate_shapes(model: ModelConfig, band: float, layers: tuple[int, int]) -> list[ModelConfig]:

@@ -6,34 +6,27 @@ from typing import Any
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.lab.predict.dry_run.suggest import single_phase
+from zaya_jax.lab.predict.dry_run.search import single_phase
 from zaya_jax.lab.predict.sizing.check import check_sizing
 from zaya_jax.lab.predict.sizing.rules import Measured
-from zaya_jax.lab.predict.sizing.shapes import candidate_shapes
-from zaya_jax.lab.predict.sizing.suggest import Point, dominates, search
+from zaya_jax.lab.predict.sizing.shapes import Point, candidate_shapes, dominates, search
 from zaya_jax.lab.result import table_lines
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
 from zaya_jax.run.table import make_table, quantity
 
-# Sizes that are shown, and their heads in the table.
-_SIZES = {"hidden_size": "hidden", "expert_size": "expert", "num_query_heads": "heads", "num_experts": "experts",
-          "num_layers": "layers"}  # fmt: skip
+_SIZES = "hidden_size", "expert_size", "num_query_heads", "num_experts", "num_layers"  # that are shown
 
 
 def suggest_shapes(
-    config: Config, devices: int, hardware: Hardware, measured: Measured, phase: int, band: float,
+    config: Config,
+    devices: int,
+    hardware: Hardware,
+    measured: Measured,
+    phase: int,
+    band: float,
     layers: tuple[int, int],
-) -> dict[str, Any]:  # fmt: skip
-    """Search the shapes and describe the front.
-
-    Args:
-      config: configuration of the run.
-      devices: number of devices.
-      hardware: data sheet or measurements.
-      measured: on this hardware, for the sizing rules.
-      phase: index of the phase to train.
-      band: largest relative difference of the total, and of the active parameters, from the configuration's.
-      layers: smallest and largest number of layers.
+) -> dict[str, Any]:
+    """Search the shapes of `candidate_shapes` for a phase, and describe the front, for JSON.
 
     Returns:
       The `phase`, `context`, `parameter_band`, `layers` and number of `shapes`; the points of the `front`, from the
@@ -48,8 +41,10 @@ def suggest_shapes(
     front, own = search(config, phase, devices, hardware, shapes)
     name = config.phases[phase].name
     if not front:
-        raise InputError(f"--devices is {devices}, but phase {name} is estimated not to fit with any of the shapes: "
-                         "use more devices, or a smaller batch.")  # fmt: skip
+        change = "use more devices, or a smaller batch"
+        raise InputError(
+            f"--devices is {devices}, but phase {name} is estimated not to fit with any of the shapes: {change}."
+        )
 
     def describe(point: Point) -> dict[str, Any]:
         known = measured if point.config.model == config.model else Measured(knee=measured.knee)  # of other products
@@ -83,23 +78,21 @@ def suggest_shapes(
 
 
 def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
-    """Return the lines of the report.
-
-    Args:
-      result: of `suggest_shapes`.
-      devices: number of devices.
-      hardware: its name.
-    """
+    """Return the lines of the report on a result of `suggest_shapes`, for devices of a hardware's name."""
     front, own, (low, high) = result["front"], result["configuration"], result["layers"]
     rows = {f"point {number}": row for number, row in enumerate(front, 1)}
     if result["dominated_by"] is not None:
         rows["own"] = own
-    table = make_table("", [{"name": name, **row} for name, row in rows.items()], {
-        "": "name", "tokens/s": quantity("tokens_per_second", unit=1.0),
-        "ms/token": quantity("seconds_per_token", unit=1e-3), "GB": quantity("training", "bytes", unit=1e9),
-        "total B": quantity("total_parameters", unit=1e9), "active B": quantity("active_parameters", unit=1e9),
-        **{head: lambda row, key=key: str(row["model"][key]) for key, head in _SIZES.items()},
-    })  # fmt: skip
+    columns = {
+        "": "name",
+        "tokens/s": quantity("tokens_per_second", unit=1.0),
+        "ms/token": quantity("seconds_per_token", unit=1e-3),
+        "GB": quantity("training", "bytes", unit=1e9),
+        "total B": quantity("total_parameters", unit=1e9),
+        "active B": quantity("active_parameters", unit=1e9),
+        **{size: lambda row, size=size: str(row["model"][size]) for size in _SIZES},
+    }
+    table = make_table("", [{"name": name, **row} for name, row in rows.items()], columns)
     report = [
         f"Widths for phase {result['phase']} on {devices:,} × {hardware}, and for decoding one sequence after "
         f"{result['context']:,} tokens on one",
@@ -114,23 +107,27 @@ def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
         point = next(index for index, row in enumerate(front, 1) if row["model"] == own["model"])
         report.append(f"The configuration's own widths are on the front: point {point}.")
     else:
-        best, share = front[number - 1], 1 - front[number - 1]["seconds_per_token"] / own["seconds_per_token"]
+        best, depth = front[number - 1], own["model"]["num_layers"]
         faster = best["tokens_per_second"] / own["tokens_per_second"] - 1
-        report += [f"The configuration's own widths are dominated by point {number}, which "
-                   f"trains {faster:.1%} faster and decodes a token in {share:.1%} less time.",
-                   f"  s/step: {_changes(own['training'], best['training'], 1)}",
-                   f"  ms/token: {_changes(own['decode'], best['decode'], 1e3)}"]  # fmt: skip
-        depth = own["model"]["num_layers"]
+        less = 1 - best["seconds_per_token"] / own["seconds_per_token"]
+        report += [
+            f"The configuration's own widths are dominated by point {number}, which trains {faster:.1%} faster and "
+            f"decodes a token in {less:.1%} less time.",
+            f"  s/step: {_changes(own['training'], best['training'], 1)}",
+            f"  ms/token: {_changes(own['decode'], best['decode'], 1e3)}",
+        ]
         near = round(0.9 * depth), round(1.1 * depth)
         if low < near[0] and front[-1]["model"]["num_layers"] < near[0]:
-            report.append("Fewer layers launch fewer kernels, but the estimates do not show what depth is worth to the "
-                          f"loss. To compare widths alone, set --layers {near[0]} {near[1]}.")  # fmt: skip
+            report.append(
+                "Fewer layers launch fewer kernels, but the estimates do not show what depth is worth to the loss. To "
+                f"compare widths alone, set --layers {near[0]} {near[1]}."
+            )
     for name, row in rows.items():
-        report += [f"{name}: {' '.join(map(shlex.quote, row['overrides'])) or 'no change'}",
-                   f"  sizing rules broken: {', '.join(row['rules']) or 'none'}"]  # fmt: skip
+        report.append(f"{name}: {' '.join(map(shlex.quote, row['overrides'])) or 'no change'}")
+        report.append(f"  sizing rules broken: {', '.join(row['rules']) or 'none'}")
     return report
 
 
 def _changes(own: dict[str, Any], best: dict[str, Any], unit: float) -> str:
-    return ", ".join(f"{name} {unit * seconds:.3g} → {unit * best['seconds'][name]:.3g}"
-                     for name, seconds in own["seconds"].items())  # fmt: skip
+    pairs = ((name, unit * seconds, unit * best["seconds"][name]) for name, seconds in own["seconds"].items())
+    return ", ".join(f"{name} {before:.3g} → {after:.3g}" for name, before, after in pairs)
