@@ -60,6 +60,11 @@ class Hardware(NamedTuple):
         """Bytes that XLA may allocate."""
         return self.memory * self.memory_fraction
 
+    @property
+    def switched(self) -> bool:
+        """True if a switch joins the devices of a node, as NVIDIA's; AMD's have a link to each of the others."""
+        return self.link == self.intra_node
+
 
 # Memory: ROCm reports the 192 GB of a MI300X as 201,310,208 KB (github.com/ROCm/ROCm/issues/4414); those of a MI355X
 # count as GiB likewise; CUDA reports 79.1 GiB for an H100 and 139.7 for an H200. Each device has one 400 Gb/s adapter.

@@ -87,7 +87,7 @@ def collective_seconds(
     nodes, inside = len(members), max(members.values(), default=1)
     if n < 2 or sent == 0:
         return 0.0
-    fraction = achieved.nvlink if hardware.link == hardware.intra_node else achieved.xgmi
+    fraction = achieved.nvlink if hardware.switched else achieved.xgmi
     adapter = hardware.inter_node * achieved.adapter
     if kind == "collective-permute":
         return sent / (adapter if nodes > 1 else hardware.link * fraction)

@@ -214,8 +214,8 @@ def waves(sizes: Sizes) -> Answer:
 @_rule("whole nodes", _ZAYA)
 def whole_nodes(sizes: Sizes) -> Answer:
     """A group has one device of a node or all: on AMD each pair has its own link, and a part of a node few of them."""
-    sheet, paired = sizes.hardware, sizes.hardware.link < sizes.hardware.intra_node
-    partial = {axis: n for axis, n in sizes.in_node.items() if 1 < n < sheet.node_size} if paired else {}
+    sheet = sizes.hardware
+    partial = {axis: n for axis, n in sizes.in_node.items() if 1 < n < sheet.node_size and not sheet.switched}
     loss = max((1 - (n - 1) * sheet.link / sheet.intra_node for n in partial.values()), default=None)
     value = ", ".join(f"{axis}: {n} of {sheet.node_size}" for axis, n in (partial or sizes.in_node).items())
     advice = f"1 or {sheet.node_size} devices along this axis"
