@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, LINKS, Hardware
@@ -11,9 +11,11 @@ from zaya_jax.lab.predict.compilers.compiled import CompiledStep
 from zaya_jax.lab.predict.compilers.hlo import FUSIONS, Instruction, Place, shape_bytes, walk
 from zaya_jax.lab.predict.compilers.predict import Prediction, fusion_bytes, is_launch, launches
 from zaya_jax.lab.predict.compilers.resources import resource_cells, resource_heads
-from zaya_jax.run.table import format_table
+from zaya_jax.lab.result import table_lines
+from zaya_jax.run.table import NONE, Table, number, percent
 
-_GB, _MB = 1e9, 1e6
+_GB, _MB, _MS = 1e9, 1e6, 1e-3
+_UNITS = _MS, _MS, 1e12, _GB  # of the fields of `PartCost`
 _LISTED = 8  # rows of a table in the text; the JSON has all
 LARGE = 50e6  # bytes of a move that is listed
 _MOVING = re.compile(
@@ -30,23 +32,19 @@ _PASS = {
 }
 
 
-def section(title: str, rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in the details of a phase."""
-    rows = list(rows)
-    return [f"  {title}", *(f"    {line}" for line in (format_table(rows) if rows else ()))]
+def section(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """Return the lines of a table in the details of a phase, or its title if it has no rows."""
+    title, *lines = table_lines(Table(title, list(heads), list(map(list, rows)))) or [title]
+    return [f"  {title}", *(f"    {line}" for line in lines)]
 
 
 def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dict[str, Any]]:
     """Describe each collective of a step on a mesh with these `axes`, those with the most exposed time first."""
     rows = []
     for collective, seconds, exposed in prediction.exposures:
-        place, overlapped = collective.place, Counter[str]()
-        for instruction in collective.between:
-            if instruction.opcode == "while":
-                loop = place.loop(instruction)
-                overlapped[f"{loop.kind} ×{loop.trips}"] += 1
-            elif is_launch(instruction):
-                overlapped[instruction.kernel or instruction.opcode] += 1
+        place = collective.place
+        loops = [place.loop(x) for x in collective.between if x.opcode == "while"]
+        launched = [x.kernel or x.opcode for x in collective.between if is_launch(x)]
         row = {
             "kind": collective.kind,
             "place": place.label,
@@ -55,7 +53,7 @@ def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dic
             "times": place.times,
             "seconds": seconds * place.times,
             "exposed_seconds": exposed * place.times,
-            "overlapped": dict(overlapped),
+            "overlapped": dict(Counter([*launched, *(f"{loop.kind} ×{loop.trips}" for loop in loops)])),
         }
         rows.append(row)
     return sorted(rows, key=lambda row: -row["exposed_seconds"])
@@ -115,50 +113,40 @@ def _what(instruction: Instruction) -> str:
 
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
-    memory, total = step.memory, prediction.seconds
+    memory, total, exposed = step.memory, prediction.seconds, prediction.exposed_seconds
     sizes = {
         "state and batch": memory["arguments"],
         "temporaries": memory["temporaries"],
         "outputs, not donated": memory["outputs"] - memory["donated"],
-        f"sum, of {hardware.allocatable / _GB:.1f} GB": step.peak_memory,
+        f"sum, of {hardware.allocatable / _GB:.1f}": step.peak_memory,
     }
-    large = {name: seconds for name, seconds in prediction.components.items() if seconds > 0.002 * total}
-    parts = [
-        (part, _ms(cost.seconds), _ms(cost.roofline), f"{cost.flops / 1e12:,.1f}", f"{cost.bytes / _GB:,.0f}")
-        for part, cost in prediction.parts.items()
-    ]
-    if exposed := prediction.exposed_seconds:
-        parts.append(("collectives", f"{_ms(exposed)} exposed", "", "", ""))
-    moves = move_rows(step.entry)
-    moved = sum(row["bytes"] * row["times"] for row in moves)
+    components = [(name, part, part / total) for name, part in prediction.components.items() if part > 0.002 * total]
+    parts = [(name, *map(number, cost, _UNITS)) for name, cost in prediction.parts.items()]
+    parts += [("collectives, exposed", number(exposed, _MS), NONE, NONE, NONE)] if exposed else []
+    passes = ((_PASS[kind], str(count)) for kind, count in launch_rows(step.entry).items())
+    costliest, moves = costliest_rows(prediction)[:_LISTED], move_rows(step.entry)
+    moved = sum(row["bytes"] * row["times"] for row in moves) / _GB
+    used = f"{step.host_bytes / _GB:.1f} GB of this machine's memory"
+    limits = "predicted time by part of the step, and what the data sheet's peaks would allow"
+    large = f"copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops"
+    listed = ((f"{x['times']:,}", number(x["bytes"], _MB), x["what"], x["place"]) for x in moves[:_LISTED])
     return [
-        f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {step.host_bytes / _GB:.1f} GB of this "
-        "machine's memory",
-        *section("memory per device, from the compiler", ((x, f"{size / _GB:.2f} GB") for x, size in sizes.items())),
-        *section("predicted time per step", ((x, _ms(part), f"{part / total:.0%}") for x, part in large.items())),
+        f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {used}",
+        *section("memory per device, from the compiler", ("", "GB"), ((x, number(y, _GB)) for x, y in sizes.items())),
         *section(
-            "predicted time by part of the step, and what the data sheet's peaks would allow",
-            [("", "predicted", "roofline", "TFLOP", "GB moved"), *parts],
+            "predicted time per step", ("", "ms", ""), ((x, number(y, _MS), percent(z)) for x, y, z in components)
         ),
-        *section("kernel launches", ((_PASS[x], f"{count:,}") for x, count in launch_rows(step.entry).items())),
+        *section(limits, ("", "predicted (ms)", "roofline (ms)", "TFLOP", "GB moved"), parts),
+        *section("kernel launches", ("", "launches"), passes),
         *_collective_lines(collective_rows(prediction, axes)),
-        "  costliest fusions and copies, per step",
-        *(
-            f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}"
-            for row in costliest_rows(prediction)[:_LISTED]
+        *section(
+            "costliest fusions and copies, per step",
+            ("ms", "what", "place"),
+            ((number(row["seconds"], _MS), row["what"], row["place"]) for row in costliest),
         ),
-        f"  copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops: {len(moves)}, "
-        f"{moved / _GB:,.0f} GB per step",
-        *(
-            f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}"
-            for row in moves[:_LISTED]
-        ),
+        *section(f"{large}: {len(moves)}, {moved:,.0f} GB per step", ("times", "MB", "what", "place"), listed),
         *_kernel_lines(step),
     ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms"
 
 
 def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int]) -> dict[str, Any]:
@@ -182,35 +170,27 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
     }
 
 
-def _collective_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not rows:
-        return ["  collectives: none"]
-    lines = ["  collectives, per step; 'exposed' is not hidden behind other work"]
+def _collective_lines(rows: list[dict[str, Any]]) -> list[str]:
+    heads = "exposed (ms)", "all (ms)", "kind", "over", "times", "MB", "place", "overlaps with"
+    cells = []
     for row in rows[:_LISTED]:
-        other = ", ".join(f"{count} {what}" for what, count in row["overlapped"].items()) or "nothing"
-        lines.append(
-            f"    {1e3 * row['exposed_seconds']:9,.1f} of {_ms(row['seconds'])} exposed: {row['kind']} over "
-            f"{' × '.join(row['axes']) or 'no mesh axis'}, {row['times']} × {row['bytes'] / _MB:,.1f} MB in "
-            f"{row['place']}; overlaps with: {other[:120]}"
-        )
+        axes, other = " × ".join(row["axes"]), (f"{count} {what}" for what, count in row["overlapped"].items())
+        times = (number(row[key], _MS) for key in ("exposed_seconds", "seconds"))
+        size, overlaps = number(row["bytes"], _MB), ", ".join(other)[:120] or "nothing"
+        cells.append((*times, row["kind"], axes or "no mesh axis", f"{row['times']:,}", size, row["place"], overlaps))
     if others := rows[_LISTED:]:
-        exposed = 1e3 * sum(row["exposed_seconds"] for row in others)
-        lines.append(f"    {exposed:9,.1f} ms exposed in {len(others)} others")
-    return lines
+        exposed, seconds = (number(sum(row[key] for row in others), _MS) for key in ("exposed_seconds", "seconds"))
+        cells.append((exposed, seconds, f"{len(others)} others", *[NONE] * 5))
+    return section(f"collectives{', per step' if rows else ': none'}", heads, cells)
 
 
 def _kernel_lines(step: CompiledStep) -> list[str]:
     spilling = [kernel for kernel in step.kernels if kernel.spills or kernel.scratch]
     ours = {call.kernel for place in walk(step.entry) for call in place.instructions if call.kernel}
-    most = {
-        kernel.family: kernel
-        for kernel in sorted(step.kernels, key=lambda kernel: kernel.registers)
-        if kernel.family in ours or kernel in spilling
-    }
-    atomic = ", ".join(sorted(kernel.name for kernel in step.kernels if kernel.is_atomic))
-    rows = [(name[:29], *resource_cells(kernel)) for name, kernel in sorted(most.items())]
+    listed = [kernel for kernel in step.kernels if kernel.family in ours or kernel in spilling]
+    most = {kernel.family: kernel for kernel in sorted(listed, key=lambda kernel: kernel.registers)}
+    rows = ((name[:29], *resource_cells(kernel)) for name, kernel in sorted(most.items()))
     title = f"{len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory"
-    return [
-        *section(title, [("kernel", *resource_heads(step.gpu)), *rows]),
-        f"  kernels with atomic operations, whose sums differ in the last bits between runs: {atomic or 'none'}",
-    ]
+    atomic = ", ".join(sorted(kernel.name for kernel in step.kernels if kernel.is_atomic)) or "none"
+    varying = f"  kernels with atomic operations, whose sums differ in the last bits between runs: {atomic}"
+    return [*section(title, ("kernel", *resource_heads(step.gpu)), rows), varying]

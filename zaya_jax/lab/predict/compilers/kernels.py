@@ -9,12 +9,12 @@ from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import EIGHT_B, Case, cases
 from zaya_jax.lab.predict.compilers.compiled import check_gpu, run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, entry_place, parse, shape_bytes, walk
-from zaya_jax.lab.predict.compilers.predict import instruction_work, is_launch, launches
+from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, entry_place, parse, walk
+from zaya_jax.lab.predict.compilers.predict import instruction_work, launches
 from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources, resource_cells, resource_heads
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
-from zaya_jax.lab.result import describe_run, write_result
-from zaya_jax.run.table import format_table
+from zaya_jax.lab.result import describe_run, print_tables, write_result
+from zaya_jax.run.table import Table
 
 SIDES = ("kernels", "references")
 DTYPES = ("bfloat16", "float32")
@@ -54,9 +54,6 @@ class CompiledProgram(NamedTuple):
 
 def moved_bytes(place: Place, instruction: Instruction) -> int:
     """Return the bytes that a launch reads and writes; 0 for instructions that launch nothing."""
-    if instruction.kernel and is_launch(instruction):
-        read = sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
-        return read + shape_bytes(instruction.shape)
     work = instruction_work(place, instruction)
     return int(work.bytes) if work else 0
 
@@ -132,7 +129,7 @@ def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
     result["gpus"] = {}
     for gpu in names:
         result["gpus"][gpu] = report = _report(gpu)
-        print("\n".join(_table(gpu, report)), flush=True)
+        print_tables(_tables(gpu, report))
         write_result(result, output)
     return result
 
@@ -168,17 +165,16 @@ def _report(gpu: str) -> dict[str, Any]:
     return {"cases": rows, "kernels": [{"dtype": dtype, **kernel._asdict()} for dtype, kernel in ordered]}
 
 
-def _table(gpu: str, report: dict[str, Any]) -> list[str]:
+def _tables(gpu: str, report: dict[str, Any]) -> Iterator[Table]:
     def side_text(row: dict[str, Any], side: str) -> str:
-        launched, multiple = row[side]["launches"], row[side]["bytes"] / row["least_bytes"]
-        return f"{launched}{'' if row[side]['counted'] else '+'}, {multiple:.2f} ×"
+        unknown, multiple = "" if row[side]["counted"] else "+", row[side]["bytes"] / row["least_bytes"]
+        return f"{row[side]['launches']}{unknown}, {multiple:.2f} ×"
 
-    cells = ((row["case"], row["dtype"], *(side_text(row, side) for side in SIDES)) for row in report["cases"])
-    kernels = [("kernel", "dtype", *resource_heads(gpu))]
+    title = f"{gpu}: launches, and bytes as a multiple of the minimum; '+': loops of unknown length count once"
+    cells = [[row["case"], row["dtype"], *(side_text(row, side) for side in SIDES)] for row in report["cases"]]
+    yield Table(title, ["case", "dtype", *SIDES], cells)
+    cells = []
     for row in report["kernels"]:
         kernel = KernelResources(**{key: value for key, value in row.items() if key != "dtype"})
-        kernels.append((kernel.name, row["dtype"], *resource_cells(kernel)))
-    return [
-        f"{gpu}: launches, and bytes as a multiple of the minimum; '+': loops of unknown length count once",
-        *(f"  {line}" for line in [*format_table([("case", "dtype", *SIDES), *cells]), *format_table(kernels)]),
-    ]
+        cells.append([kernel.name, row["dtype"], *resource_cells(kernel)])
+    yield Table(f"{gpu}: kernels", ["kernel", "dtype", *resource_heads(gpu)], cells)

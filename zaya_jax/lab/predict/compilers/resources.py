@@ -1,7 +1,6 @@
 """Registers, spills, shared memory and launch sizes of each kernel that a compiler made, from the files it leaves."""
 
 import re
-import struct
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,8 @@ _PTXAS = re.compile(
     r".*?Used (\d+) registers"
 )
 _DEFINITION = re.compile(r'define .*?@"?([^"(]+)"?\(')
-_AMDGPU = 224  # machine in an ELF header
-_NOTE, _METADATA = 7, 32  # types of a section and of a note
+# The head of a note: size of its owner's name, size of its content, type, and name.
+_NOTE = re.compile(rb"\x07\0{3}(?P<size>.{4})\x20\0{3}AMDGPU\0\0", re.DOTALL)
 
 
 class KernelResources(NamedTuple):
@@ -50,14 +49,14 @@ class KernelResources(NamedTuple):
 
 def resource_heads(gpu: str) -> tuple[str, ...]:
     """Return the heads of a table of `resource_cells`."""
-    spills = "spilled bytes" if GPUS[gpu].platform == "cuda" else "spilled registers"
-    return "registers", "shared memory", spills, "scratch", "threads"
+    spilled = "bytes" if GPUS[gpu].platform == "cuda" else "registers"
+    return "registers", "shared memory (KiB)", f"spilled {spilled}", "scratch (B)", "threads"
 
 
 def resource_cells(kernel: KernelResources) -> tuple[str, ...]:
     """Return the resources of a kernel as texts."""
-    shared, scratch = f"{kernel.shared / 1024:.1f} KiB", f"{kernel.scratch} B"
-    return str(kernel.registers), shared, str(kernel.spills), scratch, str(kernel.threads)
+    counts = map(str, (kernel.spills, kernel.scratch, kernel.threads))
+    return str(kernel.registers), f"{kernel.shared / 1024:.1f}", *counts
 
 
 def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
@@ -132,21 +131,6 @@ def _metadata(elf: bytes) -> Iterator[dict[str, Any]]:
     """Yield the metadata of the kernels in an ELF file, from the notes that LLVM documents for AMDGPU."""
     import msgpack
 
-    if elf[:4] != b"\x7fELF" or struct.unpack_from("<H", elf, 18)[0] != _AMDGPU:
-        return
-    (table,) = struct.unpack_from("<Q", elf, 40)
-    size, count = struct.unpack_from("<HH", elf, 58)
-    for index in range(count):
-        _, kind, _, _, start, length = struct.unpack_from("<IIQQQQ", elf, table + index * size)
-        if kind == _NOTE:
-            yield from _notes(elf[start : start + length], msgpack.unpackb)
-
-
-def _notes(section: bytes, unpack: Any) -> Iterator[dict[str, Any]]:
-    at = 0
-    while at < len(section):
-        name_size, size, kind = struct.unpack_from("<III", section, at)
-        start = at + 12 + -(-name_size // 4) * 4
-        if kind == _METADATA and section[at + 12 :].startswith(b"AMDGPU"):
-            yield from unpack(section[start : start + size], strict_map_key=False)["amdhsa.kernels"]
-        at = start + -(-size // 4) * 4
+    for note in _NOTE.finditer(elf):
+        content = elf[note.end() : note.end() + int.from_bytes(note["size"], "little")]
+        yield from msgpack.unpackb(content, strict_map_key=False)["amdhsa.kernels"]

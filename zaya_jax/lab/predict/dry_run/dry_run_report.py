@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config
@@ -12,7 +12,6 @@ from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, Hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step
-from zaya_jax.lab.predict.compilers.compiled_report import section
 from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, predict
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
@@ -20,6 +19,7 @@ from zaya_jax.lab.predict.dry_run.prove import prove
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
+from zaya_jax.run.table import format_table
 
 _GB = 1e9
 
@@ -223,16 +223,20 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
     byte_unit, byte_name = _unit(memory.total, "B")
     flop_unit, flop_name = _unit(max(estimate.flops.values()), "FLOP")
     sizes = {**memory._asdict(), "peak": memory.total}.items()
-    lines += section("memory per device", ((name, f"{size / byte_unit:.2f} {byte_name}") for name, size in sizes))
+    lines += _pairs("memory per device", ((name, f"{size / byte_unit:.2f} {byte_name}") for name, size in sizes))
     lines[-1] += " = parameters + optimizer + frozen + max(update, everything else)"
     flops = ((name, f"{count / flop_unit:,.1f} {flop_name}") for name, count in estimate.flops.items())
     sent = (
         f"    {x.what}, {x.kind} over {', '.join(x.axes)}: {x.bytes / byte_unit:.3f} {byte_name}"
         for x in estimate.transfers
     )
-    lines += section("FLOPs per step, all devices", flops)
+    lines += _pairs("FLOPs per step, all devices", flops)
     lines += ["  sent per device per step" + ("" if estimate.transfers else ": nothing"), *sent]
     if estimate.bounds:
         bounds = ", ".join(f"{name} {value:.3f}" for name, value in estimate.bounds.items())
         lines.append(f"  lower bounds in s/step, each at 100% of its peak: {bounds}")
     return lines
+
+
+def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"  {title}", *(f"    {line}" for line in format_table(rows))]
