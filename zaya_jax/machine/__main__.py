@@ -8,7 +8,7 @@ from typing import Any
 
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.lab.measure.breakdown import step_command as step
 from zaya_jax.lab.measure.collectives import collectives_command as collectives
 from zaya_jax.lab.measure.gemm import gemm_command as gemm

@@ -4,7 +4,7 @@ import atexit
 import faulthandler
 import signal
 
-from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.run.command_output import prepare_streams
 from zaya_jax.run.progress_record import record_from_environment
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit

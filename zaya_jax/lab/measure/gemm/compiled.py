@@ -11,9 +11,8 @@ from zaya_jax.lab.measure.gemm.gemm_sweep import Request, make_problems
 from zaya_jax.lab.predict.compilers.compiled import check_gpu, run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
-from zaya_jax.lab.predict.compilers.kernels import program_files
 from zaya_jax.lab.predict.compilers.predict import launches, predict
-from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, silence_plugins
+from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files, silence_plugins
 from zaya_jax.lab.result import describe_run, print_tables
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.run.table import make_table, quantity

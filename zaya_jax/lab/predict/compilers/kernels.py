@@ -12,7 +12,7 @@ from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, entry_place, parse, walk
 from zaya_jax.lab.predict.compilers.predict import instruction_work, launches
 from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources, resource_cells, resource_heads
-from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
+from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files
 from zaya_jax.lab.result import describe_run, print_tables, write_result
 from zaya_jax.run.table import Table
 
@@ -89,13 +89,8 @@ def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], Comp
     return programs
 
 
-def program_files(folder: Path, name: str) -> tuple[Path, Path]:
-    """Return the file of a program's HLO, and the folder of its code objects on AMD."""
-    return folder / f"{name}.hlo", folder / name
-
-
 def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:
-    """Read a program that `cross_compile.compile_program` wrote."""
+    """Read a program that `toolchain.compile_program` wrote."""
     text, objects = program_files(folder, name)
     entry = entry_place(parse(text.read_text(encoding="utf-8")))
     pallas = {instruction.kernel for place in walk(entry) for instruction in place.instructions}

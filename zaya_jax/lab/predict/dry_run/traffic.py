@@ -13,12 +13,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from zaya_jax.hardware.data_sheets import DATA_SHEET, Hardware, LinkAssumptions
-from zaya_jax.lab.predict.dry_run.memory import local_shapes
+from zaya_jax.lab.predict.dry_run.memory import local_copies, sum_bytes
 from zaya_jax.lab.predict.step_time import collective_seconds
 from zaya_jax.model.arithmetic import cached_values
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
-from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.gradient import reduction
 from zaya_jax.parallel.mesh import AXES
@@ -43,7 +42,7 @@ def transfers(program: PhaseProgram, sequences: int, context: int, micro_batches
         sent += _muon(program)
     tokens = sequences * context // sizes["context"]  # of a device's micro-batch
     passes = micro_batches * (3 if program.remat != "none" else 2)
-    item, exact = jnp.dtype(config.train.compute_dtype).itemsize, _sum_bytes(program)
+    item, exact = jnp.dtype(config.train.compute_dtype).itemsize, sum_bytes(program)
     if (n := sizes["context"]) > 1:
         before = cached_values(config.model, 0)
         kv = (cached_values(config.model, 1) - before) * tokens
@@ -65,14 +64,9 @@ def transfers(program: PhaseProgram, sequences: int, context: int, micro_batches
     return [transfer for transfer in sent if transfer.bytes]
 
 
-def _sum_bytes(program: PhaseProgram) -> int:
-    """Return the bytes of a number of a gradient's sum."""
-    return accumulation_dtype(program.config.train.compute_dtype).itemsize
-
-
 def _parameters(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
-    placement, sizes, exact = program.placement, program.placement.mesh.shape, _sum_bytes(program)
-    local = local_shapes(program)
+    placement, sizes, exact = program.placement, program.placement.mesh.shape, sum_bytes(program)
+    local = local_copies(program)
     sent = defaultdict[tuple[str, str, tuple[str, ...], bool], float](float)
     times = micro_batches if placement.config.gradient_reduction == "micro_batch" else 1
 
@@ -81,7 +75,7 @@ def _parameters(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
         sent[what, kind, axes, hidden] += held * (n - 1) / n
 
     for name, leaf in placement.leaves.items():
-        held, trained = math.prod(local[name]), name in program.trained
+        held, trained = local[name].size, name in program.trained
         collectives = reduction(leaf, placement.mesh)
         # The layers of a single micro-batch gather their experts, in each pass that computes them.
         in_layers = micro_batches == 1 and leaf.gathered_in_layers and trained
@@ -96,11 +90,11 @@ def _parameters(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
 
 def _layers(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
     placement, gathered, scattered = program.placement, 0, 0
-    for name, shape in local_shapes(program).items():
+    for name, x in local_copies(program).items():
         if placement.leaves[name].by_layer:
-            held = math.prod(shape) * (placement.mesh.shape["fsdp"] - 1) * micro_batches
+            held = x.size * (placement.mesh.shape["fsdp"] - 1) * micro_batches
             gathered += held * placement.dtypes[name].itemsize * (1 if program.remat == "none" else 2)
-            scattered += held * _sum_bytes(program) * (name in program.trained)
+            scattered += held * sum_bytes(program) * (name in program.trained)
     return [
         Transfer("layers", "all-gather", ("fsdp",), gathered, hidden=True),
         Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered, hidden=True),
@@ -109,15 +103,15 @@ def _layers(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
 
 def _muon(program: PhaseProgram) -> list[Transfer]:
     config, sizes, sent = program.config, program.placement.mesh.shape, defaultdict[tuple[str, ...], float](float)
-    exact, local = _sum_bytes(program), local_shapes(program)
+    exact, local = sum_bytes(program), local_copies(program)
     item = 2 if config.optimizer.muon.newton_schulz_dtype == "bfloat16" and exact == 4 else exact
     for name in program.trained:
         leaf = program.placement.leaves[name]
         n, gather_size = (math.prod(sizes[axis] for axis in axes) for axes in (leaf.over, leaf.gathered))
         if program.roles[name] in MATRIX_ROLES and n > 1:  # else devices hold whole matrices, such as some experts each
-            stack = math.prod(local[name][:-2])
+            stack = math.prod(local[name].shape[:-2])
             padded = -(-stack // n) * n / stack  # the stack is padded to a multiple of the devices
-            sent[leaf.over] += 2 * math.prod(local[name]) / gather_size * item * padded * (n - 1) / n
+            sent[leaf.over] += 2 * local[name].size / gather_size * item * padded * (n - 1) / n
     return [Transfer("matrices for Newton–Schulz", "all-to-all", axes, count) for axes, count in sent.items()]
 
 

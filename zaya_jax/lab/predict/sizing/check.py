@@ -1,7 +1,6 @@
 """Apply the sizing rules to each phase of a configuration."""
 
 import dataclasses
-import math
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.hardware.measurements import complete, largest_fit, read_results
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
-from zaya_jax.lab.predict.dry_run.memory import local_shapes
+from zaya_jax.lab.predict.dry_run.memory import local_copies
 from zaya_jax.lab.predict.dry_run.traffic import group_devices
 from zaya_jax.lab.predict.sizing.rules import RULES, Finding, Measured, Sizes
 from zaya_jax.parallel.mesh import nontrivial_axes
@@ -35,14 +34,14 @@ def check_sizing(config: Config, devices: int, hardware: Hardware, measured: Mea
 def _sizes(config: Config, index: int, devices: int, hardware: Hardware, measured: Measured) -> Sizes:
     programs, phase = simulated_programs(config, devices), config.phases[index]
     estimate, program = estimate_phase(programs, index, hardware), programs[index]
-    mesh, local, layers = program.placement.mesh, local_shapes(program), config.model.num_layers
+    mesh, local, layers = program.placement.mesh, local_copies(program), config.model.num_layers
     sharded = mesh.shape["fsdp"] > 1
     in_node = {}
     for axis in nontrivial_axes(mesh, tuple(mesh.shape)):
         members = Counter(device // hardware.node_size for device in group_devices((axis,), mesh.shape))
         in_node[axis] = max(members.values())
     by_layer = [name for name, leaf in program.placement.leaves.items() if leaf.by_layer]
-    shard = sum(math.prod(local[name]) // layers * program.placement.dtypes[name].itemsize for name in by_layer)
+    shard = sum(local[name].size // layers * program.placement.dtypes[name].itemsize for name in by_layer)
 
     def fits(**changes: Any) -> bool:
         """True if the phase fits with a change, by the dry run's estimate; False if the change is not allowed."""
