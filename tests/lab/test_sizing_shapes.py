@@ -26,7 +26,6 @@ from zaya_jax.lab.predict.dry_run.search import (
     with_settings,
 )
 from zaya_jax.lab.predict.sizing import shapes as shapes_module
-from zaya_jax.lab.predict.sizing import sizing_report as report
 from zaya_jax.lab.predict.sizing.shapes import (
     candidate_shapes,
     dominates,
@@ -263,8 +262,8 @@ def test_a_configuration_on_the_front_and_one_that_does_not_fit_are_named():
            "tokens_per_second": 1234.5, "training": {"bytes": 1e9}, "seconds_per_token": 0.001}  # fmt: skip
     result = {"phase": "train", "context": 64, "parameter_band": 0.05, "layers": (2, 8), "shapes": 3, "front": [row],
               "configuration": row, "dominated_by": None}  # fmt: skip
-    assert "The configuration's own widths are on the front: point 1." in report.lines(result, 1, "h200")
-    absent = report.lines(result | {"configuration": None}, 1, "h200")
+    assert "The configuration's own widths are on the front: point 1." in shapes_module.lines(result, 1, "h200")
+    absent = shapes_module.lines(result | {"configuration": None}, 1, "h200")
     assert "The configuration's own widths are estimated not to fit." in absent
 
 

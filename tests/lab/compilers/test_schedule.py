@@ -107,7 +107,7 @@ def test_times_are_those_worked_by_hand():
     assert prediction.seconds == pytest.approx(sum(prediction.components.values()))
     (exposure,) = prediction.exposures
     assert (exposure.seconds, exposure.exposed) == pytest.approx((network, network - launch))
-    assert [round(seconds / launch) for seconds, *_ in prediction.costliest] == [80, 1, 1]
+    assert [round(row["seconds"] / launch) for row in prediction.costliest] == [80, 1, 1]
 
 
 def test_text_without_an_entry_is_an_error():

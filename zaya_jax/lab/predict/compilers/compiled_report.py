@@ -32,10 +32,10 @@ _PASS = {
 }
 
 
-def section(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """Return the lines of a table in the details of a phase, or its title if it has no rows."""
+def section(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]], indent: str = "  ") -> list[str]:
+    """Return the lines of a table of a phase, or its title if it has no rows."""
     title, *lines = table_lines(Table(title, list(heads), list(map(list, rows)))) or [title]
-    return [f"  {title}", *(f"    {line}" for line in lines)]
+    return [f"{indent}{title}", *(f"{indent}  {line}" for line in lines)]
 
 
 def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def move_rows(entry: Place, least: float = LARGE) -> list[dict[str, Any]]:
     Those that move the most bytes come first; nothing that computes is among them.
     """
     rows = [
-        {"bytes": moved, "times": place.times, "place": place.label, "what": _what(instruction)}
+        {"bytes": moved, "times": place.times, "place": place.label, "what": instruction.title}
         for place in walk(entry)
         if place.outer is not None
         for instruction in place.instructions
@@ -95,22 +95,6 @@ def _moved(place: Place, instruction: Instruction) -> int:
     return 0 if computes else fusion_bytes(place.module, instruction)
 
 
-def costliest_rows(prediction: Prediction) -> list[dict[str, Any]]:
-    """Describe fusions and copies of a step, the costliest first."""
-    keys = "seconds", "times", "place", "what", "bytes"
-    return [
-        dict(zip(keys, (seconds, times, place.label, _what(x), shape_bytes(x.shape)), strict=True))
-        for seconds, times, place, x in prediction.costliest
-    ]
-
-
-def _what(instruction: Instruction) -> str:
-    """Name an instruction by the end of its jax path."""
-    wrappers = ("while", "body", "closed_call", "checkpoint")
-    path = [part for part in instruction.op_name.split("/") if part not in wrappers]
-    return f"{instruction.opcode} {'/'.join(path[-2:]) or instruction.name}"
-
-
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
     memory, total, exposed = step.memory, prediction.seconds, prediction.exposed_seconds
@@ -124,7 +108,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     parts = [(name, *map(number, cost, _UNITS)) for name, cost in prediction.parts.items()]
     parts += [("collectives, exposed", number(exposed, _MS), NONE, NONE, NONE)] if exposed else []
     passes = ((_PASS[kind], str(count)) for kind, count in launch_rows(step.entry).items())
-    costliest, moves = costliest_rows(prediction)[:_LISTED], move_rows(step.entry)
+    costliest, moves = prediction.costliest[:_LISTED], move_rows(step.entry)
     moved = sum(row["bytes"] * row["times"] for row in moves) / _GB
     used = f"{step.host_bytes / _GB:.1f} GB of this machine's memory"
     limits = "predicted time by part of the step, and what the data sheet's peaks would allow"
@@ -159,7 +143,7 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
         "launches": launch_rows(step.entry),
         "collectives": collective_rows(prediction, axes),
         "moves": move_rows(step.entry),
-        "costliest": costliest_rows(prediction),
+        "costliest": prediction.costliest,
         "kernels": [kernel._asdict() for kernel in step.kernels],
         "predicted": {
             "seconds": prediction.seconds,
@@ -181,7 +165,8 @@ def _collective_lines(rows: list[dict[str, Any]]) -> list[str]:
     if others := rows[_LISTED:]:
         exposed, seconds = (number(sum(row[key] for row in others), _MS) for key in ("exposed_seconds", "seconds"))
         cells.append((exposed, seconds, f"{len(others)} others", *[NONE] * 5))
-    return section(f"collectives{', per step' if rows else ': none'}", heads, cells)
+    exposed = ", per step; 'exposed' is not hidden behind other work" if rows else ": none"
+    return section(f"collectives{exposed}", heads, cells)
 
 
 def _kernel_lines(step: CompiledStep) -> list[str]:

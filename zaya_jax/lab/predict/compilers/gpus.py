@@ -51,25 +51,16 @@ def target_config(name: str) -> str:
     else:
         capability = f'rocm_compute_capability {{ gcn_arch_name: "{gpu.architecture}:sramecc+:xnack-" }}'
         versions = "dnn_version_info { }"
+    cuda, warp = gpu.platform == "cuda", 32 if gpu.platform == "cuda" else 64
     return f"""
 gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: {32 if gpu.platform == "cuda" else 64}
-  shared_memory_per_block: {48 * _KIB if gpu.platform == "cuda" else gpu.shared_per_block}
-  shared_memory_per_block_optin: {gpu.shared_per_block}
-  shared_memory_per_core: {gpu.shared}
-  threads_per_core_limit: 2048
-  core_count: {sheet.units}
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {sheet.bandwidth:.0f}
-  l2_cache_size: {gpu.l2}
-  clock_rate_ghz: {gpu.clock}
-  device_memory_size: {sheet.memory:.0f}
-  registers_per_core_limit: {gpu.registers}
-  registers_per_block_limit: {gpu.registers}
+  threads_per_block_limit: 1024 threads_per_core_limit: 2048 threads_per_warp: {warp} fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  shared_memory_per_block: {48 * _KIB if cuda else gpu.shared_per_block}
+  shared_memory_per_block_optin: {gpu.shared_per_block} shared_memory_per_core: {gpu.shared}
+  registers_per_core_limit: {gpu.registers} registers_per_block_limit: {gpu.registers}
+  core_count: {sheet.units} clock_rate_ghz: {gpu.clock} l2_cache_size: {gpu.l2}
+  memory_bandwidth: {sheet.bandwidth:.0f} device_memory_size: {sheet.memory:.0f}
   {capability}
 }}
 platform_name: "{gpu.platform.upper()}"

@@ -39,6 +39,13 @@ class Instruction(NamedTuple):
         return self.attribute(r'op_name="([^"]*)"')
 
     @property
+    def title(self) -> str:
+        """Opcode, and the end of the path of the jax operation; the name of an instruction without one."""
+        wrappers = ("while", "body", "closed_call", "checkpoint")
+        path = [part for part in self.op_name.split("/") if part not in wrappers]
+        return f"{self.opcode} {'/'.join(path[-2:]) or self.name}"
+
+    @property
     def custom_call(self) -> str:
         """Target of a custom call; empty for other instructions."""
         return self.attribute(r'custom_call_target="([^"]+)"')

@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.hardware.data_sheets import Hardware
@@ -43,8 +43,8 @@ class Prediction(NamedTuple):
     components: dict[str, float]  # seconds by component; collectives count as far as they are exposed
     parts: dict[str, PartCost]  # what each part of the step costs, see `ops.parts`, the costliest first
     exposures: list[Exposure]  # of each collective
-    # (seconds, times, place, instruction) of fusions and copies, from the costliest
-    costliest: list[tuple[float, int, Place, Instruction]]
+    # `seconds`, `times`, `place`, `what` and `bytes` (of the result) of fusions and copies, from the costliest
+    costliest: list[dict[str, Any]]
 
     @property
     def exposed_seconds(self) -> float:
@@ -72,7 +72,7 @@ def phase_shares(config: ModelConfig, context: int, axes: Mapping[str, int]) -> 
 def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Prediction:
     """Predict the time of a compiled step on `hardware`, of whose kernels `shares` are computed."""
     components, parts = defaultdict[str, float](float), defaultdict[str, PartCost](PartCost)
-    exposures, moves = list[Exposure](), list[tuple[float, int, Place, Instruction]]()
+    exposures, moves = list[Exposure](), list[dict[str, Any]]()
 
     def run(place: Place) -> float:
         timeline, finished = Timeline(), dict[int, float]()
@@ -96,7 +96,8 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
                 once = (seconds, work.roofline(hardware), work.flops, work.bytes)
                 parts[part] = PartCost(*(x + place.times * more for x, more in zip(parts[part], once, strict=True)))
                 if work.component in ("fusions", "copies"):
-                    moves.append((seconds * place.times, place.times, place, instruction))
+                    row = {"seconds": seconds * place.times, "times": place.times, "place": place.label}
+                    moves.append(row | {"what": instruction.title, "bytes": shape_bytes(instruction.shape)})
         return timeline.now
 
     seconds = run(entry)
@@ -105,7 +106,7 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
         dict(sorted(components.items(), key=lambda item: -item[1])),
         dict(sorted(parts.items(), key=lambda item: -item[1].seconds)),
         exposures,
-        sorted(moves, key=lambda move: -move[0]),
+        sorted(moves, key=lambda row: -row["seconds"]),
     )
 
 

@@ -71,15 +71,13 @@ def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[
     dump, assembler = folder / DUMP, find_toolchain(gpu).assembler
     launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
     kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, GPUS[gpu].architecture)
-    return sorted(
-        kernel._replace(
-            shared=max(kernel.shared, launches[kernel.name][0]),
-            threads=launches[kernel.name][1],
-            is_atomic=kernel.name in atomic,
-        )
-        for kernel in kernels
-        if kernel.name in launches
-    )
+    found = []
+    for kernel in kernels:
+        if kernel.name in launches:
+            shared, threads = launches[kernel.name]
+            shared, is_atomic = max(kernel.shared, shared), kernel.name in atomic
+            found.append(kernel._replace(shared=shared, threads=threads, is_atomic=is_atomic))
+    return sorted(found)
 
 
 def _launches(dump: Path, program: str) -> dict[str, tuple[int, int]]:

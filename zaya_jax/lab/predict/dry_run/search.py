@@ -26,12 +26,14 @@ from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.lab.predict.compilers.compiled import compile_step
+from zaya_jax.lab.predict.compilers.compiled_report import section
 from zaya_jax.lab.predict.compilers.predict import phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import TARGET, PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.lab.predict.dry_run.memory import Activations, count_activations, residual_bytes
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.run.progress import track
+from zaya_jax.run.table import number
 from zaya_jax.train.program import PhaseProgram, Programs
 
 LISTED, COMPILED = 6, 3  # settings
@@ -229,14 +231,13 @@ def suggestion_lines(phase: str, rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the report on what `suggestions` found."""
     if not rows:
         return [f"No layout, remat and micro-batch of phase {phase} is estimated to fit."]
-    lines = [f"Fastest settings of phase {phase}", f"  {'s/step':>8} {'GB':>7}  source     change"]
+    cells = []
     for row in rows:
-        source = "compiled" if row["compiled"] else "estimated"
+        source, wrong = "compiled" if row["compiled"] else "estimated", f" ({row['refused'] or 'does not fit'})"
         change = " ".join(map(shlex.quote, row["overrides"])) or "none"
-        if not row["fits"]:
-            change += f" ({row['refused'] or 'does not fit'})"
-        lines.append(f"  {row['seconds']:8.3g} {row['bytes'] / 1e9:7.1f}  {source:<9}  {change}")
-    return lines
+        size = number(row["bytes"], 1e9)
+        cells.append((number(row["seconds"]), size, source, change + ("" if row["fits"] else wrong)))
+    return section(f"Fastest settings of phase {phase}", ("s/step", "GB", "source", "change"), cells, indent="")
 
 
 def least_activations(program: PhaseProgram, sequences: int, context: int) -> Activations:

@@ -48,9 +48,8 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"--{flag} needs --suggest.")
     config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
     request = _check_request(parsed, config) if parsed.suggest else None
-    from zaya_jax.lab.predict.sizing.check import check_sizing, read_measured
-    from zaya_jax.lab.predict.sizing.rules import Measured
-    from zaya_jax.lab.predict.sizing.sizing_report import lines, suggest_shapes
+    from zaya_jax.lab.predict.sizing.rules import Measured, check_sizing, read_measured
+    from zaya_jax.lab.predict.sizing.shapes import lines, suggest_shapes
     from zaya_jax.lab.report.tables import TABLES
     from zaya_jax.lab.result import print_tables
 
