@@ -16,16 +16,12 @@ APPLIED = "ZAYA_PRESET"  # environment variable with the name of the applied pre
 
 def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the preset's flags and variables in `environment`, except those that are already set."""
-    flags = environment.get("XLA_FLAGS", "").strip()
     takes_flags = _takes_flags(environment)
     for setting in preset.settings:
-        if _current(setting, environment) is not None:
-            continue
-        if not setting.is_flag:
+        if _current(setting, environment) is None and not setting.is_flag:
             environment[setting.name] = setting.value
-        elif takes_flags:
-            flags = f"{flags} {setting.text}".strip()
-            environment["XLA_FLAGS"] = flags
+        elif _current(setting, environment) is None and takes_flags:
+            environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '').strip()} {setting.text}".strip()
     environment[APPLIED] = preset.name
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import ModelConfig
@@ -192,48 +192,27 @@ def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     return Work(f"kernel {family}", moved, share * _kernel_flops(name, shapes), "kernel", fp32)
 
 
-def _grouped(shapes: _Arrays) -> float:
-    """Each row of the tokens meets one matrix of the stack."""
-    matrices = max((sizes for _, sizes in shapes if len(sizes) == 3), key=math.prod, default=(0, 0, 0))
-    rows = max((sizes[0] for _, sizes in shapes if len(sizes) == 2 and sizes[1] in matrices), default=0)
-    return 2.0 * rows * matrices[1] * matrices[2]
-
-
-def _symmetric(shapes: _Arrays) -> float:
-    """Half of a product of a matrix with its transpose, or of two symmetric ones."""
-    stack = max((sizes for _, sizes in shapes if len(sizes) >= 2), key=math.prod, default=(0, 0))
-    return float(math.prod(stack) * min(stack[-2:]))
-
-
-def _attention(shapes: _Arrays) -> float:
-    """Scores and values over the causal half; queries and keys are the first operands with heads."""
-    queries, keys, *_ = (sizes for _, sizes in shapes if len(sizes) == 4)
-    batch, tokens, heads, size = queries
-    return 4.0 * batch * tokens * keys[1] * heads * size / 2
-
-
-def _class_sort(shapes: _Arrays) -> float:
-    """For each 1,024 tokens, all tokens are compared with 32 classes and added up."""
-    ((tokens,),) = (sizes for _, sizes in shapes[:1])
-    return 2.0 * tokens * tokens / 1024 * 32
-
-
-# FLOPs by the start of a kernel's name; kernels that only move bytes are not listed. Of the forward pass' two products
-# per pair of query and key, attention's gradient computes four for the keys and three for the queries.
-_FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
-    ("attention_join", lambda _: 0.0),
-    ("attention_decode", lambda shapes: 2.0 * _attention(shapes)),  # the last queries see all keys
-    ("attention_backward_keys", lambda shapes: 2.0 * _attention(shapes)),
-    ("attention_backward_queries", lambda shapes: 1.5 * _attention(shapes)),
-    ("attention", _attention),
-    ("grouped", _grouped),
-    ("gram", _symmetric),
-    ("class_sort", _class_sort),
-)
-
-
 def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
-    return next((count(shapes) for start, count in _FLOPS if kernel.startswith(start)), 0.0)
+    """Return the FLOPs of a kernel; 0 for those that only move bytes."""
+    by_rank = defaultdict[int, list[tuple[int, ...]]](list)
+    for _, sizes in shapes:
+        by_rank[len(sizes)].append(sizes)
+    if kernel.startswith("attention") and kernel != "attention_join":
+        # Two products, of scores and values, over the causal half; of them, the gradient computes four for the keys and
+        # three for the queries, and the last queries of a decode step see all keys.
+        (batch, tokens, heads, size), (_, keys, *_), *_ = by_rank[4]
+        products = {"attention_decode": 4, "attention_backward_keys": 4, "attention_backward_queries": 3}.get(kernel, 2)
+        return float(products * batch * tokens * keys * heads * size)
+    if kernel.startswith("grouped"):  # each row of the tokens meets one matrix of the stack
+        matrices = max(by_rank[3], key=math.prod, default=(0, 0, 0))
+        rows = max((sizes[0] for sizes in by_rank[2] if sizes[1] in matrices), default=0)
+        return 2.0 * rows * matrices[1] * matrices[2]
+    if kernel.startswith("gram"):  # half of a product of a matrix with its transpose, or of two symmetric ones
+        stack = max((sizes for _, sizes in shapes if len(sizes) >= 2), key=math.prod, default=(0, 0))
+        return float(math.prod(stack) * min(stack[-2:]))
+    if kernel == "class_sort":  # for each 1,024 tokens, all tokens are compared with 32 classes and added up
+        return 2.0 * by_rank[1][0][0] ** 2 / 1024 * 32
+    return 0.0
 
 
 def fusion_bytes(module: Module, instruction: Instruction) -> int:
