@@ -16,12 +16,9 @@ Execute = Callable[[str, list[str], dict[str, str]], None]  # as `os.execve`
 
 
 def select_preset(name: str | None, root: Path = _ROOT, environment: Mapping[str, str] = os.environ) -> Preset:
-    """Return the preset `name`; None selects that of the first detected accelerator, or `cpu`.
+    """Return the preset of this name; None selects that of the first detected accelerator, or `cpu`.
 
-    Args:
-      name: value of the configuration key `preset`.
-      root: folder that contains `/sys`, `/proc` and `/dev`.
-      environment: its `JAX_PLATFORMS` can restrict jax to the CPU.
+    `root` contains `/sys`, `/proc` and `/dev`, and `JAX_PLATFORMS` of the environment can restrict jax to the CPU.
     """
     if name is None and not environment.get("JAX_PLATFORMS", "").startswith("cpu"):
         kinds = {kind: name for name, sheet in HARDWARE.items() for kind in sheet.kinds}

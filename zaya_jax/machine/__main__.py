@@ -8,6 +8,7 @@ from typing import Any
 
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.lab.measure.breakdown import step_command as step
 from zaya_jax.lab.measure.collectives import collectives_command as collectives
@@ -41,7 +42,7 @@ def _parser() -> Parser:
         command.add(verbs, _PROGRAM)
     kernels = add_verb(verbs, _PROGRAM, _kernels)
     kernels.add_argument("--compile-for", nargs="+", default=[], metavar="GPU",
-                         help="mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)")  # fmt: skip
+                         help=f"{', '.join(HARDWARE)} (default: all whose compilers are installed)")  # fmt: skip
     kernels.add_argument("--tune", nargs="*", metavar="CONFIG", help="time the implementations of each operation on "
                          "this machine's device instead, at the sizes of this configuration, with section.key=value "
                          "to override (default: configs/bench_8b.yaml)")  # fmt: skip

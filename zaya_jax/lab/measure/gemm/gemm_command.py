@@ -6,6 +6,7 @@ from typing import Any
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage, micro_batch
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.verbs import add_config, add_flags, add_verb, parse_bytes
 
 _DTYPES = ("bfloat16", "float32")
@@ -29,7 +30,7 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
     verb.add_argument("--flush", default="512M", metavar="SIZE", help="bytes that are overwritten before a cold call, "
                       "at least the size of the last-level cache (default: 512M)")  # fmt: skip
-    verb.add_argument("--compile-for", metavar="GPU", help="compile the products for mi300x, mi355x, h100 or h200, "
+    verb.add_argument("--compile-for", metavar="GPU", help=f"compile the products for {', '.join(HARDWARE)}, "
                       "which need not be here, and predict their speeds instead of measuring")  # fmt: skip
     add_flags(verb, repeats=5, png="the speeds")
 

@@ -94,20 +94,13 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
 def run_worker(
     what: str, gpu: str, arguments: Sequence[str], failure: str, config: Config | None = None
 ) -> Iterator[Path]:
-    """Run `compile_worker` in a process with the environment of a GPU's compiler.
+    """Run `compile_worker` with the environment of a GPU's compiler, and yield the folder of what both wrote.
 
-    Args:
-      what: what to compile, the first argument of the worker.
-      gpu: name in `GPUS`, the second one.
-      arguments: the others, without the last ones, which are the file of `config` and the folder.
-      failure: start of the message if the compiler fails.
-      config: configuration, whose key `measurements` sets flags; None if the worker needs none.
-
-    Yields:
-      The temporary folder of what the worker and the compiler wrote.
+    Its arguments are `what` to compile, the `gpu`, these `arguments`, the file of `config`, if the worker needs one
+    (whose key `measurements` sets flags), and the folder.
 
     Raises:
-      InputError: the packages of the compiler are missing, or the process fails.
+      InputError: the packages of the compiler are missing, or the process fails; the message starts with `failure`.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

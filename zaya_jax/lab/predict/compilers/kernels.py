@@ -101,14 +101,10 @@ def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:
 
 
 def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
-    """Compile all cases at the 8B's sizes with kernels and with references, print a table for each GPU, and write them.
+    """Compile all cases at the 8B's sizes, with kernels and with references, for GPUs of these `names`.
 
-    Args:
-      names: names in `GPUS`; empty for all whose compilers are installed.
-      output: JSON file, written after each GPU; None for no file.
-
-    Returns:
-      What was written: `gpus`, by name the cases and kernels (`_report`).
+    Without names, these are all whose compilers are installed. For each GPU a table is printed, and the result written
+    to the JSON file `output`, if it is not None: in `gpus`, by name the cases and kernels (`_report`).
 
     Raises:
       InputError: a name is unknown, or its compiler is missing; or no compiler is installed.
@@ -140,9 +136,8 @@ def _is_installed(name: str) -> bool:
 def _report(gpu: str) -> dict[str, Any]:
     """Compile all cases for a GPU, and describe them.
 
-    Returns:
-      `cases`, a list with the minimum bytes of each case, and for each side `launches`, `bytes` and `counted`
-      (`CompiledProgram`); `kernels`, a list with the resources of each kernel, of which there may be variants.
+    `cases` lists the minimum bytes of each case, and for each side `launches`, `bytes` and `counted`
+    (`CompiledProgram`); `kernels` the resources of each kernel, of which there may be variants.
     """
     programs = compile_cases(gpu, Request())
     rows, kernels = [], set[tuple[str, KernelResources]]()

@@ -60,13 +60,9 @@ def resource_cells(kernel: KernelResources) -> tuple[str, ...]:
 
 
 def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
-    """Return the resources of each kernel of a program.
+    """Return the resources of each kernel of a program, which is named as the function that was jitted.
 
-    Args:
-      program: name of the function that was jitted.
-      gpu: name in `GPUS`.
-      folder: folder of the compiler's `toolchain.environment`.
-      objects: folder of AMD's code objects.
+    `folder` is that of the compiler's `toolchain.environment`, `objects` that of AMD's code objects.
     """
     dump, assembler = folder / DUMP, find_toolchain(gpu).assembler
     launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)

@@ -123,19 +123,14 @@ def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
 
 
 def compile_program(
-    name: str,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    gpu: str,
-    folder: Path,
-    donated: Sequence[int] = (),
+    name: str, traced: Callable[..., Any], arguments: Sequence[Any], gpu: str, folder: Path, donated: Sequence[int] = ()
 ) -> None:
     """Compile a function for one GPU whose compiler is loaded, and write what `kernels.read_program` reads.
 
     Args:
       name: name of the program, unique in this process.
-      function: function of arrays.
-      arguments: its arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      traced: function of `arguments`, which are pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      arguments: of the function.
       gpu: name in `GPUS`.
       folder: folder of the compiler's `environment`.
       donated: indices of arguments that are donated.
@@ -145,7 +140,7 @@ def compile_program(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(arguments))
 
     def named(*arrays: Any) -> Any:
-        return function(*arrays)
+        return traced(*arrays)
 
     named.__name__ = name
     compiled = compile_traced(lambda: jax.jit(named, donate_argnums=donated).trace(*shapes), gpu, mesh)

@@ -1,7 +1,7 @@
 """Estimate a phase, and a decode step, from shapes: memory, FLOPs, communication and time."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -91,13 +91,9 @@ def simulated_programs(config: Config, devices: int, kernels: KernelSelection | 
 def estimate_phase(
     programs: Programs, phase: int, hardware: Hardware | None, count: CountActivations = count_activations
 ) -> PhaseEstimate:
-    """Estimate a phase.
+    """Estimate a phase of a run, by its index, on the devices of its programs; times need `hardware`.
 
-    Args:
-      programs: of the run, on the devices to estimate for.
-      phase: index of the phase.
-      hardware: data sheet or measurements, needed for times.
-      count: `memory.count_activations`, or a table of it.
+    `count` is `memory.count_activations`, or a table of it.
     """
     config, program, stage = programs.config, programs[phase], largest_stage(programs.config, phase)
     phase_config, mesh, parallel = config.phases[phase], program.placement.mesh, program.placement.config
@@ -107,11 +103,8 @@ def estimate_phase(
     moved = transfers(program, sequences, stage.context, micro_batches)
     model = model_flops(config.model, stage.context, config.lora is not None)
     flops = {**{part: tokens * each for part, each in model.items()}, "newton_schulz": _newton_schulz(config, {})}
-    bounds, times = {}, {}
-    if hardware is not None:
-        bounds, times = _times(program, flops, memory, moved, micro_batches, hardware)
     remat_key = "train" if phase_config.remat is None else config.phase_key(phase)
-    return PhaseEstimate(
+    estimate = PhaseEstimate(
         phase=phase_config.name,
         axes=dict(mesh.shape),
         sequences=sequences,
@@ -123,49 +116,43 @@ def estimate_phase(
         memory=memory,
         flops=flops,
         transfers=moved,
-        bounds=bounds,
+        bounds={},
         keys={
             "batch": config.batch_key(phase_config),
             "remat": f"{remat_key}.remat",
             "parallel": config.parallel_key(phase_config),
         },
-        seconds=times,
+        seconds={},
     )
+    return estimate if hardware is None else _with_times(estimate, program, hardware)
 
 
-def _times(
-    program: PhaseProgram,
-    flops: Mapping[str, float],
-    memory: Memory,
-    moved: Sequence[Transfer],
-    micro_batches: int,
-    hardware: Hardware,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return `bounds` and `seconds` of a `PhaseEstimate`."""
+def _with_times(estimate: PhaseEstimate, program: PhaseProgram, hardware: Hardware) -> PhaseEstimate:
+    """Add `bounds` and `seconds` to an estimate."""
     config, mesh, reached = program.config, program.placement.mesh, hardware.reached
     leaves = program.placement.leaves.items()
     repeats = {name: mesh.size // math.prod(mesh.shape[axis] for axis in leaf.split) for name, leaf in leaves}
-    executed = {**flops, "newton_schulz": _newton_schulz(config, repeats)}
-    least = _least_traffic(memory, micro_batches)
+    executed = {**estimate.flops, "newton_schulz": _newton_schulz(config, repeats)}
+    least = _least_traffic(estimate.memory, estimate.micro_batches)
     bounds = {
         "compute": sum(work.roofline(hardware) for work in _matmuls(executed, "none", program)),
         "memory": least / hardware.bandwidth,
-        "network": seconds(moved, mesh.shape, hardware),
+        "network": seconds(estimate.transfers, mesh.shape, hardware),
     }
     hidden, exposed = (
-        seconds([sent for sent in moved if sent.hidden == behind], mesh.shape, hardware, hardware.links)
+        seconds([sent for sent in estimate.transfers if sent.hidden == behind], mesh.shape, hardware, hardware.links)
         for behind in (True, False)
     )
     work = [
         *_matmuls(executed, program.remat, program),
         Work("other memory traffic", bytes=reached.traffic * least, launches=0),
-        Work("kernel launches", launches=micro_batches * config.model.num_layers * reached.layer_launches),
+        Work("kernel launches", launches=estimate.micro_batches * config.model.num_layers * reached.layer_launches),
     ]
     timeline = Timeline()
     end = timeline.start(hidden)
     times = timeline.run(work, hardware)
     times["exposed network"] = timeline.wait(end) + timeline.wait(timeline.start(exposed))
-    return bounds, times
+    return estimate._replace(bounds=bounds, seconds=times)
 
 
 def _newton_schulz(config: Config, repeats: Mapping[str, int]) -> float:

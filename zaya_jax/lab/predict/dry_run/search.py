@@ -13,9 +13,9 @@ the step's time proves to be slower:
 import dataclasses
 import itertools
 import json
-import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax.numpy as jnp
@@ -97,12 +97,7 @@ def find_layouts(config: Config, phase: int, devices: int, node: int, across_nod
 
 
 def candidates(
-    config: Config,
-    phase: int,
-    devices: int,
-    hardware: Hardware,
-    layouts: Iterable[ParallelConfig],
-    limit: float = math.inf,
+    config: Config, phase: int, devices: int, hardware: Hardware, layouts: Iterable[ParallelConfig], limit: float = inf
 ) -> list[Candidate]:
     """Return the settings that may fit, from the least bound; those above a `limit` in seconds need not be among them.
 
@@ -130,9 +125,7 @@ def candidates(
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def fastest(
-    found: Iterable[Candidate], hardware: Hardware, count: int = 1, limit: float = math.inf
-) -> list[Suggestion]:
+def fastest(found: Iterable[Candidate], hardware: Hardware, count: int = 1, limit: float = inf) -> list[Suggestion]:
     """Return candidates that fit, with no step above `limit` seconds, the `count` fastest of all among them.
 
     Each is at least as fast as the slowest of the `count` fastest before it; `found` is as from `candidates`.

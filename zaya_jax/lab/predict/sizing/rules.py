@@ -90,12 +90,9 @@ Check = Callable[[Sizes], Answer]
 
 
 def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]:
-    """Return the matrix products of the layers, and the head.
+    """Return the matrix products of the layers and the head, for `tokens` of a micro-batch on one device.
 
-    Args:
-      model: the architecture.
-      tokens: tokens of a micro-batch on one device.
-      experts: devices that share the experts; tokens are taken to be routed evenly.
+    `experts` devices share the experts; tokens are taken to be routed evenly.
     """
     d, f, heads = model.hidden_size, model.expert_size, model.num_query_heads + model.num_kv_heads
     groups, layers = model.num_experts // experts, model.num_layers
@@ -200,9 +197,7 @@ def depth(sizes: Sizes) -> Answer:
 def wave_efficiency(product: Product, units: int) -> float:
     """Return the share of work in the last, partial wave of tiles and in partial tiles that is useful.
 
-    Args:
-      product: the product; the tiles of its groups fill waves together.
-      units: compute units, each of which computes one tile of `TILE` × `TILE` at a time.
+    Each of `units` computes one tile of `TILE` × `TILE` at a time; the tiles of a product's groups fill waves together.
     """
     tiles = product.groups * math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE)
     waves = math.ceil(tiles / units)
@@ -334,12 +329,9 @@ def _sizes(config: Config, index: int, devices: int, hardware: Hardware, measure
 
 
 def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
-    """Read what results of `machine collectives` and `machine gemm` in a folder say.
+    """Read what results of `machine collectives` and `machine gemm` in a folder, which the flag `source` names, say.
 
-    Args:
-      folder: with the results.
-      source: flag that names it, for messages.
-      model: the architecture; products of other sizes, or in another dtype than bf16, do not count.
+    Products of other sizes than the model's, or in another dtype than bf16, do not count.
 
     Raises:
       InputError: there is no such folder, or a result in it is damaged.

@@ -112,10 +112,8 @@ def candidate_shapes(model: ModelConfig, band: float, layers: tuple[int, int]) -
     Widths are rounded to multiples of 256, or of 64 for a `hidden_size` below 1,024; query heads to multiples of the
     key and value heads. All other keys stay, those of keys and values among them, which set the size of the cache.
 
-    Args:
-      model: the configuration's shape.
-      band: largest relative difference of the total, and of the active parameters, from the configuration's.
-      layers: smallest and largest number of layers.
+    `band` is the largest relative difference of the total, and of the active parameters, from the configuration's;
+    `layers` are the smallest and largest number of layers.
     """
     total, active = total_parameters(model), active_parameters(model)
     shapes = {model: None}
@@ -164,13 +162,7 @@ def _multiple(value: Fraction, step: int) -> int:
 
 
 def suggest_shapes(
-    config: Config,
-    devices: int,
-    hardware: Hardware,
-    measured: Measured,
-    phase: int,
-    band: float,
-    layers: tuple[int, int],
+    config: Config, devices: int, sheet: Hardware, measured: Measured, phase: int, band: float, layers: tuple[int, int]
 ) -> dict[str, Any]:
     """Search the shapes of `candidate_shapes` for a phase, and describe the front, for JSON.
 
@@ -184,7 +176,7 @@ def suggest_shapes(
       InputError: no candidate fits.
     """
     shapes = candidate_shapes(config.model, band, layers)
-    front, own = search(config, phase, devices, hardware, shapes)
+    front, own = search(config, phase, devices, sheet, shapes)
     name = config.phases[phase].name
     if not front:
         change = "use more devices, or a smaller batch"
@@ -194,7 +186,7 @@ def suggest_shapes(
 
     def describe(point: Point) -> dict[str, Any]:
         known = measured if point.config.model == config.model else Measured(knee=measured.knee)  # of other products
-        findings = check_sizing(single_phase(point.config, phase), devices, hardware, known)[name]
+        findings = check_sizing(single_phase(point.config, phase), devices, sheet, known)[name]
         model, training, decode = point.config.model, point.training, point.decode
         return {
             "overrides": point.overrides,
