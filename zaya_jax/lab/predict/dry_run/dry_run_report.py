@@ -58,8 +58,7 @@ def dry_run(
     Args:
       config: configuration of the run.
       devices: number of devices in the job.
-      hardware: name in `hardware.data_sheets.HARDWARE`; None for that of `gpu`, or without both to leave out times and
-        the comparison with its memory.
+      hardware: as in `get_hardware`; None for that of `gpu`, or without both for no times and no comparison of memory.
       as_json: return JSON instead of text.
       gpu: name in `compilers.gpus.GPUS` of the GPU to compile for; None to compile for simulated CPU devices.
       suggest: whether to search for faster settings.
