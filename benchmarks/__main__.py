@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.run.command_output import prepare_streams
 from zaya_jax.run.parser import Parser
 

@@ -4,9 +4,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from zaya_jax.hardware.assumptions import ASSUMPTIONS
 from zaya_jax.hardware.data_sheets import find_hardware
-from zaya_jax.lab.predict.compilers.predict import Cost
+from zaya_jax.lab.predict.step_time import Work
 
 # By name: value (None if it was not measured), unit and, if there is one, the prediction.
 Figures = dict[str, list[Any]]
@@ -48,8 +47,8 @@ def kernel_figures(part: Mapping[str, Any], kind: str) -> Figures:
     for name, row in part["results"].items():
         if (seconds := row["median_seconds"].get("kernel")) is None:
             continue
-        cost = Cost(name, row["bytes"], row["flops"], ASSUMPTIONS.kernel)
-        figures[name] = [_short(seconds / _MS), "ms", hardware and _short(cost.seconds(hardware) / _MS)]
+        work = Work(name, row["bytes"], row["flops"], "kernel")
+        figures[name] = [_short(seconds / _MS), "ms", hardware and _short(work.seconds(hardware) / _MS)]
         for peer, title in (("reference", "XLA"), ("peer", "PyTorch")):
             if row.get(peer) is not None:
                 figures[f"{name} against {title}"] = [row[peer], "×"]

@@ -17,11 +17,10 @@ from benchmarks.gpu_report.parts import Part, make_parts
 from benchmarks.gpu_report.runner import figures_table, gpu_report, run_part
 from benchmarks.gpu_report.training import large_config, small_config
 from zaya_jax.config.stages import total_steps
-from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.lab.measure.tune import DECIDING
-from zaya_jax.lab.predict.compilers.predict import ASSUMPTIONS
 from zaya_jax.lab.result import table_lines
 from zaya_jax.model.arithmetic import total_parameters
 

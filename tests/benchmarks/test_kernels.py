@@ -16,7 +16,7 @@ LIMITS = {"copy": 4e12, "dense": 800e12}
 
 
 def a_case(aim, *, flops=4e12, size=40e9):
-    return Case("attention", None, (), (), False, flops, size, aim)
+    return Case("attention", None, (), flops, size, aim)
 
 
 def timed(*seconds, calls=10):

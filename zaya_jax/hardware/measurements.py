@@ -7,24 +7,19 @@ from typing import Any
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.assumptions import DATA_SHEET
-from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, find_hardware
+from zaya_jax.hardware.data_sheets import DATA_SHEET, HARDWARE, Hardware, find_hardware
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.files import read_json
 
-_VERBS = {"matrix products": "gemm", "memory bandwidth": "memory", "collectives": "collectives",
-          "preflight": "preflight"}  # fmt: skip
-_THRESHOLDS = {"--xla_gpu_all_gather_combine_threshold_bytes": "all_gather",
-               "--xla_gpu_reduce_scatter_combine_threshold_bytes": "reduce_scatter"}  # fmt: skip
+_PROGRAM = "python -m zaya_jax.machine"
+# Verbs by the benchmark that their results name.
+_VERBS = {"matrix products": "gemm", "memory bandwidth": "memory"} | {x: x for x in ("collectives", "preflight")}
+_THRESHOLDS = {f"--xla_gpu_{name}_combine_threshold_bytes": name for name in ("all_gather", "reduce_scatter")}
 _KERNELS = ("experts", "attention")  # families of `gemm` that our kernels compute
 
 
 def get_hardware(name: str, devices: int) -> Hardware:
-    """Return the hardware that `--hardware` names.
-
-    Args:
-      name: of a data sheet, or a folder with measurements.
-      devices: number of devices that will be used.
+    """Return the data sheet, or the measurements in the folder, that `--hardware` names, for `devices` devices.
 
     Raises:
       InputError: there is no such data sheet or folder, or the folder lacks a measurement.
@@ -33,8 +28,8 @@ def get_hardware(name: str, devices: int) -> Hardware:
         return HARDWARE[name]
     if Path(name).is_dir():
         return read_measurements(Path(name), devices)
-    raise InputError(f"--hardware is {name!r}, but must be one of {', '.join(HARDWARE)}, or a folder with results of "
-                     "python -m zaya_jax.machine gemm, memory and collectives.")  # fmt: skip
+    allowed = f"one of {', '.join(HARDWARE)}, or a folder with results of {_PROGRAM} gemm, memory and collectives"
+    raise InputError(f"--hardware is {name!r}, but must be {allowed}.")
 
 
 def read_measurements(folder: Path, devices: int) -> Hardware:
@@ -47,10 +42,10 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
       InputError: a file is missing or damaged.
     """
     results = read_results(folder, "--hardware")
-    needed = ("gemm", "memory", *(["collectives"] if devices > 1 else []))
-    if missing := [verb for verb in needed if verb not in results]:
-        raise InputError(f"--hardware {folder} has no result of python -m zaya_jax.machine {missing[0]} --output "
-                         f"{folder / missing[0]}.json.")  # fmt: skip
+    for verb in ("gemm", "memory", *(["collectives"] if devices > 1 else [])):
+        if verb not in results:
+            command = f"{_PROGRAM} {verb} --output {folder / verb}.json"
+            raise InputError(f"--hardware {folder} has no result of {command}.")
     with complete(f"--hardware {folder} has a result"):
         return _hardware(results)
 
@@ -87,27 +82,31 @@ def largest_fit(result: Mapping[str, Any], operation: str, key: str) -> dict[str
 
 
 def _with_thresholds(preset: Preset, folder: str) -> Preset:
+    source, values = f"measurements={folder} has", dict[str, str]()
     result = read_results(Path(folder), "measurements").get("collectives")
     kind = "" if result is None else str(result.get("hardware", {}).get("device"))
     if result is not None and not any(name in kind for name in HARDWARE[preset.name].kinds):
-        raise InputError(f"measurements={folder} has collectives of {kind}, but the preset is {preset.name}: measure "
-                         "this machine, or leave measurements out.")  # fmt: skip
-    bytes_by_flag = {}
+        change = "measure this machine, or leave measurements out"
+        raise InputError(f"{source} collectives of {kind}, but the preset is {preset.name}: {change}.")
     for flag, operation in _THRESHOLDS.items():
         fit = largest_fit(result or {}, operation, "knee_bytes")
         if fit is None:
-            raise InputError(f"measurements={folder} has no fit of {operation}. Run python -m zaya_jax.machine "
-                             f"collectives --operations {' '.join(_THRESHOLDS.values())} --output "
-                             f"{Path(folder, 'collectives.json')}.")  # fmt: skip
-        largest = max(row["bytes"] for row in (result or {})["results"] if row["operation"] == operation)
-        if not 0 < fit["knee_bytes"] <= largest:
-            raise InputError(f"measurements={folder} has a fit of {operation} that saturates at "
-                             f"{fit['knee_bytes']:,.0f} bytes, but sizes up to {largest:,} were measured. Measure "
-                             "again with a larger --max-bytes and more --repeats.")  # fmt: skip
+            verb, output = (
+                f"collectives --operations {' '.join(_THRESHOLDS.values())}",
+                Path(folder, "collectives.json"),
+            )
+            raise InputError(f"{source} no fit of {operation}. Run {_PROGRAM} {verb} --output {output}.")
+        knee, rows = fit["knee_bytes"], (result or {})["results"]
+        largest = max(row["bytes"] for row in rows if row["operation"] == operation)
+        if not 0 < knee <= largest:
+            raise InputError(
+                f"{source} a fit of {operation} that saturates at {knee:,.0f} bytes, but sizes up to {largest:,} were "
+                "measured. Measure again with a larger --max-bytes and more --repeats."
+            )
         # XLA counts a collective's output, which for a reduce-scatter is one device's share.
         share = fit["devices"] if operation == "reduce_scatter" else 1
-        bytes_by_flag[flag] = str(max(1, round(fit["knee_bytes"] / share)))
-    settings = (setting._replace(value=bytes_by_flag.get(setting.name, setting.value)) for setting in preset.settings)
+        values[flag] = str(max(1, round(knee / share)))
+    settings = (setting._replace(value=values.get(setting.name, setting.value)) for setting in preset.settings)
     return preset._replace(settings=tuple(settings))
 
 
@@ -121,24 +120,18 @@ def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str
         return None if folder is None else read_results(Path(folder), "measurements").get(verb)
     result = read_json(Path(file))
     if not isinstance(result, dict) or _VERBS.get(result.get("benchmark", "")) != verb:
-        raise InputError(f"--baseline {file} is no result of python -m zaya_jax.machine {verb} --output.")
+        raise InputError(f"--baseline {file} is no result of {_PROGRAM} {verb} --output.")
     return result
 
 
 def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
-    """Return the results of `python -m zaya_jax.machine` in a folder.
-
-    Args:
-      folder: with JSON files; others than such results are left out.
-      source: flag or key that names the folder, for messages.
-
-    Returns:
-      The results of gemm, memory, collectives and preflight, by verb.
+    """Return the results of gemm, memory, collectives and preflight in a folder, by verb; other files are left out.
 
     Raises:
-      InputError: there is no such folder, a file is damaged, or two are of the same verb.
+      InputError: there is no such folder, a file is damaged, or two are of the same verb; `source` is the flag or key
+        that names the folder.
     """
-    require(folder.is_dir(), source, str(folder), "a folder with results of python -m zaya_jax.machine")
+    require(folder.is_dir(), source, str(folder), f"a folder with results of {_PROGRAM}")
     results: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         result = read_json(path)
@@ -151,33 +144,27 @@ def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
 
 def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
     gemm, memory = results["gemm"], results["memory"]
-    kind, peak, rows = memory["hardware"]["device"], float(gemm["maximum"]), gemm["results"]
-    if gemm["hardware"]["device"] != kind:
-        raise ValueError(f"gemm is of {gemm['hardware']['device']}, memory of {kind}")
+    device, peak, rows = memory["hardware"], float(gemm["maximum"]), gemm["results"]
+    if gemm["hardware"]["device"] != device["device"]:
+        raise ValueError(f"gemm is of {gemm['hardware']['device']}, memory of {device['device']}")
     triads = (row for row in memory["results"] if row["operation"] == "triad")
-    bandwidth = float(max(triads, key=lambda row: row["bytes"])["bytes_per_second"])
-    sheet = find_hardware(kind)
-    base = sheet or Hardware(
-        kinds=(kind,), memory=float(memory["hardware"]["memory_bytes"]), memory_fraction=1.0, peak=peak, fp32_peak=peak,
-        bandwidth=bandwidth, node_size=1, intra_node=bandwidth, link=bandwidth, inter_node=bandwidth,
-        units=memory["hardware"]["cpus"],
-    )  # fmt: skip
-    matmul = _share(rows, peak, ("model",))
-    kernel = _share(rows, peak, _KERNELS)
+    speed = float(max(triads, key=lambda row: row["bytes"])["bytes_per_second"])
+    sheet = find_hardware(device["device"])
+    if (base := sheet) is None:
+        kinds, cpus = (device["device"],), device["cpus"]
+        base = Hardware(kinds, float(device["memory_bytes"]), 1.0, peak, peak, speed, 1, speed, speed, speed, cpus)
+    matmul, kernel = _share(rows, peak, ("model",)), _share(rows, peak, _KERNELS)
     reached = base.reached._replace(matmul=matmul or 1.0, kernel=kernel or matmul or 1.0, memory=1.0)
     peaks = {"peak" if gemm["dtype"] == "bfloat16" else "fp32_peak": peak}
-    measured = base._replace(**peaks, bandwidth=bandwidth, measured=True, reached=reached)
+    measured = base._replace(**peaks, bandwidth=speed, measured=True, reached=reached)
     if "collectives" not in results:
         return measured
     if (fit := largest_fit(results["collectives"], "all_gather", "beta_bytes_per_second")) is None:
         raise KeyError("all_gather")
     sends = fit["beta_bytes_per_second"]["value"] * (fit["devices"] - 1) / fit["devices"]
-    if sheet is None:
-        return measured._replace(node_size=fit["devices"], intra_node=sends, link=sends, inter_node=sends,
-                                 links=DATA_SHEET)  # fmt: skip
-    # Between nodes, the data sheet stays.
-    return measured._replace(intra_node=sends, link=sends * base.link / base.intra_node,
-                             links=DATA_SHEET._replace(adapter=base.links.adapter))  # fmt: skip
+    links = DATA_SHEET._replace(adapter=base.links.adapter)  # between nodes, the data sheet stays
+    measured = measured._replace(intra_node=sends, link=sends * base.link / base.intra_node, links=links)
+    return measured if sheet else measured._replace(node_size=fit["devices"], inter_node=sends, links=DATA_SHEET)
 
 
 def _share(rows: Iterable[Mapping[str, Any]], peak: float, families: Collection[str]) -> float | None:

@@ -15,9 +15,9 @@ from zaya_jax.lab.kernel_cases import EIGHT_B, passes
 from zaya_jax.lab.measure.gemm import Request as GemmRequest
 from zaya_jax.lab.measure.gemm import make_problems, program_name
 from zaya_jax.lab.predict.compilers.compiled import FACTS, STEP, program_memory
-from zaya_jax.lab.predict.compilers.cross_compile import compile_program, compile_traced, gpu_devices, load_compiler
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.kernels import Request, requested
+from zaya_jax.lab.predict.compilers.toolchain import compile_program, compile_traced, gpu_devices, load_compiler
 from zaya_jax.ops.kernel_table import find_table
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.train.program import Programs

@@ -47,10 +47,16 @@ class Sizes(NamedTuple):
     @property
     def model(self) -> ModelConfig:
         """One layer of a model with these operations."""
-        return dataclasses.replace(
-            EXAMPLE, hidden_size=self.width, num_query_heads=self.query_heads, num_kv_heads=self.kv_heads,
-            head_dim=self.channels, router_size=self.router, num_experts=self.experts, expert_size=self.expert_width,
-        )  # fmt: skip
+        sizes = {
+            "hidden_size": self.width,
+            "num_query_heads": self.query_heads,
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.channels,
+            "router_size": self.router,
+            "num_experts": self.experts,
+            "expert_size": self.expert_width,
+        }
+        return dataclasses.replace(EXAMPLE, **sizes)
 
 
 # configs/zaya1_8b.yaml with 16,384 tokens per device; the matrices are the gate and up matrices of a layer.
@@ -73,12 +79,12 @@ class Case(NamedTuple):
 
     operation: str  # name of the operation whose kernel is measured (key of `ops.registry.OPERATIONS`)
     run: Callable[..., Any]  # function of the implementations, then the floats and the integers
-    floats: tuple[jax.ShapeDtypeStruct, ...]  # `jax.ShapeDtypeStruct`s of the floating-point arguments
-    integers: tuple[np.ndarray, ...]  # arrays of the integer arguments
-    backward: bool  # whether the gradient is measured: cotangents of the outputs → cotangents of the floats
+    floats: tuple[jax.ShapeDtypeStruct, ...]  # the floating-point arguments
     flops: float  # FLOPs of the operation's definition, with causality but without recomputation or savings by symmetry
     bytes: int  # minimum bytes moved: each input is read once, each output written once
-    aim: Aim | None  # goal; None if there is none
+    aim: Aim | None = None  # goal; None if there is none
+    integers: tuple[np.ndarray, ...] = ()  # the integer arguments, and further arrays that have no gradient
+    backward: bool = False  # whether the gradient is measured: cotangents of the outputs → cotangents of the floats
     further: tuple[str, ...] = ()  # other operations that are part of the case
     # number of leading floats that are donated, and of leading outputs that reuse their memory, like the training state
     held: int = 0
@@ -100,11 +106,7 @@ def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
 
 
 def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function of `case` to time, and its arguments, drawn on the default device.
-
-    Args:
-      case: the case.
-      kernels: the implementations.
+    """Return the function of `case` to time, with these implementations, and its arguments on the default device.
 
     Returns:
       A function to be jitted, and its arguments, which are pytrees. For a backward pass they are the residuals of the
@@ -128,15 +130,15 @@ def passes(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tu
     Returns:
       A function to be jitted, which for a backward case includes the forward pass; and its arguments.
     """
-    run, count = functools.partial(case.run, kernels), len(case.floats)
+    run, count, arguments = functools.partial(case.run, kernels), len(case.floats), (*case.floats, *case.integers)
     if not case.backward:
-        return run, (*case.floats, *case.integers)
+        return run, arguments
 
     def both(cotangents: Any, *arrays: jax.Array) -> Any:
         out, pull = jax.vjp(lambda *floats: run(*floats, *arrays[count:]), *arrays[:count])
         return out, pull(cotangents)
 
-    return both, (jax.eval_shape(run, *case.floats, *case.integers), *case.floats, *case.integers)
+    return both, (jax.eval_shape(run, *arguments), *arguments)
 
 
 def _pulled(pull: Callable[..., Any], cotangents: Any) -> Any:
@@ -155,7 +157,7 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return 0.01 * jax.random.normal(key, shape, dtype)
 
 
-def _array(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
+def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -163,136 +165,123 @@ def _size(*arrays: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
+def _both(name: str, case: Case, **backward: Any) -> dict[str, Case]:
+    """Return a case and its backward pass, with what differs."""
+    return {name: case, f"{name} backward": case._replace(backward=True, **backward)}
+
+
 def _residual_norm(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     t, d = sizes.tokens, sizes.width
-    out, stream = _array(1, t, d, dtype=dtype), _array(1, t, d, dtype=jnp.float32)
-    vectors = (_array(d, dtype=jnp.float32),) * 5
+    floats = out, stream, *_ = (_array(1, t, d, dtype=dtype), _array(1, t, d), *(_array(d),) * 5)
 
     def run(kernels: KernelSelection, output: jax.Array, stream: jax.Array, *vectors: jax.Array) -> Any:
         joined = recomputed(kernels.ops.residual_norm, static=(4, 5))
         return joined(output, stream, MergeVectors(*vectors[:4]), vectors[4], 1e-5, dtype)
 
-    floats = (out, stream, *vectors)
-    case = Case("residual_norm", run, floats, (), False, 12.0 * t * d, _size(*floats, out, stream), Aim("copy", 0.8))
-    backward = case._replace(backward=True, flops=30.0 * t * d, bytes=2 * _size(*floats) + _size(out, stream))
-    return {"residual_norm": case, "residual_norm backward": backward}
+    case = Case("residual_norm", run, floats, 12.0 * t * d, _size(*floats, out, stream), Aim("copy", 0.8))
+    return _both("residual_norm", case, flops=30.0 * t * d, bytes=2 * _size(*floats) + _size(out, stream))
 
 
 def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     s, h, k, c = min(sizes.mixed, sizes.tokens), sizes.query_heads, sizes.kv_heads, sizes.channels
     b, n = sizes.tokens // s, h + k
-    packed = _array(b, s, (n + k) * c, dtype=dtype)
     taps, kernel = (_array(TAPS, n, c, *more, dtype=dtype) for more in ((), (c,)))
-    bias, temperature = (_array(*shape, dtype=jnp.float32) for shape in ((n, c), (k,)))
-    weights = [taps, bias, kernel, bias, temperature]
+    floats = (_array(b, s, (n + k) * c, dtype=dtype), taps, _array(n, c), kernel, _array(n, c), _array(k))
     angle = np.arange(s)[:, None] / 10000.0 ** (np.arange(c // 4) / (c // 4))
     tables = tuple(np.broadcast_to(f(angle), (b, s, c // 4)).astype(np.float32) for f in (np.cos, np.sin))
-    segments = np.ones((b, s), np.int32)
+    integers, packed = (np.ones((b, s), np.int32), *tables), (packed_documents(b, s), *tables)
 
     def run(kernels: KernelSelection, packed: jax.Array, *others: jax.Array) -> Any:
         *weights, segments, cos, sin = others
         return kernels.ops.cca_mix(packed, None, segments, (cos, sin), MixWeights(*weights), None)
 
-    floats = (packed, *weights)
-    out = [_array(b, s, heads, c, dtype=dtype) for heads in (h, k, k)]
-    products = 2.0 * b * s * n * c * c * TAPS
-    inputs = _size(*floats, segments, *tables)
-    aim = Aim("roofline", 0.5)
-    case = Case("cca_mix", run, floats, (segments, *tables), False, products, inputs + _size(*out), aim,
-                further_integers={"packed documents": (packed_documents(b, s), *tables)})  # fmt: skip
-    backward = case._replace(backward=True, flops=2 * products, bytes=inputs + _size(*out) + _size(*floats))
-    return {"cca_mix": case, "cca_mix backward": backward}
+    flops = 2.0 * b * s * n * c * c * TAPS
+    moved = _size(*floats, *integers, *(_array(b, s, heads, c, dtype=dtype) for heads in (h, k, k)))
+    case = Case("cca_mix", run, floats, flops, moved, Aim("roofline", 0.5), integers)
+    case = case._replace(further_integers={"packed documents": packed})
+    return _both("cca_mix", case, flops=2 * flops, bytes=moved + _size(*floats))
 
 
 def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     s, h, k, c = sizes.sequence, sizes.query_heads, sizes.kv_heads, sizes.channels
-    b = sizes.tokens // s
-    segments = np.ones((b, s), np.int32)
+    b, (rows, keys) = sizes.tokens // s, sizes.decoded
+    integers, packed = (np.ones((b, s), np.int32),), (packed_documents(b, s),)
 
     def run(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
         q, key, v, segments = arrays
         return kernels.ops.attention(q, key, v, query_segments_bs=segments, key_segments_bt=segments)
 
     def decode(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
-        q, key, v, query_segments, segments = arrays
-        return kernels.ops.attention(
-            q, key, v, query_segments_bs=query_segments, key_segments_bt=segments, query_offset=key.shape[1] - 1
-        )
+        q, key, v, *segments = arrays
+        documents = dict(zip(("query_segments_bs", "key_segments_bt"), segments, strict=True))
+        return kernels.ops.attention(q, key, v, **documents, query_offset=key.shape[1] - 1)
 
     q, kv = _array(b, s, h, c, dtype=dtype), _array(b, s, k, c, dtype=dtype)
-    flops, sums = 4.0 * b * h * c * s * (s + 1) / 2, 4 * b * s * h
-    case = Case("attention", run, (q, kv, kv), (segments,), False, flops, _size(q, q, kv, kv, segments),
-                Aim("tflops", 400), further_integers={"packed documents": (packed_documents(b, s),)})  # fmt: skip
-    backward = case._replace(backward=True, flops=2.5 * flops, aim=Aim("tflops", 300),
-                             bytes=_size(*(q, kv, kv) * 2, q, q, segments) + sums)  # fmt: skip
-    rows, keys = sizes.decoded
+    flops, floats, sums = 4.0 * b * h * c * s * (s + 1) / 2, (q, kv, kv), _array(b, s, h)
+    case = Case("attention", run, floats, flops, _size(q, *floats, *integers), Aim("tflops", 400), integers)
+    case = case._replace(further_integers={"packed documents": packed})
+    moved = _size(*floats, *floats, q, q, sums, *integers)
     one, cache = _array(rows, 1, h, c, dtype=dtype), _array(rows, keys, k, c, dtype=dtype)
-    documents = (np.ones((rows, 1), np.int32), np.ones((rows, keys), np.int32))
-    decoded = Case("attention", decode, (one, cache, cache), documents, False, 4.0 * rows * h * c * keys,
-                   _size(one, one, cache, cache, *documents), None)  # fmt: skip
-    return {"attention": case, "attention backward": backward, "attention of a decode": decoded}
+    floats, documents = (one, cache, cache), (np.ones((rows, 1), np.int32), np.ones((rows, keys), np.int32))
+    moved_once = _size(one, *floats, *documents)
+    decoded = Case("attention", decode, floats, 4.0 * rows * h * c * keys, moved_once, integers=documents)
+    both = _both("attention", case, flops=2.5 * flops, bytes=moved, aim=Aim("tflops", 300))
+    return {**both, "attention of a decode": decoded}
 
 
 def _router(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     t, r, classes = sizes.tokens, sizes.router, sizes.experts + 1
-    rows, vector = _array(1, t, r, dtype=jnp.float32), _array(r, dtype=jnp.float32)
-    matrix, output = _array(r, r, dtype=dtype), _array(r, classes, dtype=dtype)
-    weights = (vector, vector, vector, matrix, vector, matrix, vector, output)
+    rows, vector, matrix = _array(1, t, r), _array(r), _array(r, r, dtype=dtype)
+    weights = (vector, vector, vector, matrix, vector, matrix, vector, _array(r, classes, dtype=dtype))
 
     def run(kernels: KernelSelection, projected: jax.Array, state: jax.Array, *weights: jax.Array) -> Any:
         return kernels.ops.router(projected, state, RouterWeights(*weights), 1e-5, dtype)
 
-    floats = (rows, rows, *weights)
-    out = (_array(1, t, classes, dtype=jnp.float32), rows)
-    products = 2.0 * t * r * (2 * r + classes)
-    case = Case("router", run, floats, (), False, products, _size(*floats, *out), Aim("roofline", 0.5))
-    backward = case._replace(backward=True, flops=2 * products, bytes=_size(*floats, *floats, *out))
-    return {"router": case, "router backward": backward}
+    floats, flops = (rows, rows, *weights), 2.0 * t * r * (2 * r + classes)
+    moved = _size(*floats, _array(1, t, classes), rows)
+    case = Case("router", run, floats, flops, moved, Aim("roofline", 0.5))
+    return _both("router", case, flops=2 * flops, bytes=moved + _size(*floats))
 
 
 def _grouped(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     e, d, q = sizes.experts, sizes.width, 2 * sizes.expert_width
-    t = e * sizes.per_expert
-    split = np.full(e, sizes.per_expert, np.int32)
+    t, integers = e * sizes.per_expert, (np.full(e, sizes.per_expert, np.int32),)
 
     def run(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
         return grouped_matmul(*arrays, **{part: kernels.implementation(part) for part in PRODUCTS})
 
-    x, w, out = _array(t, d, dtype=dtype), _array(e, d, q, dtype=dtype), _array(t, q, dtype=dtype)
-    case = Case("grouped_product", run, (x, w), (split,), False, 2.0 * t * d * q, _size(x, w, split, out),
-                Aim("dense", 0.7), PRODUCTS[1:])  # fmt: skip
-    backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(x, w, split, out, x, w))
-    return {"grouped_matmul": case, "grouped_matmul backward": backward}
+    floats, flops = (_array(t, d, dtype=dtype), _array(e, d, q, dtype=dtype)), 2.0 * t * d * q
+    moved = _size(*floats, *integers, _array(t, q, dtype=dtype))
+    case = Case("grouped_product", run, floats, flops, moved, Aim("dense", 0.7), integers, further=PRODUCTS[1:])
+    return _both("grouped_matmul", case, flops=2 * flops, bytes=moved + _size(*floats))
 
 
 def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     e, d, f = sizes.experts, sizes.width, sizes.expert_width
-    t = e * sizes.per_expert
-    shuffled = np.random.default_rng(0).permutation
+    t, shuffled = e * sizes.per_expert, np.random.default_rng(0).permutation
     expert = shuffled(np.repeat(np.arange(e, dtype=np.int32), sizes.per_expert))
     # As many as a router gives that is little trained: in proportion to 1, 1/2, 1/3, …
     shares = np.cumsum(1 / np.arange(1, e + 1)) * t / np.sum(1 / np.arange(1, e + 1))
     uneven = np.searchsorted(shares, np.arange(t), side="right").clip(max=e - 1).astype(np.int32)
-    further = {"uneven groups": (shuffled(uneven),), "one group": (np.zeros(t, np.int32),)}
 
     def run(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
         h, weight, gate_up, down, expert = arrays
         return kernels.ops.experts(h, expert, weight, gate_up, down)
 
-    h, weight = _array(t, d, dtype=dtype), _array(t, dtype=jnp.float32)
+    h, weight, kept = _array(t, d, dtype=dtype), _array(t), _array(t, 2 * f, dtype=dtype)
     floats = (h, weight, _array(e, d, 2 * f, dtype=dtype), _array(e, f, d, dtype=dtype))
-    kept = _array(t, 2 * f, dtype=dtype)
-    case = Case("experts", run, floats, (expert,), False, 6.0 * t * d * f, _size(*floats, expert, h), None, PRODUCTS,
-                further_integers=further)  # fmt: skip
-    backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(*floats, expert, kept, h, *floats))
-    return {"experts": case, "experts backward": backward}
+    flops, moved = 6.0 * t * d * f, _size(*floats, expert, h)
+    case = Case("experts", run, floats, flops, moved, integers=(expert,), further=PRODUCTS)
+    further = {"uneven groups": (shuffled(uneven),), "one group": (np.zeros(t, np.int32),)}
+    case = case._replace(further_integers=further)
+    return _both("experts", case, flops=2 * flops, bytes=moved + _size(kept, *floats))
 
 
 def experts_of_a_step(sizes: Sizes, dtype: str) -> Case:
     """Return the case of both passes, whose gradients of matrices are added to totals, as in a training step."""
     case, backward = _experts(sizes, jnp.dtype(dtype)).values()
     h, _, *matrices = case.floats
-    totals = tuple(_array(1, *w.shape, dtype=jnp.float32) for w in matrices)
+    totals = tuple(_array(1, *w.shape) for w in matrices)
 
     def run(kernels: KernelSelection, up: jax.Array, down: jax.Array, *arrays: jax.Array) -> Any:
         h, weight, *stacks, dout, expert = arrays
@@ -306,8 +295,8 @@ def experts_of_a_step(sizes: Sizes, dtype: str) -> Case:
         gradients = pull(dout)[:2]  # which adds to the totals
         return *map(jax.freeze, refs), out, gradients
 
-    return case._replace(run=run, floats=(*totals, *case.floats, h), flops=3 * case.flops, held=2,
-                         bytes=2 * _size(*totals) + case.bytes + backward.bytes - _size(*matrices))  # fmt: skip
+    moved = 2 * _size(*totals) + case.bytes + backward.bytes - _size(*matrices)
+    return case._replace(run=run, floats=(*totals, *case.floats, h), flops=3 * case.flops, bytes=moved, held=2)
 
 
 def packed_documents(rows: int, tokens: int) -> np.ndarray:
@@ -323,14 +312,11 @@ def _gram_polynomial(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     def polynomial(kernels: KernelSelection, x: jax.Array, coefficients: jax.Array) -> jax.Array:
         return kernels.implementation("gram_polynomial")(x, *coefficients, jnp.ones(x.shape[:-2]))
 
-    x, square = _array(n, p, q, dtype=dtype), _array(n, p, p, dtype=dtype)
-    coefficients = _array(2, dtype=jnp.float32)
-    full = 2.0 * n * p * p * (q + p)
-    case = Case("gram_polynomial", polynomial, (x, coefficients), (), False, full, _size(x, square, coefficients),
-                Aim("reference", 1.5))  # fmt: skip
-    m = _array(n, p, q, dtype=jnp.float32)
-    muon = Case("gram_polynomial", functools.partial(_muon_step, dtype), (m, m, m), (), False,
-                STEPS * (full + 2.0 * n * p * p * q), _size(m, m, m, m, m), None, held=2)  # fmt: skip
+    floats, m, flops = (_array(n, p, q, dtype=dtype), _array(2)), _array(n, p, q), 2.0 * n * p * p * (q + p)
+    moved = _size(*floats, _array(n, p, p, dtype=dtype))
+    case = Case("gram_polynomial", polynomial, floats, flops, moved, Aim("reference", 1.5))
+    step, flops = functools.partial(_muon_step, dtype), STEPS * (flops + 2.0 * n * p * p * q)
+    muon = Case("gram_polynomial", step, (m, m, m), flops, _size(m, m, m, m, m), held=2)
     return {"gram_polynomial": case, "muon": muon}
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from zaya_jax.config.checks import counted, require
 from zaya_jax.errors import InputError, printable
-from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.lab.measure.commands import VERBS
 from zaya_jax.lab.predict.sizing import sizing_command
 from zaya_jax.lab.result import check_request
@@ -84,7 +85,7 @@ def _report(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _add_kernels(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _kernels)
-    what = "mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)"
+    what = f"{', '.join(HARDWARE)} (default: all whose compilers are installed)"
     verb.add_argument("--compile-for", nargs="+", default=[], metavar="GPU", help=what)
     what = "time the implementations of each operation on this machine's device instead, at the sizes of this "
     what += "configuration, with section.key=value to override (default: configs/bench_8b.yaml)"

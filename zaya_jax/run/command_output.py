@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zaya_jax.errors import ExitCode, as_sentence, exit_message, is_expected, visible
-from zaya_jax.hardware.huge_pages import use_huge_pages
+from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.run.progress_record import record_from_environment
 from zaya_jax.run.signals import NAMES, Listener, exit_status, flush_output, ignore_signals, say_and_exit, warn
 

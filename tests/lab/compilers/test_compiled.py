@@ -146,10 +146,9 @@ def add_rows(table, rows):
 compile(add_rows, (16, 64), (512, 64))
 from pathlib import Path
 from zaya_jax.lab.predict.compilers.resources import read_resources
-from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS, DUMP, find_toolchain
+from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS
 folder = Path({str(tmp_path)!r})
-architecture = GPUS[{gpu!r}].architecture
-kernels = read_resources("add_rows", find_toolchain({gpu!r}), architecture, folder / DUMP, folder / CODE_OBJECTS)
+kernels = read_resources("add_rows", {gpu!r}, folder, folder / CODE_OBJECTS)
 print("atomic", sum(kernel.is_atomic for kernel in kernels))
 """
     done = run(gpu, tmp_path, code)
@@ -176,13 +175,13 @@ def test_layers_copy_no_matrices_of_experts():
 def run(gpu, folder, code, flags="", measurements=None):
     """Run code that can call `compile` in a process that compiles for a GPU, with more `flags` of XLA."""
     program = f"""
-from zaya_jax.lab.predict.compilers import cross_compile
+from zaya_jax.lab.predict.compilers import toolchain
 from zaya_jax.lab.predict.compilers.gpus import GPUS
-cross_compile.load_compiler({gpu!r})
+toolchain.load_compiler({gpu!r})
 import functools, jax, jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-device = cross_compile.gpu_devices({gpu!r}, 1)[0]
+device = toolchain.gpu_devices({gpu!r}, 1)[0]
 mesh = jax.sharding.Mesh([device], "x")
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 def compile(function, *shapes):
@@ -208,7 +207,7 @@ def test_each_gpu_compiles_with_the_flags_of_its_preset(gpu, tmp_path):
 @pytest.mark.parametrize(("gpu", "device"), [("mi300x", "AMD Instinct MI300X"), ("h200", "NVIDIA H200")])
 def test_messages_are_combined_up_to_the_measured_size(gpu, device, tmp_path):
     code = f"""
-mesh = jax.sharding.Mesh(cross_compile.gpu_devices({gpu!r}, 8), "x")
+mesh = jax.sharding.Mesh(toolchain.gpu_devices({gpu!r}, 8), "x")
 split, whole = (jax.sharding.PartitionSpec(*axes) for axes in (("x",), ()))
 def gathers(*arrays):
     return [jax.lax.all_gather(x, "x", tiled=True) for x in arrays]

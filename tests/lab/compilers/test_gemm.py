@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tests.lab.compilers.test_compiled import need_stand_ins
-from zaya_jax.hardware.assumptions import ASSUMPTIONS
-from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE
 from zaya_jax.machine.__main__ import main
 
 pytestmark = pytest.mark.compilers

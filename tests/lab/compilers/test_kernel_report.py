@@ -20,8 +20,8 @@ HloModule jit_case, is_scheduled=true
 
 ENTRY %main (p0: f32[64]) -> f32[64] {
   %p0 = f32[64]{0} parameter(0)
-  %call = (f32[64]{0}) custom-call(%p0, %p0), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(case)/attention/pallas_call"}
-  %first = f32[64]{0} get-tuple-element(%call), index=0, metadata={op_name="jit(case)/attention/pallas_call"}
+  %call = (f32[64]{0}) custom-call(%p0, %p0), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(case)/mix/pallas_call"}
+  %first = f32[64]{0} get-tuple-element(%call), index=0, metadata={op_name="jit(case)/mix/pallas_call"}
   ROOT %loop = f32[64]{0} while(%first), condition=%c, body=%body TRIPS
 }
 """  # noqa: E501
@@ -52,7 +52,7 @@ def test_the_verb_prints_a_table_and_writes_a_file(monkeypatch, tmp_path, capsys
     assert found["cases"][0]["references"]["counted"] is False
     assert found["kernels"] == [{"dtype": dtype, **KERNEL._asdict()} for dtype in ("bfloat16", "float32")]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["attention", "bfloat16", "77", "2.0", "KiB", "12", "16", "B", "128"] in lines
+    assert ["attention", "bfloat16", "77", "2.0", "12", "16", "128"] in lines
     assert lines[2][:3] == ["residual_norm", "bfloat16", "6,"]
     assert "2+," in lines[2]
 

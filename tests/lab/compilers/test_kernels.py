@@ -20,9 +20,9 @@ from tests.train_helpers import ROOT
 from zaya_jax.config import MuonConfig, OptimizerConfig
 from zaya_jax.lab.kernel_cases import EIGHT_B, cases, passes
 from zaya_jax.lab.measure.tune import DECIDING, deciding_cases, with_choice
-from zaya_jax.lab.predict.compilers.cross_compile import compile_program
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.kernels import Request, compile_cases, moved_bytes, read_program
+from zaya_jax.lab.predict.compilers.toolchain import compile_program
 from zaya_jax.ops.kernel_table import Choice, tiles_of
 from zaya_jax.ops.registry import OPERATIONS, select_kernels
 from zaya_jax.optim.build import make_optimizer

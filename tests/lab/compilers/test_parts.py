@@ -13,7 +13,7 @@ from tests.lab.compilers.test_schedule import ENTRY
 from tests.train_helpers import ROOT
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse, walk
-from zaya_jax.lab.predict.compilers.predict import instruction_cost, instruction_part, is_launch, predict
+from zaya_jax.lab.predict.compilers.predict import instruction_part, instruction_work, is_launch, predict
 from zaya_jax.ops.parts import OTHER, part, part_of
 from zaya_jax.train.profiler import program_text
 
@@ -93,7 +93,7 @@ def test_what_xla_adds_belongs_to_its_loop_or_to_what_it_is_next_to():
     assert found == {"zeros": "layers", "async-start": "layers", "norm": "optimizer", "result": "optimizer"}
     assert OTHER not in predict(entry, HARDWARE["h200"]).parts
     (loop,) = entry.loops()
-    assert instruction_cost(loop, loop.instructions[2]).bytes == 2 * 4 * 1024  # what the copy reads and writes
+    assert instruction_work(loop, loop.instructions[2]).bytes == 2 * 4 * 1024  # what the copy reads and writes
 
 
 def test_the_text_of_a_traced_program_names_copies_of_slices_as_the_trace_does():

@@ -5,8 +5,7 @@ import pytest
 
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
-from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS
 from zaya_jax.lab.predict.dry_run.estimate import advice, estimate_phase, model_flops, simulated_programs, speedups
 from zaya_jax.lab.predict.dry_run.memory import Activations, Memory
 from zaya_jax.lab.predict.dry_run.traffic import Transfer, seconds

@@ -33,7 +33,7 @@ def test_another_process_simulates_the_devices(monkeypatch):
         )
         return subprocess.CompletedProcess(command, 0, '{"proof": "compiled", "host_bytes": 5}', "")
 
-    monkeypatch.setattr(prove.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     proof = prove.prove(config, 0, 6)
     assert asked == [[sys.executable, "-m", "zaya_jax.lab.predict.dry_run.prove"], config, ["0"], "6", "cpu"]
     assert proof.pop("seconds") >= 0

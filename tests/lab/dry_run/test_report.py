@@ -81,14 +81,14 @@ def test_a_table_has_the_unit_of_its_largest_value(largest, unit):
 
 
 def test_without_hardware_the_summary_is_the_memory(printed):
-    phase = report._Phase(estimate(), printed["phases"][0]["compiled"], None, None)
+    phase = report._Phase(estimate(), printed["phases"][0]["compiled"])
     (line,) = report._answer(phase, None)
     assert re.fullmatch(r"Phase train: \d+\.\d MB per device", line)
 
 
 def test_a_phase_that_does_not_fit_says_so_first(printed):
     device = HARDWARE["mi300x"]._replace(memory=1e6)
-    phase = report._Phase(estimate(), printed["phases"][0]["compiled"], None, None)
+    phase = report._Phase(estimate(), printed["phases"][0]["compiled"])
     first, _, last = report._answer(phase, device)
     assert re.fullmatch(r"Phase train: DOES NOT FIT, .* of 0.0 GB per device that XLA may allocate", first)
     assert re.fullmatch(r"  try: .*more devices", last)

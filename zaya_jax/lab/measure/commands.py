@@ -166,8 +166,7 @@ def _add_gemm(verbs: Any, program: str) -> None:
     flag("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
     what = "bytes that are overwritten before a cold call, at least the size of the last-level cache (default: 512M)"
     flag("--flush", default="512M", metavar="SIZE", help=what)
-    gpus = "mi300x, mi355x, h100 or h200, which need not be here"
-    what = f"compile the products for {gpus}, and predict their speeds instead of measuring"
+    what = f"compile the products for {', '.join(HARDWARE)}, which need not be here, and predict their speeds"
     flag("--compile-for", metavar="GPU", help=what)
     add_flags(verb, repeats=5, png="the speeds")
 

@@ -23,9 +23,8 @@ from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.predict.compilers.compiled import check_gpu, run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
-from zaya_jax.lab.predict.compilers.kernels import program_files
 from zaya_jax.lab.predict.compilers.predict import launches, predict
-from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, silence_plugins
+from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files, silence_plugins
 from zaya_jax.lab.predict.sizing.rules import Product, products
 from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables

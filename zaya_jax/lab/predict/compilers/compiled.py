@@ -18,7 +18,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import Place, entry_place, parse
 from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources
-from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS, DUMP, environment, find_toolchain
+from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS, environment
 
 # Parts of a line that says why a compiler failed, the most telling first.
 _TELLING = ("is a stand-in", "RESOURCE_EXHAUSTED", "Check failed", "Error")
@@ -70,28 +70,22 @@ def check_devices(gpu: str, devices: int) -> None:
     check_gpu(gpu)
     node = HARDWARE[gpu].node_size
     if devices > node and devices % node:
-        raise InputError(f"--devices is {devices}, but must be at most {node} or a multiple of {node} with "
-                         f"--compile-for {gpu}, whose nodes have {node} GPUs.")  # fmt: skip
+        most = f"at most {node} or a multiple of {node} with --compile-for {gpu}, whose nodes have {node} GPUs"
+        raise InputError(f"--devices is {devices}, but must be {most}.")
 
 
 def compile_step(config: Config, phase: int, gpu: str, devices: int) -> CompiledStep:
-    """Compile the largest step of a phase for `devices` GPUs.
-
-    Args:
-      config: configuration of the run.
-      phase: index of the phase.
-      gpu: name in `GPUS`.
-      devices: number of devices.
+    """Compile the largest step of a phase for `devices` GPUs of a kind in `GPUS`.
 
     Raises:
       InputError: the packages of the compiler are missing, or the compiler refuses the step.
     """
-    toolchain, start = find_toolchain(gpu), time.monotonic()
+    start = time.monotonic()
     failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
     with run_worker("step", gpu, (str(phase), str(devices)), failure, config) as folder:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
-        kernels = read_resources("train_step", toolchain, GPUS[gpu].architecture, folder / DUMP, folder / CODE_OBJECTS)
+        kernels = read_resources("train_step", gpu, folder, folder / CODE_OBJECTS)
     host_bytes = facts.pop("host_bytes")
     return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
 
@@ -100,35 +94,40 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
 def run_worker(
     what: str, gpu: str, arguments: Sequence[str], failure: str, config: Config | None = None
 ) -> Iterator[Path]:
-    """Run `worker` in a process with the environment of a GPU's compiler.
+    """Run `compile_worker` with the environment of a GPU's compiler, and yield the folder of what both wrote.
 
-    Args:
-      what: what to compile, the first argument of `worker`.
-      gpu: name in `GPUS`, the second one.
-      arguments: the others, without the last ones, which are the file of `config` and the folder.
-      failure: start of the message if the compiler fails.
-      config: configuration, whose key `measurements` sets flags; None if the worker needs none.
-
-    Yields:
-      The temporary folder of what the worker and the compiler wrote.
+    Its arguments are `what` to compile, the `gpu`, these `arguments`, the file of `config`, if the worker needs one
+    (whose key `measurements` sets flags), and the folder.
 
     Raises:
-      InputError: the packages of the compiler are missing, or the process fails.
+      InputError: the packages of the compiler are missing, or the process fails; the message starts with `failure`.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        command = [sys.executable, "-m", "zaya_jax.lab.compile_worker", what, gpu, *arguments]
-        if config is not None:
-            command.append(str(folder / "config.yaml"))
-            Path(command[-1]).write_text(to_yaml(config), encoding="utf-8")
-        command.append(str(folder))
-        process = subprocess.run(  # noqa: S603 (this program, on files of our own)
-            command, capture_output=True, text=True, check=False,
-            env=environment(gpu, folder, None if config is None else config.measurements),
-        )  # fmt: skip
-        if process.returncode:
-            raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
+        files = [] if config is None else [write_config(config, folder)]
+        variables = environment(gpu, folder, None if config is None else config.measurements)
+        run_compiler("zaya_jax.lab.compile_worker", (what, gpu, *arguments, *files, temporary), failure, variables)
         yield folder
+
+
+def write_config(config: Config, folder: Path) -> str:
+    """Write a configuration into a folder, and return its file."""
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    return str(path)
+
+
+def run_compiler(module: str, arguments: Sequence[str], failure: str, variables: Mapping[str, str]) -> str:
+    """Run a module that compiles with these environment variables, and return what it prints.
+
+    Raises:
+      InputError: the process fails; the message starts with `failure`.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)  # noqa: S603 (ours)
+    if process.returncode:
+        raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
+    return process.stdout
 
 
 def failure_reason(status: int, stderr: str) -> str:

@@ -1,48 +1,61 @@
 """The report of a compiled step, as text and as JSON."""
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
-from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, LINKS, Hardware
 from zaya_jax.lab.predict.compilers.collectives import mesh_axes
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep
-from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import FUSIONS, Instruction, Place, shape_bytes, walk
 from zaya_jax.lab.predict.compilers.predict import Prediction, fusion_bytes, is_launch, launches
+from zaya_jax.lab.predict.compilers.resources import resource_cells, resource_heads
+from zaya_jax.lab.result import table_lines
+from zaya_jax.run.table import NONE, Table, number, percent
 
-_GB, _MB = 1e9, 1e6
+_GB, _MB, _MS = 1e9, 1e6, 1e-3
+_UNITS = _MS, _MS, 1e12, _GB  # of the fields of `PartCost`
 _LISTED = 8  # rows of a table in the text; the JSON has all
 LARGE = 50e6  # bytes of a move that is listed
-_MOVING = {"bitcast", "bitcast-convert", "broadcast", "concatenate", "constant", "convert", "copy", "dynamic-slice",
-           "dynamic-update-slice", "get-tuple-element", "iota", "pad", "parameter", "reshape", "reverse", "slice",
-           "transpose", "tuple"}  # fmt: skip
+_MOVING = re.compile(
+    "bitcast|bitcast-convert|broadcast|concatenate|constant|convert|copy|(dynamic-)?slice|dynamic-update-slice|"
+    "get-tuple-element|iota|pad|parameter|reshape|reverse|transpose|tuple"
+)
 _INDEXING = {"s32", "u32", "s64", "u64", "pred"}  # what indices are computed in
+_PASS = {
+    "step": "whole step",
+    "micro-batches": "one micro-batch",
+    "layers forward": "one group of layers, forward",
+    "layers backward": "one group of layers, backward",
+    "loss": "one chunk of the loss",
+}
+
+
+def section(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]], indent: str = "  ") -> list[str]:
+    """Return the lines of a table of a phase, or its title if it has no rows."""
+    title, *lines = table_lines(Table(title, list(heads), list(map(list, rows)))) or [title]
+    return [f"{indent}{title}", *(f"{indent}  {line}" for line in lines)]
 
 
 def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Describe each collective of a step, those that cost the most exposed time first.
-
-    Args:
-      prediction: of the step.
-      axes: number of devices along each mesh axis.
-    """
+    """Describe each collective of a step on a mesh with these `axes`, those with the most exposed time first."""
     rows = []
     for collective, seconds, exposed in prediction.exposures:
-        place, overlapped = collective.place, Counter[str]()
-        for instruction in collective.between:
-            if instruction.opcode == "while":
-                loop = place.loop(instruction)
-                overlapped[f"{loop.kind} ×{loop.trips}"] += 1
-            elif is_launch(instruction):
-                overlapped[instruction.kernel or instruction.opcode] += 1
-        rows.append({
-            "kind": collective.kind, "place": place.label,
+        place = collective.place
+        loops = [place.loop(x) for x in collective.between if x.opcode == "while"]
+        launched = [x.kernel or x.opcode for x in collective.between if is_launch(x)]
+        row = {
+            "kind": collective.kind,
+            "place": place.label,
             "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
-            "bytes": collective.bytes, "times": place.times, "seconds": seconds * place.times,
-            "exposed_seconds": exposed * place.times, "overlapped": dict(overlapped),
-        })  # fmt: skip
+            "bytes": collective.bytes,
+            "times": place.times,
+            "seconds": seconds * place.times,
+            "exposed_seconds": exposed * place.times,
+            "overlapped": dict(Counter([*launched, *(f"{loop.kind} ×{loop.trips}" for loop in loops)])),
+        }
+        rows.append(row)
     return sorted(rows, key=lambda row: -row["exposed_seconds"])
 
 
@@ -61,10 +74,12 @@ def move_rows(entry: Place, least: float = LARGE) -> list[dict[str, Any]]:
     Those that move the most bytes come first; nothing that computes is among them.
     """
     rows = [
-        {"bytes": moved, "times": place.times, "place": place.label, "what": _what(instruction)}
-        for place in walk(entry) if place.outer is not None
-        for instruction in place.instructions if (moved := _moved(place, instruction)) >= least
-    ]  # fmt: skip
+        {"bytes": moved, "times": place.times, "place": place.label, "what": instruction.title}
+        for place in walk(entry)
+        if place.outer is not None
+        for instruction in place.instructions
+        if (moved := _moved(place, instruction)) >= least
+    ]
     return sorted(rows, key=lambda row: -row["bytes"] * row["times"])
 
 
@@ -75,58 +90,47 @@ def _moved(place: Place, instruction: Instruction) -> int:
     if instruction.opcode not in FUSIONS:
         return 0
     body = place.module.computations[instruction.called("calls")]
-    computes = any(x.opcode not in _MOVING and x.shape.partition("[")[0] not in _INDEXING for x in body)
+    rest = (x for x in body if not _MOVING.fullmatch(x.opcode))
+    computes = any(x.shape.partition("[")[0] not in _INDEXING for x in rest)
     return 0 if computes else fusion_bytes(place.module, instruction)
-
-
-def costliest_rows(prediction: Prediction) -> list[dict[str, Any]]:
-    """Describe fusions and copies of a step, the costliest first."""
-    return [
-        {"seconds": seconds, "times": times, "place": place.label, "what": _what(instruction),
-         "bytes": shape_bytes(instruction.shape)}
-        for seconds, times, place, instruction in prediction.costliest
-    ]  # fmt: skip
-
-
-def _what(instruction: Instruction) -> str:
-    """Name an instruction by the end of its jax path."""
-    path = [
-        part for part in instruction.op_name.split("/") if part not in ("while", "body", "closed_call", "checkpoint")
-    ]
-    return f"{instruction.opcode} {'/'.join(path[-2:]) or instruction.name}"
 
 
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
-    memory, moves = step.memory, move_rows(step.entry)
-    moved = sum(row["bytes"] * row["times"] for row in moves)
+    memory, total, exposed = step.memory, prediction.seconds, prediction.exposed_seconds
+    sizes = {
+        "state and batch": memory["arguments"],
+        "temporaries": memory["temporaries"],
+        "outputs, not donated": memory["outputs"] - memory["donated"],
+        f"sum, of {hardware.allocatable / _GB:.1f}": step.peak_memory,
+    }
+    components = [(name, part, part / total) for name, part in prediction.components.items() if part > 0.002 * total]
+    parts = [(name, *map(number, cost, _UNITS)) for name, cost in prediction.parts.items()]
+    parts += [("collectives, exposed", number(exposed, _MS), NONE, NONE, NONE)] if exposed else []
+    passes = ((_PASS[kind], str(count)) for kind, count in launch_rows(step.entry).items())
+    costliest, moves = prediction.costliest[:_LISTED], move_rows(step.entry)
+    moved = sum(row["bytes"] * row["times"] for row in moves) / _GB
+    used = f"{step.host_bytes / _GB:.1f} GB of this machine's memory"
+    limits = "predicted time by part of the step, and what the data sheet's peaks would allow"
+    large = f"copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops"
+    listed = ((f"{x['times']:,}", number(x["bytes"], _MB), x["what"], x["place"]) for x in moves[:_LISTED])
     return [
-        f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {step.host_bytes / _GB:.1f} GB of this "
-        "machine's memory",
-        "  memory per device, from the compiler",
-        f"    {'state and batch':<22}{memory['arguments'] / _GB:10.2f} GB",
-        f"    {'temporaries':<22}{memory['temporaries'] / _GB:10.2f} GB",
-        f"    {'outputs, not donated':<22}{(memory['outputs'] - memory['donated']) / _GB:10.2f} GB",
-        f"    {'sum':<22}{step.peak_memory / _GB:10.2f} GB of {hardware.allocatable / _GB:.1f}",
-        "  predicted time per step",
-        *(
-            f"    {name:<26}{1e3 * seconds:12,.1f} ms{seconds / prediction.seconds:7.0%}"
-            for name, seconds in prediction.components.items()
-            if seconds > 0.002 * prediction.seconds
+        f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {used}",
+        *section("memory per device, from the compiler", ("", "GB"), ((x, number(y, _GB)) for x, y in sizes.items())),
+        *section(
+            "predicted time per step", ("", "ms", ""), ((x, number(y, _MS), percent(z)) for x, y, z in components)
         ),
-        *_part_lines(prediction),
-        "  kernel launches",
-        *(f"    {_PASS[kind]:<34}{count:8,}" for kind, count in launch_rows(step.entry).items()),
-        *_collective_lines(prediction, axes),
-        "  costliest fusions and copies, per step",
-        *(f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}"
-          for row in costliest_rows(prediction)[:_LISTED]),
-        f"  copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops: {len(moves)}, "
-        f"{moved / _GB:,.0f} GB per step",
-        *(f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}"
-          for row in moves[:_LISTED]),
+        *section(limits, ("", "predicted (ms)", "roofline (ms)", "TFLOP", "GB moved"), parts),
+        *section("kernel launches", ("", "launches"), passes),
+        *_collective_lines(collective_rows(prediction, axes)),
+        *section(
+            "costliest fusions and copies, per step",
+            ("ms", "what", "place"),
+            ((number(row["seconds"], _MS), row["what"], row["place"]) for row in costliest),
+        ),
+        *section(f"{large}: {len(moves)}, {moved:,.0f} GB per step", ("times", "MB", "what", "place"), listed),
         *_kernel_lines(step),
-    ]  # fmt: skip
+    ]
 
 
 def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int]) -> dict[str, Any]:
@@ -139,64 +143,39 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
         "launches": launch_rows(step.entry),
         "collectives": collective_rows(prediction, axes),
         "moves": move_rows(step.entry),
-        "costliest": costliest_rows(prediction),
+        "costliest": prediction.costliest,
         "kernels": [kernel._asdict() for kernel in step.kernels],
-        "predicted": {"seconds": prediction.seconds, "components": prediction.components,
-                      "parts": {part: cost._asdict() for part, cost in prediction.parts.items()},
-                      "assumptions": {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()}},
-    }  # fmt: skip
+        "predicted": {
+            "seconds": prediction.seconds,
+            "components": prediction.components,
+            "parts": {part: cost._asdict() for part, cost in prediction.parts.items()},
+            "assumptions": {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()},
+        },
+    }
 
 
-def _part_lines(prediction: Prediction) -> list[str]:
-    exposed = prediction.exposed_seconds
-    lines = ["  predicted time by part of the step, and what the data sheet's peaks would allow",
-             f"    {'':<14}{'predicted':>13}{'roofline':>14}{'TFLOP':>10}{'GB moved':>11}"]  # fmt: skip
-    for part, cost in prediction.parts.items():
-        lines.append(f"    {part:<14}{1e3 * cost.seconds:10,.1f} ms{1e3 * cost.roofline:11,.1f} ms"
-                     f"{cost.flops / 1e12:10,.1f}{cost.bytes / _GB:11,.0f}")  # fmt: skip
-    return [*lines, f"    {'collectives':<14}{1e3 * exposed:10,.1f} ms exposed"] if exposed else lines
-
-
-_PASS = {
-    "step": "whole step",
-    "micro-batches": "one micro-batch",
-    "layers forward": "one group of layers, forward",
-    "layers backward": "one group of layers, backward",
-    "loss": "one chunk of the loss",
-}
-
-
-def _collective_lines(prediction: Prediction, axes: Mapping[str, int]) -> list[str]:
-    rows = collective_rows(prediction, axes)
-    if not rows:
-        return ["  collectives: none"]
-    lines = ["  collectives, per step; 'exposed' is not hidden behind other work"]
+def _collective_lines(rows: list[dict[str, Any]]) -> list[str]:
+    heads = "exposed (ms)", "all (ms)", "kind", "over", "times", "MB", "place", "overlaps with"
+    cells = []
     for row in rows[:_LISTED]:
-        other = ", ".join(f"{count} {what}" for what, count in row["overlapped"].items()) or "nothing"
-        lines.append(
-            f"    {1e3 * row['exposed_seconds']:9,.1f} of {1e3 * row['seconds']:,.1f} ms exposed: {row['kind']} over "
-            f"{' × '.join(row['axes']) or 'no mesh axis'}, {row['times']} × {row['bytes'] / _MB:,.1f} MB in "
-            f"{row['place']}; overlaps with: {other[:120]}"
-        )
-    if len(rows) > _LISTED:
-        rest = sum(row["exposed_seconds"] for row in rows[_LISTED:])
-        lines.append(f"    {1e3 * rest:9,.1f} ms exposed in {len(rows) - _LISTED} others")
-    return lines
+        axes, other = " × ".join(row["axes"]), (f"{count} {what}" for what, count in row["overlapped"].items())
+        times = (number(row[key], _MS) for key in ("exposed_seconds", "seconds"))
+        size, overlaps = number(row["bytes"], _MB), ", ".join(other)[:120] or "nothing"
+        cells.append((*times, row["kind"], axes or "no mesh axis", f"{row['times']:,}", size, row["place"], overlaps))
+    if others := rows[_LISTED:]:
+        exposed, seconds = (number(sum(row[key] for row in others), _MS) for key in ("exposed_seconds", "seconds"))
+        cells.append((exposed, seconds, f"{len(others)} others", *[NONE] * 5))
+    exposed = ", per step; 'exposed' is not hidden behind other work" if rows else ": none"
+    return section(f"collectives{exposed}", heads, cells)
 
 
 def _kernel_lines(step: CompiledStep) -> list[str]:
-    spilling = [kernel for kernel in step.kernels if kernel.vector_spills or kernel.scalar_spills or kernel.scratch]
+    spilling = [kernel for kernel in step.kernels if kernel.spills or kernel.scratch]
     ours = {call.kernel for place in walk(step.entry) for call in place.instructions if call.kernel}
-    listed = [kernel for kernel in step.kernels if kernel.name.partition("__")[0] in ours or kernel in spilling]
-    most = {kernel.name.partition("__")[0]: kernel for kernel in sorted(listed, key=lambda kernel: kernel.registers)}
-    spills = "spilled bytes" if GPUS[step.gpu].platform == "cuda" else "spilled registers"
-    lines = [f"  {len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory",
-             f"    {'kernel':<30}{'registers':>10}{'shared memory':>15}{spills:>20}{'scratch':>9}"]  # fmt: skip
-    for name, kernel in sorted(most.items()):
-        lines.append(f"    {name[:29]:<30}{kernel.registers:>10}{kernel.shared / 1024:>11.1f} KiB"
-                     f"{kernel.vector_spills + kernel.scalar_spills:>20}{kernel.scratch:>7} B")  # fmt: skip
-    atomic = ", ".join(sorted(kernel.name for kernel in step.kernels if kernel.is_atomic))
-    return [
-        *lines,
-        f"  kernels with atomic operations, whose sums differ in the last bits between runs: {atomic or 'none'}",
-    ]
+    listed = [kernel for kernel in step.kernels if kernel.family in ours or kernel in spilling]
+    most = {kernel.family: kernel for kernel in sorted(listed, key=lambda kernel: kernel.registers)}
+    rows = ((name[:29], *resource_cells(kernel)) for name, kernel in sorted(most.items()))
+    title = f"{len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory"
+    atomic = ", ".join(sorted(kernel.name for kernel in step.kernels if kernel.is_atomic)) or "none"
+    varying = f"  kernels with atomic operations, whose sums differ in the last bits between runs: {atomic}"
+    return [*section(title, ("kernel", *resource_heads(step.gpu)), rows), varying]

@@ -18,7 +18,6 @@ class Gpu(NamedTuple):
     platform: str  # 'cuda' or 'rocm'
     architecture: str  # instruction set, as in `Target`
     kind: str  # the runtime's name for the device
-    cores: int  # streaming multiprocessors or compute units
     clock: float  # boost clock in GHz
     l2: int  # bytes of the L2 cache (of one die on AMD)
     shared: int  # bytes of shared memory (LDS) of a core
@@ -31,15 +30,14 @@ class Gpu(NamedTuple):
         return Target(self.platform, self.kind, self.architecture)
 
 
-_HOPPER = {"platform": "cuda", "architecture": "sm_90", "cores": 132, "clock": 1.98, "l2": 50 * _KIB**2,
-           "shared": 228 * _KIB, "shared_per_block": 227 * _KIB, "registers": 65536}  # fmt: skip
+_HOPPER = Gpu("cuda", "sm_90", "NVIDIA H200", 1.98, 50 * _KIB**2, 228 * _KIB, 227 * _KIB, 65536)
 
 # The names are those of `hardware.data_sheets.HARDWARE`. jax's Triton lowering recognises AMD's kinds by 'gfx'.
 GPUS = {
-    "h100": Gpu(kind="NVIDIA H100 80GB HBM3", **_HOPPER),
-    "h200": Gpu(kind="NVIDIA H200", **_HOPPER),
-    "mi300x": Gpu("rocm", "gfx942", "gfx942", 304, 2.1, 4 * _KIB**2, 64 * _KIB, 64 * _KIB, 131072),
-    "mi355x": Gpu("rocm", "gfx950", "gfx950", 256, 2.4, 4 * _KIB**2, 160 * _KIB, 160 * _KIB, 131072),
+    "h100": _HOPPER._replace(kind="NVIDIA H100 80GB HBM3"),
+    "h200": _HOPPER,
+    "mi300x": Gpu("rocm", "gfx942", "gfx942", 2.1, 4 * _KIB**2, 64 * _KIB, 64 * _KIB, 131072),
+    "mi355x": Gpu("rocm", "gfx950", "gfx950", 2.4, 4 * _KIB**2, 160 * _KIB, 160 * _KIB, 131072),
 }
 
 
@@ -53,25 +51,16 @@ def target_config(name: str) -> str:
     else:
         capability = f'rocm_compute_capability {{ gcn_arch_name: "{gpu.architecture}:sramecc+:xnack-" }}'
         versions = "dnn_version_info { }"
+    cuda, warp = gpu.platform == "cuda", 32 if gpu.platform == "cuda" else 64
     return f"""
 gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: {32 if gpu.platform == "cuda" else 64}
-  shared_memory_per_block: {48 * _KIB if gpu.platform == "cuda" else gpu.shared_per_block}
-  shared_memory_per_block_optin: {gpu.shared_per_block}
-  shared_memory_per_core: {gpu.shared}
-  threads_per_core_limit: 2048
-  core_count: {gpu.cores}
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {sheet.bandwidth:.0f}
-  l2_cache_size: {gpu.l2}
-  clock_rate_ghz: {gpu.clock}
-  device_memory_size: {sheet.memory:.0f}
-  registers_per_core_limit: {gpu.registers}
-  registers_per_block_limit: {gpu.registers}
+  threads_per_block_limit: 1024 threads_per_core_limit: 2048 threads_per_warp: {warp} fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  shared_memory_per_block: {48 * _KIB if cuda else gpu.shared_per_block}
+  shared_memory_per_block_optin: {gpu.shared_per_block} shared_memory_per_core: {gpu.shared}
+  registers_per_core_limit: {gpu.registers} registers_per_block_limit: {gpu.registers}
+  core_count: {sheet.units} clock_rate_ghz: {gpu.clock} l2_cache_size: {gpu.l2}
+  memory_bandwidth: {sheet.bandwidth:.0f} device_memory_size: {sheet.memory:.0f}
   {capability}
 }}
 platform_name: "{gpu.platform.upper()}"

@@ -10,8 +10,12 @@ from typing import NamedTuple
 
 from zaya_jax.ops.parts import LAYERS, OTHER, part_of
 
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
-              "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
+ITEM_BYTES = {
+    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
+    **dict.fromkeys(("s16", "u16", "bf16", "f16"), 2),
+    **dict.fromkeys(("s32", "u32", "f32"), 4),
+    **dict.fromkeys(("s64", "u64", "f64"), 8),
+}
 FUSIONS = "fusion", "fusion-start"  # opcodes; the second is of copies that run beside other work
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"(?:ROOT )?%([\w.\-]+) = (.*)")
@@ -33,6 +37,13 @@ class Instruction(NamedTuple):
     def op_name(self) -> str:
         """The path of the jax operation that it comes from; empty if unknown."""
         return self.attribute(r'op_name="([^"]*)"')
+
+    @property
+    def title(self) -> str:
+        """Opcode, and the end of the path of the jax operation; the name of an instruction without one."""
+        wrappers = ("while", "body", "closed_call", "checkpoint")
+        path = [part for part in self.op_name.split("/") if part not in wrappers]
+        return f"{self.opcode} {'/'.join(path[-2:]) or self.name}"
 
     @property
     def custom_call(self) -> str:
@@ -91,12 +102,13 @@ class Place:
     def neighbours(self) -> dict[str, list[Instruction]]:
         """The instructions that take the result of each, and then those that make its operands, by its name."""
         by_name = {instruction.name: instruction for instruction in self.instructions}
-        users = defaultdict[str, list[Instruction]](list)
+        near = defaultdict[str, list[Instruction]](list)
         for instruction in self.instructions:
             for operand in instruction.operands:
-                users[operand].append(instruction)
-        return {name: [*users[name], *(by_name[operand] for operand in x.operands if operand in by_name)]
-                for name, x in by_name.items()}  # fmt: skip
+                near[operand].append(instruction)
+        for name, x in by_name.items():
+            near[name] += [by_name[operand] for operand in x.operands if operand in by_name]
+        return near
 
     def loops(self) -> Iterator["Place"]:
         """Yield the loops that start in this place."""
@@ -106,8 +118,8 @@ class Place:
 
     def loop(self, instruction: Instruction) -> "Place":
         """Return the place of a `while` of this place."""
-        trips = (instruction.attribute(r'known_trip_count":\{"n":"(\d+)"')
-                 or instruction.attribute(r'op_name="[^"]*/micro_batches_(\d+)/while"'))  # fmt: skip
+        patterns = (r'known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*/micro_batches_(\d+)/while"')
+        trips = next(filter(None, map(instruction.attribute, patterns)), "")
         return Place(self.module, instruction.called("body"), int(trips or 1), self, instruction.op_name, bool(trips))
 
     @property
@@ -201,11 +213,8 @@ def _closing(text: str, start: int) -> int:
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """Return dtype and dimensions of each array in the text of a shape."""
-    return [
-        (dtype, tuple(int(size) for size in sizes.split(",") if size))
-        for dtype, sizes in _ARRAY.findall(shape)
-        if dtype in ITEM_BYTES
-    ]
+    found = ((dtype, sizes) for dtype, sizes in _ARRAY.findall(shape) if dtype in ITEM_BYTES)
+    return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in found]
 
 
 def shape_bytes(shape: str) -> int:

@@ -9,11 +9,12 @@ from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import EIGHT_B, Case, cases
 from zaya_jax.lab.predict.compilers.compiled import check_gpu, run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, entry_place, parse, shape_bytes, walk
-from zaya_jax.lab.predict.compilers.predict import instruction_cost, is_launch, launches
-from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources
-from zaya_jax.lab.predict.compilers.toolchain import DUMP, find_toolchain
-from zaya_jax.lab.result import describe_run, write_result
+from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, entry_place, parse, walk
+from zaya_jax.lab.predict.compilers.predict import instruction_work, launches
+from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources, resource_cells, resource_heads
+from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files
+from zaya_jax.lab.result import describe_run, print_tables, write_result
+from zaya_jax.run.table import Table
 
 SIDES = ("kernels", "references")
 DTYPES = ("bfloat16", "float32")
@@ -53,11 +54,8 @@ class CompiledProgram(NamedTuple):
 
 def moved_bytes(place: Place, instruction: Instruction) -> int:
     """Return the bytes that a launch reads and writes; 0 for instructions that launch nothing."""
-    if instruction.kernel and is_launch(instruction):
-        read = sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
-        return read + shape_bytes(instruction.shape)
-    cost = instruction_cost(place, instruction)
-    return int(cost.bytes) if cost else 0
+    work = instruction_work(place, instruction)
+    return int(work.bytes) if work else 0
 
 
 def requested(request: Request) -> Iterator[tuple[str, str, str, str, Case]]:
@@ -71,10 +69,6 @@ def requested(request: Request) -> Iterator[tuple[str, str, str, str, Case]]:
 
 def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], CompiledProgram]:
     """Compile cases for a GPU, in a process of their own; a backward case includes its forward pass.
-
-    Args:
-      gpu: name in `GPUS`.
-      request: what to compile.
 
     Returns:
       The programs by dtype, case's name and side.
@@ -95,30 +89,22 @@ def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], Comp
     return programs
 
 
-def program_files(folder: Path, name: str) -> tuple[Path, Path]:
-    """Return the file of a program's HLO, and the folder of its code objects on AMD."""
-    return folder / f"{name}.hlo", folder / name
-
-
 def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:
-    """Read a program that `cross_compile.compile_program` wrote."""
+    """Read a program that `toolchain.compile_program` wrote."""
     text, objects = program_files(folder, name)
     entry = entry_place(parse(text.read_text(encoding="utf-8")))
     pallas = {instruction.kernel for place in walk(entry) for instruction in place.instructions}
-    every = read_resources(name, find_toolchain(gpu), GPUS[gpu].architecture, folder / DUMP, objects)
-    kernels = [kernel._replace(name=kernel.name.partition("__")[0]) for kernel in every]  # name__1, … in one program
-    return CompiledProgram(entry, [kernel for kernel in kernels if kernel.name in pallas])
+    kernels = read_resources(name, gpu, folder, objects)
+    return CompiledProgram(
+        entry, [kernel._replace(name=kernel.family) for kernel in kernels if kernel.family in pallas]
+    )
 
 
 def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
-    """Compile all cases at the 8B's sizes with kernels and with references, print a table for each GPU, and write them.
+    """Compile all cases at the 8B's sizes, with kernels and with references, for GPUs of these `names`.
 
-    Args:
-      names: names in `GPUS`; empty for all whose compilers are installed.
-      output: JSON file, written after each GPU; None for no file.
-
-    Returns:
-      What was written: `gpus`, by name the cases and kernels (`_report`).
+    Without names, these are all whose compilers are installed. For each GPU a table is printed, and the result written
+    to the JSON file `output`, if it is not None: in `gpus`, by name the cases and kernels (`_report`).
 
     Raises:
       InputError: a name is unknown, or its compiler is missing; or no compiler is installed.
@@ -128,13 +114,13 @@ def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
         find_toolchain(name)
     names = names or [name for name in GPUS if _is_installed(name)]
     if not names:
-        raise InputError("No compiler for GPUs is installed. Install one with pip install 'zaya-jax[compile-cuda]' or "
-                         "pip install 'zaya-jax[compile-rocm]'.")  # fmt: skip
+        install = " or ".join(f"pip install 'zaya-jax[compile-{platform}]'" for platform in ("cuda", "rocm"))
+        raise InputError(f"No compiler for GPUs is installed. Install one with {install}.")
     result = describe_run("compiled kernels", f"the 8B's: {EIGHT_B}", "the references", _PACKAGES)
     result["gpus"] = {}
     for gpu in names:
         result["gpus"][gpu] = report = _report(gpu)
-        print("\n".join(_table(gpu, report)), flush=True)
+        print_tables(_tables(gpu, report))
         write_result(result, output)
     return result
 
@@ -150,19 +136,17 @@ def _is_installed(name: str) -> bool:
 def _report(gpu: str) -> dict[str, Any]:
     """Compile all cases for a GPU, and describe them.
 
-    Returns:
-      `cases`, a list with the minimum bytes of each case, and for each side `launches`, `bytes` and `counted`
-      (`CompiledProgram`); `kernels`, a list with the resources of each kernel, of which there may be variants.
+    `cases` lists the minimum bytes of each case, and for each side `launches`, `bytes` and `counted`
+    (`CompiledProgram`); `kernels` the resources of each kernel, of which there may be variants.
     """
-    request = Request()
-    programs = compile_cases(gpu, request)
+    programs = compile_cases(gpu, Request())
     rows, kernels = [], set[tuple[str, KernelResources]]()
-    for dtype in request.dtypes:
+    for dtype in DTYPES:
         every = cases(EIGHT_B, dtype)
         for name, case in every.items():
             least = case.bytes + (every[name.removesuffix(" backward")].bytes if case.backward else 0)
             row: dict[str, Any] = {"case": name, "dtype": dtype, "least_bytes": least}
-            for side in request.sides:
+            for side in SIDES:
                 program = programs[dtype, name, side]
                 row[side] = {"launches": program.launches, "bytes": program.bytes, "counted": program.counted}
                 kernels |= {(dtype, kernel) for kernel in program.kernels}
@@ -171,16 +155,16 @@ def _report(gpu: str) -> dict[str, Any]:
     return {"cases": rows, "kernels": [{"dtype": dtype, **kernel._asdict()} for dtype, kernel in ordered]}
 
 
-def _table(gpu: str, report: dict[str, Any]) -> Iterator[str]:
-    spills = "spilled bytes" if GPUS[gpu].platform == "cuda" else "spilled registers"
-    yield f"{gpu}: launches, and bytes as a multiple of the minimum; '+': loops of unknown length count once"
-    yield f"  {'case':<26}{'dtype':<10}{'kernels':>18}{'references':>18}"
-    for row in report["cases"]:
-        sides = (f"{row[side]['launches']}{'' if row[side]['counted'] else '+'}, "
-                 f"{row[side]['bytes'] / row['least_bytes']:.2f} ×" for side in SIDES)  # fmt: skip
-        yield f"  {row['case']:<26}{row['dtype']:<10}" + "".join(f"{side:>18}" for side in sides)
-    yield f"  {'kernel':<36}{'dtype':<10}{'registers':>10}{'shared memory':>15}{spills:>19}{'scratch':>9}{'threads':>9}"
-    for kernel in report["kernels"]:
-        yield (f"  {kernel['name']:<36}{kernel['dtype']:<10}{kernel['registers']:>10}{kernel['shared'] / 1024:>11.1f} "
-               f"KiB{kernel['vector_spills'] + kernel['scalar_spills']:>19}{kernel['scratch']:>7} B"
-               f"{kernel['threads']:>9}")  # fmt: skip
+def _tables(gpu: str, report: dict[str, Any]) -> Iterator[Table]:
+    def side_text(row: dict[str, Any], side: str) -> str:
+        unknown, multiple = "" if row[side]["counted"] else "+", row[side]["bytes"] / row["least_bytes"]
+        return f"{row[side]['launches']}{unknown}, {multiple:.2f} ×"
+
+    title = f"{gpu}: launches, and bytes as a multiple of the minimum; '+': loops of unknown length count once"
+    cells = [[row["case"], row["dtype"], *(side_text(row, side) for side in SIDES)] for row in report["cases"]]
+    yield Table(title, ["case", "dtype", *SIDES], cells)
+    cells = []
+    for row in report["kernels"]:
+        kernel = KernelResources(**{key: value for key, value in row.items() if key != "dtype"})
+        cells.append([kernel.name, row["dtype"], *resource_cells(kernel)])
+    yield Table(f"{gpu}: kernels", ["kernel", "dtype", *resource_heads(gpu)], cells)

@@ -1,7 +1,6 @@
 """Registers, spills, shared memory and launch sizes of each kernel that a compiler made, from the files it leaves."""
 
 import re
-import struct
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
-from zaya_jax.lab.predict.compilers.toolchain import Toolchain
+from zaya_jax.lab.predict.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.toolchain import DUMP, find_toolchain
 
 _THUNK = re.compile(
     r"\] (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+) bytes"
@@ -19,8 +19,8 @@ _PTXAS = re.compile(
     r".*?Used (\d+) registers"
 )
 _DEFINITION = re.compile(r'define .*?@"?([^"(]+)"?\(')
-_AMDGPU = 224  # machine in an ELF header
-_NOTE, _METADATA = 7, 32  # types of a section and of a note
+# The head of a note: size of its owner's name, size of its content, type, and name.
+_NOTE = re.compile(rb"\x07\0{3}(?P<size>.{4})\x20\0{3}AMDGPU\0\0", re.DOTALL)
 
 
 class KernelResources(NamedTuple):
@@ -36,31 +36,44 @@ class KernelResources(NamedTuple):
     # Whether it adds to memory with atomic operations, whose order, and so the last bits of the sum, vary between runs.
     is_atomic: bool = False
 
+    @property
+    def family(self) -> str:
+        """Name of the function that it was made from: the compiler calls those of one program name, name__1, …."""
+        return self.name.partition("__")[0]
 
-def read_resources(
-    program: str, toolchain: Toolchain, architecture: str, dump: Path, objects: Path
-) -> list[KernelResources]:
-    """Return the resources of each kernel of a program.
+    @property
+    def spills(self) -> int:
+        """What is spilled: registers on AMD, bytes on NVIDIA."""
+        return self.vector_spills + self.scalar_spills
 
-    Args:
-      program: name of the function that was jitted.
-      toolchain: the compiler.
-      architecture: instruction set, such as 'sm_90'.
-      dump: folder that XLA dumped into.
-      objects: folder of AMD's code objects.
+
+def resource_heads(gpu: str) -> tuple[str, ...]:
+    """Return the heads of a table of `resource_cells`."""
+    spilled = "bytes" if GPUS[gpu].platform == "cuda" else "registers"
+    return "registers", "shared memory (KiB)", f"spilled {spilled}", "scratch (B)", "threads"
+
+
+def resource_cells(kernel: KernelResources) -> tuple[str, ...]:
+    """Return the resources of a kernel as texts."""
+    counts = map(str, (kernel.spills, kernel.scratch, kernel.threads))
+    return str(kernel.registers), f"{kernel.shared / 1024:.1f}", *counts
+
+
+def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
+    """Return the resources of each kernel of a program, which is named as the function that was jitted.
+
+    `folder` is that of the compiler's `toolchain.environment`, `objects` that of AMD's code objects.
     """
+    dump, assembler = folder / DUMP, find_toolchain(gpu).assembler
     launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
-    assembler = toolchain.assembler
-    kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, architecture)
-    return sorted(
-        kernel._replace(
-            shared=max(kernel.shared, launches[kernel.name][0]),
-            threads=launches[kernel.name][1],
-            is_atomic=kernel.name in atomic,
-        )
-        for kernel in kernels
-        if kernel.name in launches
-    )
+    kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, GPUS[gpu].architecture)
+    found = []
+    for kernel in kernels:
+        if kernel.name in launches:
+            shared, threads = launches[kernel.name]
+            shared, is_atomic = max(kernel.shared, shared), kernel.name in atomic
+            found.append(kernel._replace(shared=shared, threads=threads, is_atomic=is_atomic))
+    return sorted(found)
 
 
 def _launches(dump: Path, program: str) -> dict[str, tuple[int, int]]:
@@ -103,32 +116,15 @@ def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Ite
 def _amd(objects: Path) -> Iterator[KernelResources]:
     for path in sorted(objects.glob("*.hsaco")):
         for kernel in _metadata(path.read_bytes()):
-            yield KernelResources(
-                kernel[".name"], kernel[".vgpr_count"], kernel.get(".vgpr_spill_count", 0),
-                kernel.get(".sgpr_spill_count", 0), kernel[".private_segment_fixed_size"],
-                kernel[".group_segment_fixed_size"], 0,
-            )  # fmt: skip
+            vector, scalar = (kernel.get(f".{kind}gpr_spill_count", 0) for kind in ("v", "s"))
+            scratch, shared = kernel[".private_segment_fixed_size"], kernel[".group_segment_fixed_size"]
+            yield KernelResources(kernel[".name"], kernel[".vgpr_count"], vector, scalar, scratch, shared, 0)
 
 
 def _metadata(elf: bytes) -> Iterator[dict[str, Any]]:
     """Yield the metadata of the kernels in an ELF file, from the notes that LLVM documents for AMDGPU."""
     import msgpack
 
-    if elf[:4] != b"\x7fELF" or struct.unpack_from("<H", elf, 18)[0] != _AMDGPU:
-        return
-    (table,) = struct.unpack_from("<Q", elf, 40)
-    size, count = struct.unpack_from("<HH", elf, 58)
-    for index in range(count):
-        _, kind, _, _, start, length = struct.unpack_from("<IIQQQQ", elf, table + index * size)
-        if kind == _NOTE:
-            yield from _notes(elf[start : start + length], msgpack.unpackb)
-
-
-def _notes(section: bytes, unpack: Any) -> Iterator[dict[str, Any]]:
-    at = 0
-    while at < len(section):
-        name_size, size, kind = struct.unpack_from("<III", section, at)
-        start = at + 12 + -(-name_size // 4) * 4
-        if kind == _METADATA and section[at + 12 :].startswith(b"AMDGPU"):
-            yield from unpack(section[start : start + size], strict_map_key=False)["amdhsa.kernels"]
-        at = start + -(-size // 4) * 4
+    for note in _NOTE.finditer(elf):
+        content = elf[note.end() : note.end() + int.from_bytes(note["size"], "little")]
+        yield from msgpack.unpackb(content, strict_map_key=False)["amdhsa.kernels"]

@@ -27,16 +27,22 @@ _HARMLESS = {
     "__hipUnregisterFatBinary": "return 0;",
     "rocprofiler_force_configure": "return 1;",
 }
-# Libraries by the names of their functions, for those without a version that says it; the first that matches.
-_OWNERS = (
-    ("libamdhip64", r"(__)?hip[A-Z](?!.*fft)"), ("libMIOpen", r"miopen"), ("librocblas", r"rocblas"),
-    ("librocsolver", r"rocsolver"), ("libhipsolver", r"hipsolver"), ("libhipsparse", r"hipsparse"),
-    ("libhipblaslt", r"hipblasLt|hipblaslt|_ZN?K?\d*.*hipblaslt"), ("libhipblas", r"hipblas"),
-    ("libhipfft", r"hipfft"), ("librccl", r"nccl|pncclx?"), ("librocm_smi64", r"rsmi"), ("libamd_smi", r"amdsmi"),
-    ("librocprofiler-sdk", r"rocprofiler"), ("librocprofiler-register", r"rocprofiler_register"),
-    ("libroctracer64", r"roctracer"), ("libhsa-runtime64", r"hsa_"), ("libamd_comgr", r"amd_comgr"),
-    ("libhiprtc", r"hiprtc"),
-)  # fmt: skip
+# Libraries by the names of their functions, for those without a version that says it: the first that matches, or that
+# is named as its functions start.
+_NAMED = ("rocblas", "rocsolver", "hipsolver", "hipsparse", "hipblas", "hipfft", "amd_comgr", "hiprtc")
+_OWNERS = {
+    "libamdhip64": r"(__)?hip[A-Z](?!.*fft)",
+    "libMIOpen": "miopen",
+    "libhipblaslt": r"hipblasLt|hipblaslt|_ZN?K?\d*.*hipblaslt",
+    "librccl": "nccl|pncclx?",
+    "librocm_smi64": "rsmi",
+    "libamd_smi": "amdsmi",
+    "librocprofiler-sdk": "rocprofiler",
+    "librocprofiler-register": "rocprofiler_register",
+    "libroctracer64": "roctracer",
+    "libhsa-runtime64": "hsa_",
+    **{f"lib{name}": name for name in _NAMED},
+}
 _SYSTEM = re.compile(r"(libm|librt|libpthread|libdl|libstdc\+\+|libc|ld-linux-x86-64|libgcc_s)\.so")
 _PYTHON = re.compile(r"_?Py[A-Z_]|_ZT")
 _ABORT = """#include <stdio.h>
@@ -54,8 +60,8 @@ def load_stand_ins(plugin: Path) -> None:
 def check_tools() -> None:
     """Raise `InputError` if a program that builds the stand-ins is missing."""
     if missing := [tool for tool in ("gcc", "readelf") if shutil.which(tool) is None]:
-        raise InputError(f"Compiling for AMD GPUs needs {' and '.join(missing)}. Install gcc and binutils, for example "
-                         "with apt-get install gcc.")  # fmt: skip
+        install = "Install gcc and binutils, for example with apt-get install gcc"
+        raise InputError(f"Compiling for AMD GPUs needs {' and '.join(missing)}. {install}.")
 
 
 def _build(plugin: Path) -> Path:
@@ -63,21 +69,22 @@ def _build(plugin: Path) -> Path:
     key = f"{plugin.resolve()} {plugin.stat().st_size} {Path(__file__).read_text(encoding='utf-8')}"
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:16]
     with private_folder(cache, by_name=True):  # code is run from it
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=cache) as temporary:
-                made = Path(temporary) / "made"
-                made.mkdir()
-                needed, symbols, owners = _requirements(plugin)
-                for library, functions in _assign(needed, symbols, owners).items():
-                    _compile(made / library, functions, [name for name, file in owners.items() if file == library])
-                for source in (*made.glob("*.c"), *made.glob("*.map")):
-                    source.unlink()
-                try:
-                    made.rename(folder)
-                except OSError:  # another process was faster
-                    if not folder.is_dir():
-                        raise
-    return folder
+        if folder.exists():
+            return folder
+        with tempfile.TemporaryDirectory(dir=cache) as temporary:
+            made = Path(temporary) / "made"
+            made.mkdir()
+            needed, symbols, owners = _requirements(plugin)
+            for library, functions in _assign(needed, symbols, owners).items():
+                _compile(made / library, functions, [name for name, file in owners.items() if file == library])
+            for source in (*made.glob("*.c"), *made.glob("*.map")):
+                source.unlink()
+            try:
+                made.rename(folder)
+            except OSError:  # another process was faster
+                if not folder.is_dir():
+                    raise
+            return folder
 
 
 def _readelf(plugin: Path, what: str) -> list[str]:
@@ -111,7 +118,7 @@ def _assign(needed: Iterable[str], symbols: Mapping[str, str], owners: Mapping[s
     """Return the functions of each library, with their versions."""
     functions: dict[str, dict[str, str]] = {library: {} for library in needed}
     for name, version in symbols.items():
-        stems = (stem for stem, pattern in _OWNERS if re.match(pattern, name))
+        stems = (stem for stem, pattern in _OWNERS.items() if re.match(pattern, name))
         named = (library for stem in stems for library in functions if library.startswith(f"{stem}.so"))
         library = owners.get(version) or next(named, None)
         if library is not None:

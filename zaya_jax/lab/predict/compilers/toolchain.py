@@ -1,25 +1,28 @@
-"""Find the compilers of each vendor among the installed packages, and set the environment they need."""
+"""The compilers of each vendor: find them among the installed packages, set their environment, and compile."""
 
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
 
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.hardware.presets import PRESETS
-from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.stand_ins import check_tools
+from zaya_jax.lab.predict.compilers.gpus import GPUS, target_config
+from zaya_jax.lab.predict.compilers.stand_ins import check_tools, load_stand_ins
 
-# Autotuning would run candidates on a GPU. Triton products are chosen by autotuning only.
-_PLUGINS = {"cuda": ("jax_plugins.xla_cuda12", "xla_cuda_plugin.so"),
-            "rocm": ("jax_plugins.xla_rocm7", "xla_rocm_plugin.so")}  # fmt: skip
+_PLUGINS = {"cuda": "jax_plugins.xla_cuda12", "rocm": "jax_plugins.xla_rocm7"}
 _NOT_INHERITED = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "PJRT_NAMES_AND_LIBRARY_PATHS")
 DUMP = "dump"  # folder of what XLA dumps
 CODE_OBJECTS = "code_objects"  # folder of AMD's kernels
+# Autotuning would run candidates on a GPU. Triton products are chosen by autotuning only.
 _FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
@@ -39,11 +42,10 @@ def find_toolchain(name: str) -> Toolchain:
     """
     platform = GPUS[name].platform
     assembler = _file("nvidia.cuda_nvcc", "bin/ptxas") if platform == "cuda" else None
-    package, library = _PLUGINS[platform]
-    plugin = _file(package, library)
+    plugin = _file(_PLUGINS[platform], f"xla_{platform}_plugin.so")
     if plugin is None or (platform == "cuda" and assembler is None):
-        raise InputError(f"--compile-for {name} needs packages that are not installed. Install them with "
-                         f"pip install 'zaya-jax[compile-{platform}]'.")  # fmt: skip
+        install = f"Install them with pip install 'zaya-jax[compile-{platform}]'"
+        raise InputError(f"--compile-for {name} needs packages that are not installed. {install}.")
     if platform == "rocm":
         check_tools()
     return Toolchain(platform, plugin, assembler)
@@ -90,3 +92,61 @@ def _file(package: str, path: str) -> Path | None:
         return None
     places = [] if spec is None else spec.submodule_search_locations or []
     return next((file for place in places if (file := Path(place) / path).is_file()), None)
+
+
+def program_files(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return the file of a program's HLO, and the folder of its code objects on AMD."""
+    return folder / f"{name}.hlo", folder / name
+
+
+def load_compiler(name: str) -> None:
+    """Make the compiler for a GPU of `GPUS` usable in this process, which must have its `environment`."""
+    toolchain = find_toolchain(name)
+    silence_plugins()
+    if toolchain.platform == "rocm":
+        load_stand_ins(toolchain.plugin)
+
+
+def gpu_devices(name: str, devices: int) -> Any:
+    """Return devices that can be compiled for, but not run on."""
+    node = min(devices, HARDWARE[name].node_size)
+    shape = f"{devices // node}x1x{node}"  # NVLink domains or nodes × hosts of each × devices of each host
+    platform = GPUS[name].platform
+    return topologies.get_topology_desc(platform=platform, target_config=target_config(name), topology=shape).devices
+
+
+def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
+    """Compile what `trace` returns for a GPU of `GPUS`, on a `mesh` of `gpu_devices`."""
+    # From jax 0.12 on, the lowering of Triton kernels asks this mesh for the device.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return trace().lower(lowering_platforms=(GPUS[name].platform,)).compile()
+
+
+def compile_program(
+    name: str, traced: Callable[..., Any], arguments: Sequence[Any], gpu: str, folder: Path, donated: Sequence[int] = ()
+) -> None:
+    """Compile a function for one GPU whose compiler is loaded, and write what `kernels.read_program` reads.
+
+    Args:
+      name: name of the program, unique in this process.
+      traced: function of `arguments`, which are pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      arguments: of the function.
+      gpu: name in `GPUS`.
+      folder: folder of the compiler's `environment`.
+      donated: indices of arguments that are donated.
+    """
+    mesh = jax.sharding.Mesh(gpu_devices(gpu, 1), "device")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(arguments))
+
+    def named(*arrays: Any) -> Any:
+        return traced(*arrays)
+
+    named.__name__ = name
+    compiled = compile_traced(lambda: jax.jit(named, donate_argnums=donated).trace(*shapes), gpu, mesh)
+    text, objects = program_files(folder, name)
+    text.write_text(compiled.as_text(), encoding="utf-8")
+    objects.mkdir()
+    # Kernels of different programs can have the same name.
+    for file in (folder / CODE_OBJECTS).glob("*.hsaco"):
+        file.rename(objects / file.name)

@@ -2,14 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
-from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, Hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step
@@ -17,9 +16,10 @@ from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, pre
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.lab.predict.dry_run.prove import prove
-from zaya_jax.lab.predict.dry_run.suggest import suggestion_lines, suggestions
+from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
+from zaya_jax.run.table import format_table
 
 _GB = 1e9
 
@@ -28,18 +28,17 @@ class _Phase(NamedTuple):
     """A phase: its estimate, and either a proof for CPUs or the step compiled for a GPU."""
 
     estimate: PhaseEstimate
-    proof: dict[str, Any] | None
-    compiled: CompiledStep | None
-    prediction: Prediction | None
+    proof: dict[str, Any] | None = None
+    compiled: tuple[CompiledStep, Prediction] | None = None
     storage: Sequence[StoredRow] = ()
 
     @property
     def memory(self) -> int:
-        return self.estimate.memory.total if self.compiled is None else self.compiled.peak_memory
+        return self.compiled[0].peak_memory if self.compiled else self.estimate.memory.total
 
     @property
     def step_seconds(self) -> float | None:
-        return self.estimate.step_seconds if self.prediction is None else self.prediction.seconds
+        return self.compiled[1].seconds if self.compiled else self.estimate.step_seconds
 
     @property
     def seconds(self) -> float:
@@ -47,22 +46,22 @@ class _Phase(NamedTuple):
 
 
 def dry_run(
-    config: Config, devices: int, hardware: str | None = None, as_json: bool = False, gpu: str | None = None,
+    config: Config,
+    devices: int,
+    hardware: str | None = None,
+    as_json: bool = False,
+    gpu: str | None = None,
     suggest: bool = False,
-) -> str:  # fmt: skip
-    """Estimate each phase on `devices` devices, and compile its step for that many.
+) -> str:
+    """Estimate each phase on `devices` devices, compile its step for that many, and return the report.
 
     Args:
       config: configuration of the run.
       devices: number of devices in the job.
-      hardware: name in `hardware.data_sheets.HARDWARE`; None for that of `gpu`, or without both to leave out times and
-        the comparison with its memory.
+      hardware: as in `get_hardware`; None for that of `gpu`, or without both for no times and no comparison of memory.
       as_json: return JSON instead of text.
       gpu: name in `compilers.gpus.GPUS` of the GPU to compile for; None to compile for simulated CPU devices.
       suggest: whether to search for faster settings.
-
-    Returns:
-      The report, to be printed.
 
     Raises:
       InputError: `devices` is below 1, `hardware` is unknown or not `gpu`, a layout or batch does not fit the devices,
@@ -84,11 +83,11 @@ def dry_run(
         estimate, program = estimate_phase(programs, index, device), programs[index]
         rows = storage_rows(program.placement, [program.abstract_state, program.abstract_base])
         if gpu is None or device is None:
-            phases.append(_Phase(estimate, prove(config, index, devices), None, None, rows))
+            phases.append(_Phase(estimate, proof=prove(config, index, devices), storage=rows))
         else:
             step = compile_step(config, index, gpu, devices)
             shares = phase_shares(config.model, config.context_for(config.phases[index]), estimate.axes)
-            phases.append(_Phase(estimate, None, step, predict(step.entry, device, shares), rows))
+            phases.append(_Phase(estimate, compiled=(step, predict(step.entry, device, shares)), storage=rows))
     by_phase = [suggestions(config, index, devices, device, gpu) for index in range(len(phases)) if suggest and device]
     if as_json:
         rows = [_json(phase, device) for phase in phases]
@@ -100,9 +99,8 @@ def dry_run(
         names = ", ".join(HARDWARE)
         summary.append(f"To estimate the step time and check that it fits in memory, add --hardware NAME ({names}).")
     elif len(phases) > 1:
-        summary.append(
-            f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {counted(devices, 'device')}"
-        )
+        total = _duration(sum(phase.seconds for phase in phases))
+        summary.append(f"All phases: {total} on {counted(devices, 'device')}")
     for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
     details = ["\n".join(_details(phase, device)) for phase in phases]
@@ -118,8 +116,9 @@ def _duration(seconds: float) -> str:
 
 def _unit(largest: float, name: str) -> tuple[float, str]:
     """Return the size and the name of the largest unit, such as 1e6 and MB, that the value `largest` reaches."""
-    return next(((size, f"{prefix}{name}") for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-                 if largest >= size), (1.0, name))  # fmt: skip
+    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+    size, prefix = next((unit for unit in units if largest >= unit[0]), units[-1])
+    return size, f"{prefix}{name}"
 
 
 def _step(seconds: float) -> str:
@@ -128,44 +127,44 @@ def _step(seconds: float) -> str:
 
 def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str | None) -> str:
     first = counted(devices, "device")
-    if device is not None:
-        tera = device.peak / 1e12
-        peak = f"{tera:.3g} TFLOP/s" if device.measured else f"{tera:.0f} TFLOP/s in bf16"
-        first += f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, {peak}"
-        if devices > 1 or not device.measured:
-            first += (f"; links {device.intra_node / _GB:.0f} GB/s within a node of {device.node_size}, "
-                      f"{device.inter_node / _GB:.0f} GB/s between nodes")  # fmt: skip
     source = "estimated from shapes" if gpu is None else f"those of XLA's program for {gpu}"
-    lines = [first, f"Memory and network traffic are {source}."]
-    if device is not None and device.measured:
-        lines.append(
-            f"Times are predictions from measured speeds: matmuls at {device.reached.matmul:.0%} of the "
-            f"fastest square, kernels at {device.reached.kernel:.0%},\nand twice the least memory traffic."
-        )
-    elif device is not None:
-        within = f"NVLink at {LINKS.nvlink:.0%}" if device.link == device.intra_node else f"xGMI at {LINKS.xgmi:.0%}"
-        lines.append(
+    lines = [f"Memory and network traffic are {source}."]
+    if device is None:
+        return "\n".join([first, *lines])
+    peak = f"{device.peak / 1e12:.3g} TFLOP/s" if device.measured else f"{device.peak / 1e12:.0f} TFLOP/s in bf16"
+    first += f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, {peak}"
+    if devices > 1 or not device.measured:
+        node, between = (f"{speed / _GB:.0f} GB/s" for speed in (device.intra_node, device.inter_node))
+        first += f"; links {node} within a node of {device.node_size}, {between} between nodes"
+    if device.measured:
+        lines += [
+            f"Times are predictions from measured speeds: matmuls at {device.reached.matmul:.0%} of the fastest "
+            f"square, kernels at {device.reached.kernel:.0%},",
+            "and twice the least memory traffic.",
+        ]
+    else:
+        within = f"NVLink at {LINKS.nvlink:.0%}" if device.switched else f"xGMI at {LINKS.xgmi:.0%}"
+        launch, latency = (f"{1e6 * seconds:.0f} µs" for seconds in (ASSUMPTIONS.launch, ASSUMPTIONS.latency))
+        lines += [
             f"Times are predictions, not measurements: matmuls at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels "
-            f"at {ASSUMPTIONS.kernel:.0%},\nmemory at {ASSUMPTIONS.memory:.0%} of its bandwidth, {within}, network "
-            f"adapters at {LINKS.adapter:.0%}, at least {1e6 * ASSUMPTIONS.launch:.0f} µs per kernel and\n"
-            f"{1e6 * ASSUMPTIONS.latency:.0f} µs per collective. On an H200 a step took 1.4 times as long."
-        )
-    return "\n".join(lines)
+            f"at {ASSUMPTIONS.kernel:.0%},",
+            f"memory at {ASSUMPTIONS.memory:.0%} of its bandwidth, {within}, network adapters at {LINKS.adapter:.0%}, "
+            f"at least {launch} per kernel and",
+            f"{latency} per collective. On an H200 a step took 1.4 times as long.",
+        ]
+    return "\n".join([first, *lines])
 
 
 def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     estimate = phase.estimate
-    row = {
+    return {
         "summary": _summary(phase, hardware),
         **estimate._asdict(),
         "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
         "storage": [stored._asdict() for stored in phase.storage],
         "transfers": [transfer._asdict() for transfer in estimate.transfers],
-        "compiled": phase.proof,
+        "compiled": compiler_report.as_json(*phase.compiled, estimate.axes) if phase.compiled else phase.proof,
     }
-    if phase.compiled is not None and phase.prediction is not None:
-        row["compiled"] = compiler_report.as_json(phase.compiled, phase.prediction, estimate.axes)
-    return row
 
 
 def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
@@ -173,7 +172,7 @@ def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     estimate, seconds = phase.estimate, phase.step_seconds
     if hardware is None or seconds is None:
         return {"bytes": phase.memory}
-    parts = estimate.seconds if phase.prediction is None else phase.prediction.components
+    parts = phase.compiled[1].components if phase.compiled else estimate.seconds
     fits = phase.memory <= hardware.allocatable
     return {
         "bytes": phase.memory,
@@ -193,20 +192,19 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     if hardware is None or "fits" not in summary:
         size, unit = _unit(summary["bytes"], "B")
         return [f"Phase {name}: {summary['bytes'] / size:.1f} {unit} per device"]
-    needed = f"{summary['bytes'] / _GB:.1f}"
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
-    lines = [
-        f"Phase {name}: {'fits' if summary['fits'] else 'DOES NOT FIT'}, {needed} of "
+    speed = f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device, {_duration(summary['phase_seconds'])}"
+    return [
+        f"Phase {name}: {'fits' if summary['fits'] else 'DOES NOT FIT'}, {summary['bytes'] / _GB:.1f} of "
         f"{hardware.allocatable / _GB:.1f} GB per device that XLA may allocate",
-        f"  {_step(summary['step_seconds'])}, {summary['tokens_per_second_per_device']:,.0f} tokens/s per device, "
-        f"{_duration(summary['phase_seconds'])}; {'estimated' if phase.prediction is None else 'predicted'}: {shares}",
+        f"  {_step(summary['step_seconds'])}, {speed}; {'predicted' if phase.compiled else 'estimated'}: {shares}",
+        *([f"  try: {'; '.join(summary['try'])}"] if summary["try"] else []),
     ]
-    return [*lines, f"  try: {'; '.join(summary['try'])}"] if summary["try"] else lines
 
 
 def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
     """One phase in detail."""
-    estimate = phase.estimate
+    estimate, proof, memory = phase.estimate, phase.proof, phase.estimate.memory
     axes = " × ".join(f"{name} {size}" for name, size in estimate.axes.items() if size > 1)
     lines = [
         f"Phase {estimate.phase}",
@@ -214,34 +212,30 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
         f"  step: {estimate.tokens:,} tokens; per device {estimate.micro_batches} × micro_batch {estimate.sequences}",
         *(f"  {line}" for line in storage_table(phase.storage, estimate.axes)),
     ]
-    if phase.compiled is not None and phase.prediction is not None and hardware is not None:
-        lines += compiler_report.details(phase.compiled, phase.prediction, hardware, estimate.axes)
+    if phase.compiled is not None and hardware is not None:
+        lines += compiler_report.details(*phase.compiled, hardware, estimate.axes)
         seconds = _step(estimate.step_seconds or 0.0)
-        lines.append(f"  estimated without the compiler: {estimate.memory.total / _GB:.2f} GB, {seconds}")
-    elif phase.proof is not None:
-        lines.append(f"  {phase.proof['proof']} for this layout in {phase.proof['seconds']} s, with "
-                     f"{phase.proof['host_bytes'] / _GB:.1f} GB of this machine's memory")  # fmt: skip
-    return lines + _estimate_lines(estimate)
-
-
-def _estimate_lines(estimate: PhaseEstimate) -> list[str]:
-    memory = estimate.memory
+        lines.append(f"  estimated without the compiler: {memory.total / _GB:.2f} GB, {seconds}")
+    elif proof is not None:
+        used = f"{proof['host_bytes'] / _GB:.1f} GB of this machine's memory"
+        lines.append(f"  {proof['proof']} for this layout in {proof['seconds']} s, with {used}")
     byte_unit, byte_name = _unit(memory.total, "B")
     flop_unit, flop_name = _unit(max(estimate.flops.values()), "FLOP")
-    lines = [
-        "  memory per device",
-        *(f"    {name:<14}{size / byte_unit:10.2f} {byte_name}" for name, size in memory._asdict().items()),
-        f"    {'peak':<14}{memory.total / byte_unit:10.2f} {byte_name} = parameters + optimizer + frozen + max(update, "
-        "everything else)",
-        "  FLOPs per step, all devices",
-        *(f"    {name:<14}{count / flop_unit:12,.1f} {flop_name}" for name, count in estimate.flops.items()),
-        "  sent per device per step" + ("" if estimate.transfers else ": nothing"),
-        *(
-            f"    {sent.what}, {sent.kind} over {', '.join(sent.axes)}: {sent.bytes / byte_unit:.3f} {byte_name}"
-            for sent in estimate.transfers
-        ),
-    ]
+    sizes = {**memory._asdict(), "peak": memory.total}.items()
+    lines += _pairs("memory per device", ((name, f"{size / byte_unit:.2f} {byte_name}") for name, size in sizes))
+    lines[-1] += " = parameters + optimizer + frozen + max(update, everything else)"
+    flops = ((name, f"{count / flop_unit:,.1f} {flop_name}") for name, count in estimate.flops.items())
+    sent = (
+        f"    {x.what}, {x.kind} over {', '.join(x.axes)}: {x.bytes / byte_unit:.3f} {byte_name}"
+        for x in estimate.transfers
+    )
+    lines += _pairs("FLOPs per step, all devices", flops)
+    lines += ["  sent per device per step" + ("" if estimate.transfers else ": nothing"), *sent]
     if estimate.bounds:
         bounds = ", ".join(f"{name} {value:.3f}" for name, value in estimate.bounds.items())
         lines.append(f"  lower bounds in s/step, each at 100% of its peak: {bounds}")
     return lines
+
+
+def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"  {title}", *(f"    {line}" for line in format_table(rows))]

@@ -1,34 +1,38 @@
-"""Estimate a phase: memory, FLOPs, communication, and the time of a step."""
+"""Estimate a phase, and a decode step, from shapes: memory, FLOPs, communication and time."""
 
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import largest_stage
-from zaya_jax.hardware.assumptions import ASSUMPTIONS, Assumptions
 from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.lab.predict.dry_run.memory import (
-    CountActivations,
-    Memory,
-    count_activations,
-    estimate_memory,
-    local_shapes,
-)
+from zaya_jax.lab.predict.dry_run.memory import CountActivations, Memory, count_activations, estimate_memory
 from zaya_jax.lab.predict.dry_run.traffic import Transfer, seconds, transfers
-from zaya_jax.model.arithmetic import attention_flops_per_token, newton_schulz_flops, prefill_flops_per_token
+from zaya_jax.lab.predict.step_time import Timeline, Work
+from zaya_jax.model.arithmetic import (
+    active_parameters,
+    attention_flops_per_token,
+    cached_values,
+    newton_schulz_flops,
+    prefill_flops_per_token,
+    total_parameters,
+)
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.mesh import batch_shards
-from zaya_jax.train.program import Programs
+from zaya_jax.train.program import PhaseProgram, Programs
 
 TARGET = Target("rocm", "gfx942", "gfx942")  # its kernels are traced, but not compiled
 
-
-DATA_SHEET_SPEED = ASSUMPTIONS._replace(matmul=1.0, kernel=1.0)
+# A decode step runs the forward pass, which launches 41 of a layer's 117 kernels in XLA's program of the 8B for an
+# H200, and 42 of 120 for an MI300X (`Assumptions.layer_launches`).
+FORWARD_LAUNCHES = 1 / 3
 
 
 class PhaseEstimate(NamedTuple):
@@ -50,12 +54,26 @@ class PhaseEstimate(NamedTuple):
     # lower bounds of the step time in seconds, by compute, memory and network; {} without hardware
     bounds: dict[str, float]
     keys: dict[str, str]  # keys of the configuration that set the phase's `batch`, `remat` and `parallel` layout
-    seconds: dict[str, float]  # estimated time of a step by component, with `hardware.assumptions`; {} without hardware
+    seconds: dict[str, float]  # estimated time of a step by component; {} without hardware
 
     @property
     def step_seconds(self) -> float | None:
         """Estimated time of a step; None without hardware."""
         return sum(self.seconds.values()) if self.seconds else None
+
+
+class DecodeEstimate(NamedTuple):
+    """The estimate of a step that decodes one token of one sequence."""
+
+    parameters: int  # bytes of parameters that the step reads
+    cache: int  # bytes of keys, values and convolution states that it reads
+    memory: int  # bytes of all parameters and the cache
+    seconds: dict[str, float]  # predicted time by component
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of the step: the latency of a token."""
+        return sum(self.seconds.values())
 
 
 def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
@@ -73,67 +91,86 @@ def simulated_programs(config: Config, devices: int, kernels: KernelSelection | 
 def estimate_phase(
     programs: Programs, phase: int, hardware: Hardware | None, count: CountActivations = count_activations
 ) -> PhaseEstimate:
-    """Estimate a phase.
+    """Estimate a phase of a run, by its index, on the devices of its programs; times need `hardware`.
 
-    Args:
-      programs: of the run, on the devices to estimate for.
-      phase: index of the phase.
-      hardware: data sheet or measurements, needed for times.
-      count: `memory.count_activations`, or a table of it.
+    `count` is `memory.count_activations`, or a table of it.
     """
-    config, program = programs.config, programs[phase]
-    phase_config, sizes, devices = config.phases[phase], program.placement.mesh.shape, program.placement.mesh.size
-    stage = largest_stage(config, phase)
+    config, program, stage = programs.config, programs[phase], largest_stage(programs.config, phase)
+    phase_config, mesh, parallel = config.phases[phase], program.placement.mesh, program.placement.config
     micro_batches, sequences, _ = program.batch_shape(stage)
-    sequences //= batch_shards(program.placement.mesh)
+    sequences, tokens = sequences // batch_shards(mesh), stage.sequences * stage.context
     memory = estimate_memory(program, sequences, stage.context, micro_batches, count)
-    tokens = stage.sequences * stage.context
-    split = config.optimizer.muon.gate_up == "split"
-    rounds = config.optimizer.muon.newton_schulz_steps * OPTIMIZERS[config.matrices].newton_schulz
-    flops = {
-        **{part: tokens * count
-           for part, count in model_flops(config.model, stage.context, config.lora is not None).items()},
-        "newton_schulz": newton_schulz_flops(config.model, rounds, split, {}),
-    }  # fmt: skip
-    repeats = {name: devices // math.prod(sizes[axis] for axis in leaf.split)
-               for name, leaf in program.placement.leaves.items()}  # fmt: skip
-    executed = {**flops, "newton_schulz": newton_schulz_flops(config.model, rounds, split, repeats)}
-    moved = transfers(program, local_shapes(program), sequences, stage.context, micro_batches)
-    bounds, times = {}, {}
-    if hardware is not None:
-        traffic, reached = _least_traffic(memory, micro_batches), hardware.reached
-        bounds = {
-            "compute": _compute_seconds(executed, "none", config, hardware, DATA_SHEET_SPEED) / devices,
-            "memory": traffic / hardware.bandwidth,
-            "network": seconds(moved, sizes, hardware),
-        }
-        hidden, exposed = ([transfer for transfer in moved if transfer.hidden == x] for x in (True, False))
-        times = {
-            "matmuls and kernels": _compute_seconds(executed, program.remat, config, hardware, reached) / devices,
-            "other memory traffic": reached.traffic * traffic / hardware.bandwidth / reached.memory,
-            "kernel launches": micro_batches * config.model.num_layers * reached.layer_launches * reached.launch,
-        }
-        behind = max(0.0, seconds(hidden, sizes, hardware, hardware.links) - sum(times.values()))
-        times["exposed network"] = seconds(exposed, sizes, hardware, hardware.links) + behind
+    moved = transfers(program, sequences, stage.context, micro_batches)
+    model = model_flops(config.model, stage.context, config.lora is not None)
+    flops = {**{part: tokens * each for part, each in model.items()}, "newton_schulz": _newton_schulz(config, {})}
     remat_key = "train" if phase_config.remat is None else config.phase_key(phase)
-    keys = {"batch": config.batch_key(phase_config), "remat": f"{remat_key}.remat",
-            "parallel": config.parallel_key(phase_config)}  # fmt: skip
-    steps, reduce = math.ceil(phase_config.tokens / tokens), program.placement.config.gradient_reduction
-    return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens, steps, program.remat, reduce,
-                         memory, flops, moved, bounds, keys, times)  # fmt: skip
-
-
-def _compute_seconds(
-    flops: Mapping[str, float], remat: Remat, config: Config, hardware: Hardware, reached: Assumptions
-) -> float:
-    """Return the time of all matmuls and kernels on one device."""
-    low = config.train.compute_dtype == "bfloat16"
-    peak = hardware.peak if low else hardware.fp32_peak
-    of_optimizer = hardware.peak if config.optimizer.muon.newton_schulz_dtype == "bfloat16" and low else peak
-    layers = (flops["attention"] + flops["rest"]) * (4 / 3 if remat == "full" else 1)
-    return (
-        layers / peak / reached.kernel + (flops["head"] / peak + flops["newton_schulz"] / of_optimizer) / reached.matmul
+    estimate = PhaseEstimate(
+        phase=phase_config.name,
+        axes=dict(mesh.shape),
+        sequences=sequences,
+        micro_batches=micro_batches,
+        tokens=tokens,
+        steps=math.ceil(phase_config.tokens / tokens),
+        remat=program.remat,
+        reduce=parallel.gradient_reduction,
+        memory=memory,
+        flops=flops,
+        transfers=moved,
+        bounds={},
+        keys={
+            "batch": config.batch_key(phase_config),
+            "remat": f"{remat_key}.remat",
+            "parallel": config.parallel_key(phase_config),
+        },
+        seconds={},
     )
+    return estimate if hardware is None else _with_times(estimate, program, hardware)
+
+
+def _with_times(estimate: PhaseEstimate, program: PhaseProgram, hardware: Hardware) -> PhaseEstimate:
+    """Add `bounds` and `seconds` to an estimate."""
+    config, mesh, reached = program.config, program.placement.mesh, hardware.reached
+    leaves = program.placement.leaves.items()
+    repeats = {name: mesh.size // math.prod(mesh.shape[axis] for axis in leaf.split) for name, leaf in leaves}
+    executed = {**estimate.flops, "newton_schulz": _newton_schulz(config, repeats)}
+    least = _least_traffic(estimate.memory, estimate.micro_batches)
+    bounds = {
+        "compute": sum(work.roofline(hardware) for work in _matmuls(executed, "none", program)),
+        "memory": least / hardware.bandwidth,
+        "network": seconds(estimate.transfers, mesh.shape, hardware),
+    }
+    hidden, exposed = (
+        seconds([sent for sent in estimate.transfers if sent.hidden == behind], mesh.shape, hardware, hardware.links)
+        for behind in (True, False)
+    )
+    work = [
+        *_matmuls(executed, program.remat, program),
+        Work("other memory traffic", bytes=reached.traffic * least, launches=0),
+        Work("kernel launches", launches=estimate.micro_batches * config.model.num_layers * reached.layer_launches),
+    ]
+    timeline = Timeline()
+    end = timeline.start(hidden)
+    times = timeline.run(work, hardware)
+    times["exposed network"] = timeline.wait(end) + timeline.wait(timeline.start(exposed))
+    return estimate._replace(bounds=bounds, seconds=times)
+
+
+def _newton_schulz(config: Config, repeats: Mapping[str, int]) -> float:
+    rounds = config.optimizer.muon.newton_schulz_steps * OPTIMIZERS[config.matrices].newton_schulz
+    return newton_schulz_flops(config.model, rounds, config.optimizer.muon.gate_up == "split", repeats)
+
+
+def _matmuls(flops: Mapping[str, float], remat: Remat, program: PhaseProgram) -> list[Work]:
+    """Return a device's part of the matmuls and kernels of a step, of which `flops` are those of all devices."""
+    name, devices, config = "matmuls and kernels", program.placement.mesh.size, program.config
+    fp32 = config.train.compute_dtype != "bfloat16"
+    fp32_iterates = fp32 or config.optimizer.muon.newton_schulz_dtype != "bfloat16"
+    layers = (flops["attention"] + flops["rest"]) * (4 / 3 if remat == "full" else 1)
+    return [
+        Work(name, flops=layers / devices, rate="kernel", fp32=fp32, launches=0),
+        Work(name, flops=flops["head"] / devices, fp32=fp32, launches=0),
+        Work(name, flops=flops["newton_schulz"] / devices, fp32=fp32_iterates, launches=0),
+    ]
 
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
@@ -152,6 +189,21 @@ def _least_traffic(memory: Memory, micro_batches: int) -> float:
     computed = max(memory.compute, memory.parameters + memory.frozen)
     per_micro_batch = 2 * (computed + memory.gradients + memory.activations)
     return 2 * (memory.parameters + memory.optimizer) + micro_batches * per_micro_batch
+
+
+def estimate_decode(model: ModelConfig, context: int, dtype: str, hardware: Hardware) -> DecodeEstimate:
+    """Estimate a decode step on one device, with `context` tokens in the cache.
+
+    It reads the parameters that its token uses, and the cache, both of `dtype`, and each layer launches kernels.
+    Arithmetic hides behind the reads, since a decode step has about one multiply-add for each parameter that it reads
+    (docs/reference.md §1.3).
+    """
+    item = jnp.dtype(dtype).itemsize
+    parameters = item * (active_parameters(model) + model.vocab_size * model.hidden_size)  # those of the head are read
+    cache = item * cached_values(model, context)
+    launches = model.num_layers * hardware.reached.layer_launches * FORWARD_LAUNCHES
+    work = [Work("memory traffic", bytes=parameters + cache, launches=0), Work("kernel launches", launches=launches)]
+    return DecodeEstimate(parameters, cache, item * total_parameters(model) + cache, Timeline().run(work, hardware))
 
 
 def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:

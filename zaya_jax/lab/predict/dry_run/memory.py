@@ -65,33 +65,33 @@ class Memory(NamedTuple):
 def estimate_memory(
     program: PhaseProgram, sequences: int, context: int, micro_batches: int, count: CountActivations
 ) -> Memory:
-    """Estimate the memory of a device in a phase.
+    """Estimate the memory of a device in a phase, on abstract devices, as `count_activations` or a table of it counts.
 
-    Args:
-      program: program of the phase, on abstract devices.
-      sequences: sequences of a micro-batch on one device.
-      context: tokens of a sequence.
-      micro_batches: micro-batches of a step. With one, the layers gather their experts and reduce their gradients.
-      count: `count_activations`, or a table of it.
+    A step has `micro_batches` with `sequences` of `context` tokens each on the device. With one, the layers gather
+    their experts and reduce their gradients.
     """
     activations = count(program, sequences, context)
-    placement, state, frozen = program.placement, program.abstract_state, program.abstract_base
-    master_weights, stored = device_bytes(state.params), device_bytes(state)
-    single = micro_batches == 1 and placement.mesh.size > 1
-    reduces = single or (placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1)
-
+    placement, state = program.placement, program.abstract_state
+    master_weights, devices = device_bytes(state.params), placement.mesh.size
+    single = micro_batches == 1 and devices > 1
+    reduces = single or (placement.config.gradient_reduction == "micro_batch" and devices > 1)
     scatters = any(leaf.in_layer and leaf.gathers for leaf in placement.leaves.values())
     return Memory(
         parameters=master_weights,
-        optimizer=stored - master_weights,
+        optimizer=device_bytes(state) - master_weights,
         compute=_copy_bytes(program, single),
         gradients=_gradient_bytes(program, single, reduces),
         # XLA clears the memory for those of the last micro-batch ahead of the loop over the others.
         activations=activations.kept * (2 if scatters and not reduces else 1),
         temporaries=_temporaries(program, sequences * context, activations.recomputed, single),
         update=_update(program, master_weights),
-        frozen=device_bytes(frozen),
+        frozen=device_bytes(program.abstract_base),
     )
+
+
+def sum_bytes(program: PhaseProgram) -> int:
+    """Return the bytes of a number of a gradient's sum."""
+    return accumulation_dtype(program.config.train.compute_dtype).itemsize
 
 
 @functools.lru_cache(maxsize=16)  # estimates of the same program with other micro-batches share it
@@ -121,11 +121,10 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
     These are the stack, and for the matrices that are processed at a time three iterates, Gram matrix and polynomial.
     """
     config, mesh = program.config, program.placement.mesh
-    sums = accumulation_dtype(config.train.compute_dtype).itemsize
     if not OPTIMIZERS[config.matrices].newton_schulz:
         return master_weights
+    sums, highest = sum_bytes(program), 0.0
     item = 2 if config.optimizer.muon.newton_schulz_dtype == "bfloat16" else sums
-    highest = 0.0
     for name, shape in shapes(program.model).items():
         if program.roles[name] in MATRIX_ROLES:
             leaf, (p, q) = program.placement.leaves[name], sorted(shape[-2:])
@@ -144,11 +143,11 @@ def _copy_bytes(program: PhaseProgram, single: bool) -> int:
     them without rematerialization.
     """
     stored, placement, total = {**program.abstract_base, **program.abstract_state.params}, program.placement, 0
-    for name, x in _local_copies(program).items():
+    for name, x in local_copies(program).items():
         leaf = placement.leaves[name]
         reordered = leaf.by_layer and "fsdp" not in leaf.experts_over
         if leaf.gathered:
-            count = math.prod(x.shape)
+            count = x.size
             if single and leaf.gathered_in_layers and name in program.trained:
                 shards = math.prod(placement.mesh.shape[axis] for axis in leaf.gathered)
                 count = count // shards + (count if program.remat == "none" else 0)
@@ -158,13 +157,8 @@ def _copy_bytes(program: PhaseProgram, single: bool) -> int:
     return total
 
 
-def local_shapes(program: PhaseProgram) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter's compute copy on one device."""
-    return {name: x.shape for name, x in _local_copies(program).items()}
-
-
-@functools.lru_cache(maxsize=16)  # an estimate reads them three times
-def _local_copies(program: PhaseProgram) -> dict[str, jax.ShapeDtypeStruct]:
+@functools.lru_cache(maxsize=16)  # an estimate reads them several times
+def local_copies(program: PhaseProgram) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape and dtype of each parameter's compute copy on one device."""
     copies = _on_one_device(program, lambda copy, frozen_copies: {**frozen_copies, **copy})
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in copies.items()}
@@ -214,25 +208,29 @@ def count_activations(
     `residuals` is `residual_bytes`, or a table of it.
     """
     residuals = residuals or residual_bytes
-    config, model, mesh = program.config, program.model.config, program.placement.mesh
+    config, model, placement = program.config, program.model.config, program.placement
     small = dataclasses.replace(model, num_layers=len(model.period), layer_pattern=model.period)
 
     def group(remat: Remat) -> int:
-        phase = dataclasses.replace(config.phases[0], parallel=program.placement.config, remat=remat)
+        phase = dataclasses.replace(config.phases[0], parallel=placement.config, remat=remat)
         changed = dataclasses.replace(config, model=small, phases=(phase,))
-        return residuals(Programs(changed, program.placement.kernels, mesh.size)[0], sequences, context)
+        return residuals(Programs(changed, placement.kernels, placement.mesh.size)[0], sequences, context)
 
     return Activations(residuals(program, sequences, context), max(0, group("none") - group("full")))
 
 
 def _temporaries(program: PhaseProgram, tokens: int, recomputed: int, single: bool) -> int:
-    """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits."""
-    config, vocab = program.config, program.model.config.vocab_size
-    local = tokens // program.placement.mesh.shape["context"]
-    chunk = chunk_tokens(local, vocab, config.model.hidden_size, config.lora is not None)
-    sums = accumulation_dtype(config.train.compute_dtype).itemsize
-    logits = 2 * chunk * vocab * sums
-    return max(recomputed + _gathered_layer(program, single) + _merging(program), logits)
+    """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits.
+
+    An adapted matrix is merged in fp32: there are the adapters' product, and the sum.
+    """
+    config, vocab, sums = program.config, program.model.config.vocab_size, sum_bytes(program)
+    axes, leaves, merged = program.placement.mesh.shape, program.placement.leaves, [0]
+    chunk = chunk_tokens(tokens // axes["context"], vocab, config.model.hidden_size, config.lora is not None)
+    if config.lora is not None:
+        adapted = {name: shape for name, shape in shapes(program.model).items() if program.roles[name] in ADAPTED}
+        merged = [math.prod(x[1:]) // math.prod(axes[axis] for axis in leaves[name].own) for name, x in adapted.items()]
+    return max(recomputed + _gathered_layer(program, single) + 2 * max(merged) * sums, 2 * chunk * vocab * sums)
 
 
 def _gathered_layer(program: PhaseProgram, single: bool) -> int:
@@ -241,23 +239,13 @@ def _gathered_layer(program: PhaseProgram, single: bool) -> int:
     Those of a period are gathered, and those of the next layer already. The gradients are there before their exchange,
     in it, and once more while the exchange runs beside the next layer.
     """
-    placement, layers = program.placement, len(program.model.config.period)
-    exact, total = accumulation_dtype(program.config.train.compute_dtype).itemsize, 0.0
-    for name, shape in local_shapes(program).items():
-        leaf = placement.leaves[name]
-        gathers = leaf.by_layer or (single and leaf.gathered_in_layers and name in program.trained)
-        reduces = gathers or (leaf.in_layer and leaf.gathers)
-        whole = math.prod(shape[1:]) * (placement.mesh.shape["fsdp"] if leaf.by_layer else 1)
-        total += whole * placement.dtypes[name].itemsize * (1 + 1 / layers) if gathers else 0
-        total += whole * 3 * exact / layers if reduces and name in program.trained else 0
+    placement, layers, total = program.placement, len(program.model.config.period), 0.0
+    for name, x in local_copies(program).items():
+        leaf, trained = placement.leaves[name], name in program.trained
+        gathers = leaf.by_layer or (single and leaf.gathered_in_layers and trained)
+        whole = math.prod(x.shape[1:]) * (placement.mesh.shape["fsdp"] if leaf.by_layer else 1)
+        if gathers:
+            total += whole * placement.dtypes[name].itemsize * (1 + 1 / layers)
+        if trained and (gathers or (leaf.in_layer and leaf.gathers)):
+            total += whole * 3 * sum_bytes(program) / layers
     return int(total)
-
-
-def _merging(program: PhaseProgram) -> int:
-    """Return fp32 bytes of merging the largest adapted matrix of a layer: the adapters' product, and the sum."""
-    if program.config.lora is None:
-        return 0
-    axes, leaves = program.placement.mesh.shape, program.placement.leaves
-    sizes = [math.prod(shape[1:]) // math.prod(axes[axis] for axis in leaves[name].own)
-             for name, shape in shapes(program.model).items() if program.roles[name] in ADAPTED]  # fmt: skip
-    return 2 * max(sizes) * accumulation_dtype(program.config.train.compute_dtype).itemsize

@@ -3,18 +3,16 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.config import Config, load_config, to_yaml
+from zaya_jax.config import Config, load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.prepare.workers import end_with_parent
-from zaya_jax.errors import InputError
-from zaya_jax.lab.predict.compilers.compiled import failure_reason
+from zaya_jax.lab.predict.compilers.compiled import run_compiler, write_config
 
 # The program is compiled but never run, so optimisation would only cost time. The disabled pass would expand every
 # all-to-all into one slice per device, which takes minutes for a thousand devices.
@@ -37,17 +35,12 @@ def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
       InputError: the step does not compile.
     """
     start = time.monotonic()
+    failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} devices"
+    variables = {**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": str(devices)}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(to_yaml(config), encoding="utf-8")
-        process = subprocess.run(  # noqa: S603 (this program, on a file of our own)
-            [sys.executable, "-m", "zaya_jax.lab.predict.dry_run.prove", str(path), str(phase)], capture_output=True,
-            text=True, check=False, env={**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": str(devices)},
-        )  # fmt: skip
-    if process.returncode:
-        reason = failure_reason(process.returncode, process.stderr)
-        raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} devices: {reason}")
-    return {**json.loads(process.stdout), "seconds": round(time.monotonic() - start, 1)}
+        arguments = write_config(config, Path(folder)), str(phase)
+        proof = json.loads(run_compiler("zaya_jax.lab.predict.dry_run.prove", arguments, failure, variables))
+    return {**proof, "seconds": round(time.monotonic() - start, 1)}
 
 
 def main(path: str, phase: int) -> None:
@@ -67,10 +60,8 @@ def main(path: str, phase: int) -> None:
         step.lower(lowering_platforms=("rocm", "cuda"))
     else:
         step.lower().compile()
-    print(json.dumps({
-        "proof": "lowered" if ragged else "compiled",
-        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }))  # fmt: skip
+    host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"proof": "lowered" if ragged else "compiled", "host_bytes": host_bytes}))
 
 
 if __name__ == "__main__":

@@ -6,18 +6,18 @@ input, an all-reduce twice that, and an all-to-all (n − 1) / n of what a devic
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from zaya_jax.hardware.assumptions import DATA_SHEET, LinkAssumptions
-from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.hardware.network import collective_seconds
+from zaya_jax.hardware.data_sheets import DATA_SHEET, Hardware, LinkAssumptions
+from zaya_jax.lab.predict.dry_run.memory import local_copies, sum_bytes
+from zaya_jax.lab.predict.step_time import collective_seconds
 from zaya_jax.model.arithmetic import cached_values
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
-from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.gradient import reduction
 from zaya_jax.parallel.mesh import AXES
@@ -34,31 +34,21 @@ class Transfer(NamedTuple):
     hidden: bool = False  # whether XLA's GPU compiler overlaps it with computation
 
 
-def transfers(
-    program: PhaseProgram, local: Mapping[str, tuple[int, ...]], sequences: int, context: int, micro_batches: int
-) -> list[Transfer]:
-    """Return all transfers of a step.
-
-    Args:
-      program: program of the phase.
-      local: shape of each parameter's compute copy on one device, by name.
-      sequences: sequences of a micro-batch on one device.
-      context: tokens of a sequence.
-      micro_batches: micro-batches of a step.
-    """
+def transfers(program: PhaseProgram, sequences: int, context: int, micro_batches: int) -> list[Transfer]:
+    """Return all transfers of a step of `micro_batches`, with `sequences` of `context` tokens on one device in each."""
     config, parallel, sizes = program.config, program.placement.config, program.placement.mesh.shape
-    sent = [*_parameters(program, local, micro_batches), *_layers(program, local, micro_batches)]
+    sent = [*_parameters(program, micro_batches), *_layers(program, micro_batches)]
     if OPTIMIZERS[config.matrices].newton_schulz:
-        sent += _muon(program, local)
+        sent += _muon(program)
     tokens = sequences * context // sizes["context"]  # of a device's micro-batch
     passes = micro_batches * (3 if program.remat != "none" else 2)
-    item = jnp.dtype(config.train.compute_dtype).itemsize
-    if sizes["context"] > 1:
-        n, before = sizes["context"], cached_values(config.model, 0)
+    item, exact = jnp.dtype(config.train.compute_dtype).itemsize, sum_bytes(program)
+    if (n := sizes["context"]) > 1:
+        before = cached_values(config.model, 0)
         kv = (cached_values(config.model, 1) - before) * tokens
         if parallel.context_attention == "ring":  # whose output `dots` keeps
             forward = kv * item * (n - 1) * micro_batches * (3 if program.remat == "full" else 2)
-            backward = kv * accumulation_dtype(config.train.compute_dtype).itemsize * n * micro_batches
+            backward = kv * exact * n * micro_batches
             sent.append(Transfer("keys and values", "collective-permute", ("context",), forward + backward))
         else:
             sent.append(Transfer("keys and values", "all-gather", ("context",), kv * item * (n - 1) * passes))
@@ -74,19 +64,19 @@ def transfers(
     return [transfer for transfer in sent if transfer.bytes]
 
 
-def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_batches: int) -> list[Transfer]:
-    placement, sizes = program.placement, program.placement.mesh.shape
-    sent: dict[tuple[str, str, tuple[str, ...], bool], float] = {}
+def _parameters(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
+    placement, sizes, exact = program.placement, program.placement.mesh.shape, sum_bytes(program)
+    local = local_copies(program)
+    sent = defaultdict[tuple[str, str, tuple[str, ...], bool], float](float)
     times = micro_batches if placement.config.gradient_reduction == "micro_batch" else 1
-    exact = accumulation_dtype(program.config.train.compute_dtype).itemsize
 
     def add(what: str, kind: str, axes: tuple[str, ...], held: float, hidden: bool = False) -> None:
         n = math.prod(sizes[axis] for axis in axes)
-        sent[what, kind, axes, hidden] = sent.get((what, kind, axes, hidden), 0.0) + held * (n - 1) / n
+        sent[what, kind, axes, hidden] += held * (n - 1) / n
 
     for name, leaf in placement.leaves.items():
-        held, collectives = math.prod(local[name]), reduction(leaf, placement.mesh)
-        trained = name in program.trained
+        held, trained = local[name].size, name in program.trained
+        collectives = reduction(leaf, placement.mesh)
         # The layers of a single micro-batch gather their experts, in each pass that computes them.
         in_layers = micro_batches == 1 and leaf.gathered_in_layers and trained
         gathers = 2 if in_layers and program.remat != "none" else 1
@@ -98,34 +88,30 @@ def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], mic
     return [Transfer(what, kind, axes, count, hidden) for (what, kind, axes, hidden), count in sent.items()]
 
 
-def _layers(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_batches: int) -> list[Transfer]:
-    placement, n = program.placement, program.placement.mesh.shape["fsdp"]
-    held = {name: math.prod(local[name]) * (n - 1) for name, leaf in placement.leaves.items() if leaf.by_layer}
-    gathered = sum(count * placement.dtypes[name].itemsize for name, count in held.items())
-    gathers = 1 if program.remat == "none" else 2
-    exact = accumulation_dtype(program.config.train.compute_dtype).itemsize
-    scattered = sum(count for name, count in held.items() if name in program.trained) * exact
+def _layers(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
+    placement, gathered, scattered = program.placement, 0, 0
+    for name, x in local_copies(program).items():
+        if placement.leaves[name].by_layer:
+            held = x.size * (placement.mesh.shape["fsdp"] - 1) * micro_batches
+            gathered += held * placement.dtypes[name].itemsize * (1 if program.remat == "none" else 2)
+            scattered += held * sum_bytes(program) * (name in program.trained)
     return [
-        Transfer("layers", "all-gather", ("fsdp",), gathered * micro_batches * gathers, hidden=True),
-        Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered * micro_batches, hidden=True),
+        Transfer("layers", "all-gather", ("fsdp",), gathered, hidden=True),
+        Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered, hidden=True),
     ]
 
 
-def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[Transfer]:
-    config, sizes, sent = program.config, program.placement.mesh.shape, dict[tuple[str, ...], float]()
-    exact = accumulation_dtype(config.train.compute_dtype).itemsize
+def _muon(program: PhaseProgram) -> list[Transfer]:
+    config, sizes, sent = program.config, program.placement.mesh.shape, defaultdict[tuple[str, ...], float](float)
+    exact, local = sum_bytes(program), local_copies(program)
     item = 2 if config.optimizer.muon.newton_schulz_dtype == "bfloat16" and exact == 4 else exact
     for name in program.trained:
         leaf = program.placement.leaves[name]
-        if program.roles[name] not in MATRIX_ROLES:
-            continue
         n, gather_size = (math.prod(sizes[axis] for axis in axes) for axes in (leaf.over, leaf.gathered))
-        stack = math.prod(local[name][:-2])
-        if n == 1:  # devices hold whole matrices, such as some experts each
-            continue
-        padded = -(-stack // n) * n / stack  # the stack is padded to a multiple of the devices
-        held = math.prod(local[name]) / gather_size * item * padded
-        sent[leaf.over] = sent.get(leaf.over, 0.0) + 2 * held * (n - 1) / n
+        if program.roles[name] in MATRIX_ROLES and n > 1:  # else devices hold whole matrices, such as some experts each
+            stack = math.prod(local[name].shape[:-2])
+            padded = -(-stack // n) * n / stack  # the stack is padded to a multiple of the devices
+            sent[leaf.over] += 2 * local[name].size / gather_size * item * padded * (n - 1) / n
     return [Transfer("matrices for Newton–Schulz", "all-to-all", axes, count) for axes, count in sent.items()]
 
 

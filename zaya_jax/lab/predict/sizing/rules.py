@@ -1,13 +1,24 @@
-"""The rules, each a function of a phase's sizes (docs/reference.md §9 and §10, and the papers that they name)."""
+"""The sizing rules, each a function of a phase's sizes (docs/reference.md §9, §10, and the papers that they name)."""
 
+import dataclasses
 import functools
 import math
+import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from zaya_jax.config import ModelConfig
+from zaya_jax.config import Config, ModelConfig
+from zaya_jax.config.stages import largest_stage
+from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.measurements import complete, largest_fit, read_results
+from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
+from zaya_jax.lab.predict.dry_run.memory import local_copies
+from zaya_jax.lab.predict.dry_run.traffic import group_devices
 from zaya_jax.model.experts import rows_per_token
+from zaya_jax.parallel.mesh import nontrivial_axes
 
 Status = Literal["PASS", "WARN", "FAIL", "OPEN"]
 
@@ -79,12 +90,9 @@ Check = Callable[[Sizes], Answer]
 
 
 def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]:
-    """Return the matrix products of the layers, and the head.
+    """Return the matrix products of the layers and the head, for `tokens` of a micro-batch on one device.
 
-    Args:
-      model: the architecture.
-      tokens: tokens of a micro-batch on one device.
-      experts: devices that share the experts; tokens are taken to be routed evenly.
+    `experts` devices share the experts; tokens are taken to be routed evenly.
     """
     d, f, heads = model.hidden_size, model.expert_size, model.num_query_heads + model.num_kv_heads
     groups, layers = model.num_experts // experts, model.num_layers
@@ -103,15 +111,15 @@ def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]
 RULES: list[Callable[[Sizes], Finding]] = []
 
 
-def _rule(name: str, reason: str, source: str = _ANTHONY) -> Callable[[Check], Callable[[Sizes], Finding]]:
-    """Add a rule to `RULES`, in their order; {units} in a reason stands for the hardware's compute units."""
+def _rule(name: str, source: str = _ANTHONY) -> Callable[[Check], Callable[[Sizes], Finding]]:
+    """Add a rule to `RULES`, in their order; its docstring is the reason, in which {units} are the hardware's."""
 
     def add(check: Check) -> Callable[[Sizes], Finding]:
         @functools.wraps(check)
         def rule(sizes: Sizes) -> Finding:
             status, value, loss, advice = check(sizes)
-            why = reason.format(units=sizes.hardware.units)
-            return Finding(name, status, value, loss, "" if status == "PASS" else advice, why, source)
+            reason = " ".join((check.__doc__ or "").split()).format(units=sizes.hardware.units)
+            return Finding(name, status, value, loss, "" if status == "PASS" else advice, reason, source)
 
         RULES.append(rule)
         return rule
@@ -127,49 +135,49 @@ def _least(value: float, good: float, fair: float) -> Status:
     return "PASS" if value >= good else "WARN" if value >= fair else "FAIL"
 
 
-@_rule("vocabulary", "The head's product needs whole tiles of columns.")
+@_rule("vocabulary")
 def vocabulary(sizes: Sizes) -> Answer:
-    """The vocabulary is a multiple of 64."""
+    """The vocabulary is a multiple of 64: the head's product needs whole tiles of columns."""
     v = sizes.model.vocab_size
     return _multiple(v, 64, 64), f"{v:,}", None, f"pad model.vocab_size to {-(-v // 64) * 64}"
 
 
-@_rule("head width", "Few wide heads fill the matrix units better than many small ones.")
+@_rule("head width")
 def head_dim(sizes: Sizes) -> Answer:
-    """The width of a head is a multiple of 128, or at least of 64."""
+    """Heads are multiples of 128 wide, or of 64: few wide ones fill the matrix units better than many small ones."""
     c = sizes.model.head_dim
     return _multiple(c, 128, 64), str(c), None, "model.head_dim=128"
 
 
-@_rule("latent widths", "Compressed attention has narrow products, which lose most by partial tiles.")
+@_rule("latent widths")
 def latent_widths(sizes: Sizes) -> Answer:
-    """The widths of compressed queries and keys are multiples of 64."""
+    """Compressed queries and keys are multiples of 64 wide: narrow products lose most by partial tiles."""
     q, k = sizes.model.query_size, sizes.model.kv_size
     return _multiple(math.gcd(q, k), 64, 64), f"{q} and {k}", None, "choose heads × head_dim as multiples of 64"
 
 
-@_rule("expert width", "The SwiGLU width must be a multiple of the tile, not 8d/3 rounded blindly.")
+@_rule("expert width")
 def expert_width(sizes: Sizes) -> Answer:
-    """The hidden width of an expert is a multiple of 256, or at least of 64."""
+    """The SwiGLU width is a multiple of 256, or of 64: of the tile, not 8d/3 rounded blindly."""
     f = sizes.model.expert_size
     return _multiple(f, 256, 64), str(f), None, f"model.expert_size={-(-f // 256) * 256}"
 
 
-@_rule("tokens of a micro-batch", "Rows of every product fill whole tiles.")
+@_rule("tokens of a micro-batch")
 def rows(sizes: Sizes) -> Answer:
-    """The tokens of a micro-batch on a device are a multiple of 64."""
+    """Tokens of a micro-batch on a device are a multiple of 64: rows of every product fill whole tiles."""
     return _multiple(sizes.tokens, 64, 16), f"{sizes.tokens:,}", None, "change context or micro_batch"
 
 
-@_rule("micro-batch", "Every micro-batch reads all parameters and updates all gradients once.")
+@_rule("micro-batch")
 def micro_batch(sizes: Sizes) -> Answer:
-    """The micro-batch is as large as the memory allows."""
+    """The micro-batch fills the memory: each reads all parameters and updates all gradients once."""
     return "WARN" if sizes.fits_twice else "PASS", f"{sizes.tokens:,} tokens", None, "twice the micro_batch fits"
 
 
-@_rule("size of the experts' products", "Smaller products do not reach the peak of a MI300X.", _ZAYA)
+@_rule("size of the experts' products", _ZAYA)
 def saturating(sizes: Sizes) -> Answer:
-    """The experts' products have at least 200 GFLOP."""
+    """The experts' products have 200 GFLOP or more: smaller ones do not reach the peak of a MI300X."""
     grouped = [p for p in products(sizes.model, sizes.tokens, sizes.axes["expert"]) if p.name.startswith("experts")]
     flops = min(p.flops for p in grouped)
     share = flops / SATURATING_FLOPS
@@ -178,10 +186,9 @@ def saturating(sizes: Sizes) -> Answer:
     return _least(share, 1, 0.25), f"{flops / 1e9:,.0f} GFLOP", None, advice
 
 
-@_rule("contracted sizes", "Products that contract 1,024 are slow and uneven; those that contract 7,168 are smooth.",
-       _ZAYA)  # fmt: skip
+@_rule("contracted sizes", _ZAYA)
 def depth(sizes: Sizes) -> Answer:
-    """The contracted size of large products is above 1,024."""
+    """Large products contract more than 1,024: those are slow and uneven, those that contract 7,168 are smooth."""
     weak = [p.name for p in products(sizes.model, sizes.tokens) if p.depth <= WEAK_DEPTH and p.name != "convolution"]
     advice = "a wider contraction, if the architecture is yours to choose"
     return "WARN" if weak else "PASS", ", ".join(weak) or "all above 1,024", None, advice
@@ -190,9 +197,7 @@ def depth(sizes: Sizes) -> Answer:
 def wave_efficiency(product: Product, units: int) -> float:
     """Return the share of work in the last, partial wave of tiles and in partial tiles that is useful.
 
-    Args:
-      product: the product; the tiles of its groups fill waves together.
-      units: compute units, each of which computes one tile of `TILE` × `TILE` at a time.
+    Each of `units` computes one tile of `TILE` × `TILE` at a time; the tiles of a product's groups fill waves together.
     """
     tiles = product.groups * math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE)
     waves = math.ceil(tiles / units)
@@ -200,9 +205,9 @@ def wave_efficiency(product: Product, units: int) -> float:
     return useful / (waves * units)
 
 
-@_rule("waves of tiles", f"Tiles of {TILE}² run in waves of {{units}}; the last wave is seldom full.")
+@_rule("waves of tiles")
 def waves(sizes: Sizes) -> Answer:
-    """Tiles fill whole waves of the compute units: at least 90 % of them, weighted by FLOPs."""
+    """Tiles of 128² fill whole waves of {units} to 90 % by FLOPs; the last wave is seldom full."""
     work = products(sizes.model, sizes.tokens, sizes.axes["expert"])
     useful = {p: wave_efficiency(p, sizes.hardware.units) for p in work}
     times = {p: p.times * p.flops / useful[p] for p in work}
@@ -212,27 +217,26 @@ def waves(sizes: Sizes) -> Answer:
     return _least(1 - loss, 0.9, 0.75), value, loss, "more tokens in a micro-batch"
 
 
-@_rule("whole nodes", "Each pair of devices has its own xGMI link, so part of a node uses part of the bandwidth. The "
-       "loss is that of the collective.", _ZAYA)  # fmt: skip
+@_rule("whole nodes", _ZAYA)
 def whole_nodes(sizes: Sizes) -> Answer:
-    """A group of devices has one device of a node or all of them, where devices are linked in pairs."""
-    sheet, paired = sizes.hardware, sizes.hardware.link < sizes.hardware.intra_node
-    partial = {axis: n for axis, n in sizes.in_node.items() if 1 < n < sheet.node_size} if paired else {}
+    """A group has one device of a node or all: on AMD each pair has its own link, and a part of a node few of them."""
+    sheet = sizes.hardware
+    partial = {axis: n for axis, n in sizes.in_node.items() if 1 < n < sheet.node_size and not sheet.switched}
     loss = max((1 - (n - 1) * sheet.link / sheet.intra_node for n in partial.values()), default=None)
     value = ", ".join(f"{axis}: {n} of {sheet.node_size}" for axis, n in (partial or sizes.in_node).items())
-    return ("WARN" if partial else "PASS", value or "no groups", loss,
-            f"1 or {sheet.node_size} devices along this axis")  # fmt: skip
+    advice = f"1 or {sheet.node_size} devices along this axis"
+    return "WARN" if partial else "PASS", value or "no groups", loss, advice
 
 
-@_rule("data parallelism first", "ZeRO-1 sends parameters and gradients once a step, FSDP in every micro-batch.", _ZAYA)
+@_rule("data parallelism first", _ZAYA)
 def unsharded(sizes: Sizes) -> Answer:
-    """Parameters are not sharded by layer while the phase fits without."""
+    """Without need, no FSDP: it sends parameters and gradients in every micro-batch, ZeRO-1 once a step."""
     return "WARN" if sizes.fits_unsharded else "PASS", f"fsdp {sizes.axes['fsdp']}", None, "the phase fits with fsdp=1"
 
 
-@_rule("size of messages", "A buffer at the saturation point uses the links fully; a larger one overlaps less.", _ZAYA)
+@_rule("size of messages", _ZAYA)
 def buffers(sizes: Sizes) -> Answer:
-    """Messages of parameters saturate the network."""
+    """Messages of parameters are at the saturation point: it uses the links fully; larger ones overlap less."""
     value, knee = f"{sizes.message / 1e6:,.0f} MB", sizes.measured.knee
     if not sizes.message:
         return "PASS", "none", None, ""
@@ -240,39 +244,114 @@ def buffers(sizes: Sizes) -> Answer:
         return "OPEN", value, None, "--measured FOLDER, with a result of machine collectives"
     # At the knee, 90 % of the bandwidth is reached; time = α + S / β with α = knee / 9 / β.
     loss = 1 - sizes.message / (sizes.message + knee / 9)
-    return ("PASS" if sizes.message >= knee else "WARN", f"{value}, saturated at {knee / 1e6:,.2g} MB", loss,
-            "fewer devices along fsdp, or a larger model")  # fmt: skip
+    status, value = _least(sizes.message, knee, 0), f"{value}, saturated at {knee / 1e6:,.2g} MB"
+    return status, value, loss, "fewer devices along fsdp, or a larger model"
 
 
-@_rule("speed of the experts", "With few tokens each, grouped products do not fill the matrix units.")
+@_rule("speed of the experts")
 def expert_speed(sizes: Sizes) -> Answer:
-    """The experts' grouped products reach 80 % of the speed of large dense ones."""
+    """The experts' grouped products reach 80 % of the speed of large dense ones; with few tokens each, they do not."""
     share, rows = sizes.measured.experts, sizes.tokens * rows_per_token(sizes.model) // sizes.model.num_experts
-    value = f"{rows:,} tokens each"
+    value, advice = f"{rows:,} tokens each", "more tokens in a micro-batch, or fewer, wider experts"
     if share is None:
         return "OPEN", value, None, _MEASURE_GEMM
-    return (_least(share, 0.8, 0.5), f"{value}, {share:.0%} of the fastest square", max(0.0, 1 - share),
-            "more tokens in a micro-batch, or fewer, wider experts")  # fmt: skip
+    return _least(share, 0.8, 0.5), f"{value}, {share:.0%} of the fastest square", max(0.0, 1 - share), advice
 
 
-@_rule("depth of instructions", "A matrix instruction of a MI300X multiplies 16 to 32 contracted elements at a time.",
-       "AMD, CDNA 3 instruction set, V_MFMA")  # fmt: skip
+@_rule("depth of instructions", "AMD, CDNA 3 instruction set, V_MFMA")
 def whole_instructions(sizes: Sizes) -> Answer:
-    """Contracted sizes are multiples of 32, the depth of a matrix instruction."""
+    """Contracted sizes are multiples of 32: an instruction of a MI300X multiplies 16 to 32 of them at a time."""
     depths = {product.depth for product in products(sizes.model, sizes.tokens)} | {sizes.model.router_size}
     wrong = sorted(depth for depth in depths if depth % _INSTRUCTION)
     value = ", ".join(map(str, wrong or sorted(depths)))
     return "FAIL" if wrong else "PASS", value, None, f"widths in multiples of {_INSTRUCTION}"
 
 
-@_rule("length of rows", "Rows of a multiple of 4 KiB can compete for the same part of the memory or of a cache.")
+@_rule("length of rows")
 def strides(sizes: Sizes) -> Answer:
-    """Rows whose length is a multiple of 4 KiB are not slower than others, where the hidden size makes such rows."""
+    """Rows of a multiple of 4 KiB are as fast as others: they can compete for one part of the memory or of a cache."""
     length, speed = sizes.model.hidden_size * 2, sizes.measured.stride  # bytes in bf16
-    value = f"{length:,} bytes"
+    value, advice = f"{length:,} bytes", f"model.hidden_size={sizes.model.hidden_size + 64}"
     if length % 4096:
         return "PASS", value, None, ""
     if speed is None:
         return "OPEN", value, None, _MEASURE_GEMM
-    return ("PASS" if speed >= 0.95 else "WARN", f"{value}, {speed:.0%} of the speed of other widths",
-            max(0.0, 1 - speed), f"model.hidden_size={sizes.model.hidden_size + 64}")  # fmt: skip
+    return _least(speed, 0.95, 0), f"{value}, {speed:.0%} of the speed of other widths", max(0.0, 1 - speed), advice
+
+
+def check_sizing(config: Config, devices: int, hardware: Hardware, measured: Measured) -> dict[str, list[Finding]]:
+    """Return the findings of every rule, by phase, with what was measured on the `hardware`.
+
+    Raises:
+      InputError: the layout does not suit the number of devices.
+    """
+    findings = {}
+    for index, phase in enumerate(config.phases):
+        sizes = _sizes(config, index, devices, hardware, measured)
+        findings[phase.name] = [rule(sizes) for rule in RULES]
+    return findings
+
+
+def _sizes(config: Config, index: int, devices: int, hardware: Hardware, measured: Measured) -> Sizes:
+    programs, phase = simulated_programs(config, devices), config.phases[index]
+    estimate, program = estimate_phase(programs, index, hardware), programs[index]
+    mesh, local, layers = program.placement.mesh, local_copies(program), config.model.num_layers
+    sharded = mesh.shape["fsdp"] > 1
+    in_node = {}
+    for axis in nontrivial_axes(mesh, tuple(mesh.shape)):
+        members = Counter(device // hardware.node_size for device in group_devices((axis,), mesh.shape))
+        in_node[axis] = max(members.values())
+    by_layer = [name for name, leaf in program.placement.leaves.items() if leaf.by_layer]
+    shard = sum(local[name].size // layers * program.placement.dtypes[name].itemsize for name in by_layer)
+
+    def fits(**changes: Any) -> bool:
+        """True if the phase fits with a change, by the dry run's estimate; False if the change is not allowed."""
+        phases = (*config.phases[:index], dataclasses.replace(phase, **changes), *config.phases[index + 1 :])
+        try:
+            changed = simulated_programs(dataclasses.replace(config, phases=phases), devices)
+        except InputError:
+            return False
+        return estimate_phase(changed, index, hardware).memory.total <= hardware.allocatable
+
+    twice = dataclasses.replace(config.batch_for(phase), micro_batch=2 * estimate.sequences)
+    unsharded = dataclasses.replace(config.parallel_for(phase), data=None, fsdp=1)
+    return Sizes(
+        model=config.model,
+        tokens=estimate.sequences * largest_stage(config, index).context // mesh.shape["context"],
+        axes=dict(mesh.shape),
+        in_node=in_node,
+        hardware=hardware,
+        fits_twice=fits(batch=twice) if estimate.micro_batches > 1 else None,
+        fits_unsharded=fits(parallel=unsharded) if sharded else None,
+        message=shard * mesh.shape["fsdp"] if sharded else 0,
+        measured=measured,
+    )
+
+
+def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
+    """Read what results of `machine collectives` and `machine gemm` in a folder, which the flag `source` names, say.
+
+    Products of other sizes than the model's, or in another dtype than bf16, do not count.
+
+    Raises:
+      InputError: there is no such folder, or a result in it is damaged.
+    """
+    results, d, f = read_results(Path(folder), source), model.hidden_size, model.expert_size
+    with complete(f"{source} {folder} has a result"):
+        fit, gemm = largest_fit(results.get("collectives", {}), "all_gather", "knee_bytes"), results.get("gemm", {})
+        experts, offsets = [], {}
+        for row in gemm.get("results", ()):
+            if "warm_flops_per_second" not in row or gemm["dtype"] != "bfloat16":
+                continue
+            speed, family, depth = row["warm_flops_per_second"], row["family"], row["depth"]
+            even = family == "experts" and row["name"].endswith("even, forward")
+            if even and (row["columns"], depth) in ((2 * f, d), (d, f)):
+                experts.append(speed / gemm["maximum"])
+            if family == "stride" and depth - row["offset"] == d:
+                offsets[row["offset"]] = speed
+        others = [speed for offset, speed in offsets.items() if offset]
+        return Measured(
+            knee=None if fit is None else float(fit["knee_bytes"]),
+            experts=min(experts, default=None),
+            stride=offsets[0] / statistics.median(others) if 0 in offsets and others else None,
+        )

@@ -16,19 +16,19 @@ def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(verbs, program, _run)
     add_config(verb)
-    verb.add_argument("--devices", type=int, default=8, metavar="N", help="number of devices (default: 8)")
-    verb.add_argument("--hardware", default="mi300x", metavar="NAME",
-                      help=f"hardware (default: mi300x): {', '.join(HARDWARE)}, or a folder with results of gemm, "
-                      "memory and collectives")  # fmt: skip
-    verb.add_argument("--measured", metavar="FOLDER", help="folder with results of collectives and gemm on this "
-                      "hardware (default: --hardware, if it is a folder)")  # fmt: skip
-    verb.add_argument("--suggest", action="store_true", help="search widths, experts, layers, layout, remat and "
-                      "micro-batch for fast training and decoding; takes minutes")  # fmt: skip
-    verb.add_argument("--phase", metavar="NAME", help="phase to train (--suggest only; default: the first)")
-    verb.add_argument("--band", type=float, metavar="PERCENT", help="largest difference from the configuration's "
-                      "parameters, total and active (--suggest only; default: 5)")  # fmt: skip
-    verb.add_argument("--layers", type=int, nargs=2, metavar=("LOW", "HIGH"), help="range of the number of layers "
-                      "(--suggest only; default: half to twice the configuration's)")  # fmt: skip
+    names = f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives"
+    flag, only = verb.add_argument, "--suggest only; default:"
+    flag("--devices", type=int, default=8, metavar="N", help="number of devices (default: 8)")
+    flag("--hardware", default="mi300x", metavar="NAME", help=f"hardware (default: mi300x): {names}")
+    measured = "folder with results of collectives and gemm on this hardware (default: --hardware, if it is a folder)"
+    flag("--measured", metavar="FOLDER", help=measured)
+    searched = "widths, experts, layers, layout, remat and micro-batch for fast training and decoding; takes minutes"
+    flag("--suggest", action="store_true", help=f"search {searched}")
+    flag("--phase", metavar="NAME", help=f"phase to train ({only} the first)")
+    band = f"largest difference from the configuration's parameters, total and active ({only} 5)"
+    flag("--band", type=float, metavar="PERCENT", help=band)
+    depths = f"range of the number of layers ({only} half to twice the configuration's)"
+    flag("--layers", type=int, nargs=2, metavar=("LOW", "HIGH"), help=depths)
     add_flags(verb, png="the Pareto front (--suggest only)")
 
 
@@ -48,17 +48,15 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"--{flag} needs --suggest.")
     config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
     request = _check_request(parsed, config) if parsed.suggest else None
-    from zaya_jax.lab.predict.sizing.check import check_sizing, read_measured
-    from zaya_jax.lab.predict.sizing.rules import Measured
-    from zaya_jax.lab.predict.sizing.sizing_report import lines, suggest_shapes
+    from zaya_jax.lab.predict.sizing.rules import Measured, check_sizing, read_measured
+    from zaya_jax.lab.predict.sizing.shapes import lines, suggest_shapes
     from zaya_jax.lab.report.tables import TABLES
     from zaya_jax.lab.result import print_tables
 
     folder = parsed.measured or (None if parsed.hardware in HARDWARE else parsed.hardware)
     source = "--measured" if parsed.measured else "--hardware"
     measured = Measured() if folder is None else read_measured(folder, source, config.model)
-    result: dict[str, Any] = {"config": parsed.config, "overrides": parsed.overrides, "devices": parsed.devices,
-                              "hardware": parsed.hardware}  # fmt: skip
+    result: dict[str, Any] = {key: getattr(parsed, key) for key in ("config", "overrides", "devices", "hardware")}
     if request is not None:
         gc.freeze()  # tracing makes many objects: a search for garbage should not visit all that was imported
         result |= suggest_shapes(config, parsed.devices, hardware, measured, *request)
@@ -68,8 +66,8 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     result["phases"] = {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
     print(f"Sizing rules for training on {parsed.devices:,} × {parsed.hardware}\n")
     print_tables(TABLES["sizing"](result)[:-1])
-    if failed := [f"{phase}: {finding.rule}" for phase, found in findings.items() for finding in found
-                  if finding.status == "FAIL"]:  # fmt: skip
+    failed = [f"{phase}: {x.rule}" for phase, found in findings.items() for x in found if x.status == "FAIL"]
+    if failed:
         result["failed"] = f"Rules that fail: {', '.join(failed)}."
     return result
 
@@ -85,6 +83,6 @@ def _check_request(parsed: argparse.Namespace, config: Config) -> tuple[int, flo
     require(1 <= low <= high, "--layers", f"{low} {high}", "LOW, at least 1, and HIGH, at least LOW")
     for key in ("init_from", "resume_from"):
         if (source := getattr(config, key)) is not None:
-            raise InputError(f"--suggest changes the widths of the model, but those of {key}={source} are fixed: set "
-                             f"{key}=null.")  # fmt: skip
+            fixed = f"those of {key}={source} are fixed: set {key}=null"
+            raise InputError(f"--suggest changes the widths of the model, but {fixed}.")
     return names.index(phase), band / 100, (low, high)

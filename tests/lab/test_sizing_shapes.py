@@ -15,23 +15,20 @@ from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import micro_batch, stages
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.predict.dry_run import memory
-from zaya_jax.lab.predict.dry_run import suggest as dry_run_suggest
-from zaya_jax.lab.predict.dry_run.estimate import TARGET, estimate_phase, simulated_programs
-from zaya_jax.lab.predict.dry_run.suggest import (
+from zaya_jax.lab.predict.dry_run import search as settings_search
+from zaya_jax.lab.predict.dry_run.estimate import TARGET, estimate_decode, estimate_phase, simulated_programs
+from zaya_jax.lab.predict.dry_run.search import (
     ActivationTable,
+    least_activations,
     micro_batch_sizes,
     single_phase,
     suggest,
     with_settings,
 )
 from zaya_jax.lab.predict.sizing import shapes as shapes_module
-from zaya_jax.lab.predict.sizing import sizing_report as report
-from zaya_jax.lab.predict.sizing import suggest as sizing_suggest
-from zaya_jax.lab.predict.sizing.shapes import candidate_shapes
-from zaya_jax.lab.predict.sizing.suggest import (
+from zaya_jax.lab.predict.sizing.shapes import (
+    candidate_shapes,
     dominates,
-    estimate_decode,
-    least_activations,
     pareto_front,
     search,
     whole_node_layouts,
@@ -66,7 +63,7 @@ def counted_at_once(monkeypatch):
     def count(program, sequences, context):
         return int(factors[program.remat] * least_activations(program, sequences, context).kept) + 10**6
 
-    for module in (memory, dry_run_suggest):
+    for module in (memory, settings_search):
         monkeypatch.setattr(module, "residual_bytes", count)
     share_states(monkeypatch)
 
@@ -152,7 +149,7 @@ def test_the_search_finds_the_front_of_brute_force_with_fewer_estimates(monkeypa
         estimates["bounds" if count is least_activations else "counted"] += 1
         return estimate_phase(programs, phase, hardware, count)
 
-    monkeypatch.setattr(sizing_suggest, "estimate_phase", counted)
+    monkeypatch.setattr(settings_search, "estimate_phase", counted)
     front, own = search(PLAIN, 0, 2, DEVICE, shapes)
     assert len(front) > 1
     assert {settings(point) for point in front} == front_of(fitting)
@@ -265,19 +262,19 @@ def test_a_configuration_on_the_front_and_one_that_does_not_fit_are_named():
            "tokens_per_second": 1234.5, "training": {"bytes": 1e9}, "seconds_per_token": 0.001}  # fmt: skip
     result = {"phase": "train", "context": 64, "parameter_band": 0.05, "layers": (2, 8), "shapes": 3, "front": [row],
               "configuration": row, "dominated_by": None}  # fmt: skip
-    assert "The configuration's own widths are on the front: point 1." in report.lines(result, 1, "h200")
-    absent = report.lines(result | {"configuration": None}, 1, "h200")
+    assert "The configuration's own widths are on the front: point 1." in shapes_module.lines(result, 1, "h200")
+    absent = shapes_module.lines(result | {"configuration": None}, 1, "h200")
     assert "The configuration's own widths are estimated not to fit." in absent
 
 
 def test_larger_micro_batches_are_tried_after_one_that_a_ramp_does_not_allow(monkeypatch):
     """Four devices have 1, 2, 3 and 4 sequences each; three do not divide into twos, but are one micro-batch of 4."""
-    monkeypatch.setattr(dry_run_suggest, "residual_bytes", lambda *_: 10**6)
+    monkeypatch.setattr(settings_search, "residual_bytes", lambda *_: 10**6)
     share_states(monkeypatch)
     ramp = ["train.batch.tokens=4096", "train.batch.start=1024", "train.batch.ramp_tokens=100_000", "data.context=256"]
     plain = ["model.num_experts=1", "model.attention=gqa", "model.router=linear"]
     config = load_config("configs/tiny.yaml", [*TINY, *ramp, *plain])
-    assert {point.estimate.sequences for point in suggest(config, 0, 4, H200)} == {1, 4}
+    assert {point.estimate.sequences for point in suggest(config, 0, 4, H200, 100)} == {1, 4}
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

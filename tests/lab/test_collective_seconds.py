@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.hardware.assumptions import LINKS
-from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.hardware.network import collective_seconds
+from zaya_jax.hardware.data_sheets import HARDWARE, LINKS
 from zaya_jax.hardware.presets import PRESETS
+from zaya_jax.lab.predict.step_time import collective_seconds
 
 MI300X, H100 = HARDWARE["mi300x"], HARDWARE["h100"]
 NODE, TWO, MANY = range(8), range(16), range(1024)
