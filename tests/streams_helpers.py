@@ -24,8 +24,9 @@ from tests.devices_helpers import ROOT
 _SECONDS = 300  # after which a command hangs
 _SERVER = "from tests.streams_helpers import serve; serve()"
 _NOISE = random.Random(0).randbytes(3000) + b"\xff\n/reset\n\x80"  # no UTF-8
-_IMPORTED = ("checkpoint.prune", "data.prepare", "evaluate.evaluate_command", "generate.chat", "lab.measure.describe",
-             "report.page", "train.final_report", "weights.average", "weights.interop")  # fmt: skip
+_IMPORTED = ("checkpoint.commands", "data.prepare", "evaluate.evaluate_command", "generate.chat",
+             "lab.measure.describe", "report.page", "train.final_report", "weights.average",
+             "weights.interop")  # fmt: skip
 
 
 class Streams(NamedTuple):

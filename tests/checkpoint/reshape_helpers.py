@@ -17,7 +17,7 @@ from tests.checkpoint.test_store import ABOUT
 from tests.job.processes_helpers import CHEAP, free_port, wide_everywhere
 from tests.parallel_helpers import WIDE
 from tests.train_helpers import ROOT, make_program, placed_step
-from zaya_jax.checkpoint.leaves import like, named
+from zaya_jax.checkpoint.arrays import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore

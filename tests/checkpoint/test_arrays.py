@@ -16,10 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint.test_store import abstract, make_state
 from tests.train_helpers import CONFIG, make_program, on_devices
 from tests.train_helpers import differing as differing_leaves
+from zaya_jax.checkpoint.arrays import SMALL_ARRAYS, like, named, pack_arrays, unpack_array
 from zaya_jax.checkpoint.digest import ArrayPart, array_digest, differing, digests, parts_to_save
 from zaya_jax.checkpoint.environment import environment, versions
-from zaya_jax.checkpoint.leaves import like, named
-from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, pack_arrays, unpack_array
 from zaya_jax.run.digests import digest, joined, leaf_digest, read_slice, slice_text, uncovered
 from zaya_jax.train.state import init_state
 

@@ -17,7 +17,7 @@ from tests.hf.test_safetensors import VALUES
 from tests.train_helpers import MODEL, ROOT, snapshot
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.checkpoint.prune import prune
+from zaya_jax.checkpoint.commands import prune
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.checkpoints import checkpoint_folder, saved_steps

@@ -19,12 +19,11 @@ from tests.checkpoint.saved_helpers import drawn, save_run
 from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import make_state, save_all
 from tests.hostile_names import HOSTILE_NAMES
+from zaya_jax.checkpoint.arrays import SMALL_ARRAYS, named
+from zaya_jax.checkpoint.commands import compare_checkpoints, configurations, inspect_checkpoint
 from zaya_jax.checkpoint.digest import PIECE, ArrayPart
-from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
-from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.orbax_save import _hide_closed_loops, _in_chunks, start_save
-from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint, wrong_parts
-from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS
+from zaya_jax.checkpoint.reader import CheckpointReader, open_checkpoint, verify_checkpoint, wrong_parts
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest

@@ -89,7 +89,7 @@ def test_the_one_that_was_read_stays_until_a_newer_one_was(tmp_path):
             store.save(step, make_state(step), ABOUT)
     assert saved_steps(tmp_path) == [2, 4]
     with open_store(tmp_path, keep=1, verify="readback") as store:
-        store.mark_verified(2)
+        store.verified.add(2)
         store.save(5, make_state(5), ABOUT)
     assert saved_steps(tmp_path) == [5]
 

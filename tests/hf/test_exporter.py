@@ -13,9 +13,8 @@ from tests.checkpoint.saved_helpers import bits
 from tests.helpers import random_values, tiny_config
 from zaya_jax.errors import InputError
 from zaya_jax.hf import exporter as hf_export
-from zaya_jax.hf.exporter import read_arrays, write_folder
+from zaya_jax.hf.exporter import output_folder, read_arrays, write_folder
 from zaya_jax.hf.folder import INDEX, open_folder
-from zaya_jax.hf.output import output_folder
 
 CONFIG = tiny_config("sliding")
 

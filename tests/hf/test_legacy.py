@@ -5,8 +5,7 @@ import pytest
 
 from tests.helpers import VARIANTS, tiny_config
 from zaya_jax.config import ModelConfig
-from zaya_jax.hf.legacy import is_legacy, legacy_tensors
-from zaya_jax.hf.tensors import tensors
+from zaya_jax.hf.tensors import is_legacy, legacy_tensors, tensors
 
 # d 24, 4 query and 2 key heads of 8 channels, 2 experts of width 12, router 8, vocabulary 37; two layers, four there.
 GOLDEN = """

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.test_store import ABOUT, check, make_state, newest, open_store, save_all
 from tests.train_helpers import ROOT
 from tests.users_helpers import PLANTED
-from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint import orbax_save, store
 from zaya_jax.errors import ExitCode, Superseded
 from zaya_jax.run import fencing
 from zaya_jax.run.checkpoints import quarantine, saved_steps
@@ -123,12 +123,12 @@ def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
 
 
 def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
-    said, digests = [], store.digests
+    said, digests = [], orbax_save.digests
     with open_store(tmp_path, said) as stale:
         stale.save(1, make_state(1), ABOUT)
         assert stale.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(store, "digests", lambda parts: open_store(tmp_path).take_over() or digests(parts))
+            patch.setattr(orbax_save, "digests", lambda parts: open_store(tmp_path).take_over() or digests(parts))
             stale.save(2, make_state(2), ABOUT)
             with pytest.raises(Superseded, match=SUPERSEDED):
                 stale.wait()

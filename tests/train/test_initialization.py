@@ -32,7 +32,6 @@ from zaya_jax.train.initialization import (
     initialize,
     load_frozen_base,
     open_init_from,
-    record_base,
 )
 from zaya_jax.train.program import make_programs
 from zaya_jax.train.trainer import Trainer
@@ -155,22 +154,22 @@ def drawn(seed):
 
 def test_a_run_knows_its_base_by_what_it_holds(tmp_path):
     first, second = FrozenBase(drawn(0), {}), FrozenBase(drawn(1), {})
-    record_base(tmp_path, TUNED, first)
+    check_base(tmp_path, TUNED, first, is_new=True)
     assert json.loads((tmp_path / "base.json").read_text())["init_from"] == "a run"
-    check_base(tmp_path, TUNED, first)
+    check_base(tmp_path, TUNED, first, is_new=False)
     with pytest.raises(InputError, match=r"init_from=a run .* choose another run_dir"):
-        check_base(tmp_path, TUNED, second)
+        check_base(tmp_path, TUNED, second, is_new=False)
     for text in ("", "{}", "[]", "{"):
         (tmp_path / "base.json").write_text(text)
         with pytest.raises(InputError, match=r"base\.json cannot be read"):
-            check_base(tmp_path, TUNED, first)
+            check_base(tmp_path, TUNED, first, is_new=False)
 
 
 def test_without_adapters_there_is_no_base(tmp_path):
     assert setup().program.abstract_base == {}
     assert load_frozen_base(setup().program, None) == NO_BASE
-    record_base(tmp_path, CONFIG, NO_BASE)
-    check_base(tmp_path, CONFIG, NO_BASE)
+    check_base(tmp_path, CONFIG, NO_BASE, is_new=True)
+    check_base(tmp_path, CONFIG, NO_BASE, is_new=False)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.train.test_interruption import copied_run, metric_rows, train_until
 from tests.train_helpers import CONFIG, STEADY, change, differing, restore, snapshot, trained
-from zaya_jax.checkpoint.rollback import rollback
+from zaya_jax.checkpoint.commands import rollback
 from zaya_jax.config import PhaseConfig, SpikeConfig, load_config, to_dict, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.manifest import read_manifest

@@ -13,10 +13,8 @@ from tests.train_helpers import CONFIG, change
 from zaya_jax.config import PhaseConfig, SourceConfig, Table
 from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.train import step_logger as module
-from zaya_jax.train import throughput as throughput_module
 from zaya_jax.train.sinks.console import ConsoleReport, _clock
 from zaya_jax.train.step_logger import StepLogger
-from zaya_jax.train.throughput import throughput
 
 
 class Rows:
@@ -199,11 +197,9 @@ def test_a_line_has_the_throughput_of_all_steps_since_the_last_one(capsys):
 
 @pytest.mark.parametrize(("device", "share"), [("NVIDIA H200", 0.5), ("AMD Instinct MI355X", 0.1965), ("new", None)])
 def test_throughput_counts_the_operations_of_the_steps_context_against_the_peak(device, share, monkeypatch):
-    monkeypatch.setattr(
-        throughput_module, "training_flops_per_token", lambda _, context, **more: context * 989e12 / 6400
-    )
+    monkeypatch.setattr(module, "training_flops_per_token", lambda _, context, **more: context * 989e12 / 6400)
     config = change(CONFIG, {"phases": PHASES})
-    short, long = (throughput(config, step, 100.0, 0.5, device, 2) for step in (10, 11))
+    short, long = (module.throughput(config, step, 100.0, 0.5, device, 2) for step in (10, 11))
     assert short["tokens_per_second"] == 200
     assert short["flops_per_second"] == pytest.approx(989e12)
     assert long["flops_per_second"] == pytest.approx(2 * 989e12)

@@ -19,7 +19,7 @@ from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.lora import adapter_shapes, merged
 from zaya_jax.model.tree import roles, shapes
 from zaya_jax.run.checkpoints import CHECKPOINTS
-from zaya_jax.weights.adapters import BASE
+from zaya_jax.weights.load import BASE
 
 LORA = LoraConfig(2, 3.0)
 

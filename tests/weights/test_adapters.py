@@ -15,7 +15,7 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.model import tree
 from zaya_jax.model.tree import roles
 from zaya_jax.run.checkpoints import CHECKPOINTS
-from zaya_jax.weights.adapters import BASE
+from zaya_jax.weights.load import BASE
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,8 @@ import pytest
 
 from tests.checkpoint.saved_helpers import drawn, flip, save_run
 from tests.train_helpers import MODEL
-from zaya_jax.checkpoint.inspection import open_checkpoint
-from zaya_jax.checkpoint.leaves import named
-from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.checkpoint.arrays import named
+from zaya_jax.checkpoint.reader import open_checkpoint, verify_checkpoint
 from zaya_jax.config import to_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.manifest import read_manifest

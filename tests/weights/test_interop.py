@@ -12,8 +12,7 @@ from tests.helpers import random_model
 from tests.train_helpers import MODEL, snapshot
 from zaya_jax import save_pretrained
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.checkpoint.inspection import open_checkpoint
-from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.checkpoint.reader import open_checkpoint, verify_checkpoint
 from zaya_jax.model import tree
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.weights.load import open_weights

@@ -16,7 +16,7 @@ from tests.data_helpers import small_tokenizer
 from tests.helpers import VARIANTS, random_model, random_values, tiny_config
 from tests.train_helpers import CONFIG, MODEL
 from zaya_jax import load_model, save_pretrained
-from zaya_jax.checkpoint import inspection, restore
+from zaya_jax.checkpoint import reader, restore
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, PhaseConfig, to_dict
@@ -158,7 +158,7 @@ def test_a_model_is_what_was_saved_with_the_positions_of_its_phase(saved, source
 @pytest.mark.parametrize("source", ["{}/run@short", "{}/run/checkpoints/1", "{}/imported/checkpoints/0"])
 def test_a_manifest_is_read_once(saved, source, monkeypatch):
     weights = open_weights(source.format(saved[0]))
-    for module in (inspection, restore):
+    for module in (reader, restore):
         monkeypatch.setattr(module, "read_manifest", lambda folder, **_: pytest.fail(f"{folder} is read again"))
     chex.assert_tree_all_finite(tree.parameters(weights.load_model(None)))
 

@@ -14,13 +14,13 @@ from tests.train_helpers import MODEL
 from tests.weights.adapter_helpers import LORA, write_adapter_run
 from zaya_jax import save_pretrained
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.checkpoint.inspection import open_checkpoint
+from zaya_jax.checkpoint.reader import open_checkpoint
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.hf.peft import adapter_tensors
 from zaya_jax.hf.tensors import tensors
 from zaya_jax.run.checkpoints import CHECKPOINTS
-from zaya_jax.weights.adapters import BASE
+from zaya_jax.weights.load import BASE
 
 INNER = {"mlp.experts.gate_up_proj": ".base_layer", "mlp.experts.down_proj": ""}  # the wrapper of each parameter
 PREFIX = "base_model.model."

@@ -2,12 +2,17 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import ExitCode, InputError, printable
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
+
+_NAME = "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase) or RUN_DIR/checkpoints/STEP"
+_DTYPES = ["bfloat16", "float16", "float32"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,142 +21,149 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: _run(options))
 
 
+def _argument(name: str, what: str, metavar: str | None = None, **options: Any) -> tuple[str, dict[str, Any]]:
+    return name, {"help": what, **options} | ({"metavar": metavar} if metavar else {})
+
+
 def _parser() -> Parser:
     program = "python -m zaya_jax.checkpoint"
     plain = argparse.RawDescriptionHelpFormatter  # keeps the example on one line
-    parser = Parser(prog=program, description="Manage the checkpoints of runs.",
-                                     epilog=f"example: {program} ls runs/tiny", formatter_class=plain)  # fmt: skip
+    what, example = "Manage the checkpoints of runs.", f"example: {program} ls runs/tiny"
+    parser = Parser(prog=program, description=what, epilog=example, formatter_class=plain)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    run_dir = "folder of the run"
-    checkpoint = "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase) or RUN_DIR/checkpoints/STEP"
-
-    def add_verb(name: str, what: str, example: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", formatter_class=plain,
-                                epilog=f"example: {program} {name} {example}")  # fmt: skip
-
-    add = add_verb("ls", "list the checkpoints of a run and its status", "runs/tiny")
-    add.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=run_dir)
-
-    add = add_verb("verify", "read a checkpoint and compare it with its checksums", "runs/tiny --all")
-    add.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint)
-    add.add_argument("--all", action="store_true", help="verify every checkpoint of the run RUN_DIR")
-
-    add = add_verb("inspect", "print a checkpoint's metadata and the shape and norm of each array", "runs/tiny")
-    add.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint)
-
-    add = add_verb("diff", "list the arrays and configuration keys that differ between two checkpoints",
-                   "runs/tiny/checkpoints/200 runs/tiny/checkpoints/250")  # fmt: skip
-    add.add_argument("first", metavar="CHECKPOINT", help=checkpoint)
-    add.add_argument("second", metavar="CHECKPOINT", help="checkpoint to compare with")
-
-    add = add_verb("prune", "remove old checkpoints of a run", "runs/tiny --keep 2 --dry-run")
-    add.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=run_dir)
-    add.add_argument("--keep", type=int, required=True, metavar="N", help="keep the newest N checkpoints (at least 1)")
-    add.add_argument("--keep-every", type=int, metavar="STEPS", help="also keep checkpoints at multiples of STEPS")
-    add.add_argument("--keep-best", type=int, default=0, metavar="N",
-                     help="also keep the N checkpoints with the lowest held-out loss")  # fmt: skip
-    add.add_argument("--quarantined", action="store_true", help="also remove quarantined checkpoints")
-    add.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
-
-    add = add_verb("rollback", "quarantine newer checkpoints, so that a run resumes from an older one", "runs/tiny 200")
-    add.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=run_dir)
-    add.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint to resume from")
-
-    add = add_verb("average", "average checkpoints into a new one, usable as init_from",
-                   "runs/tiny/checkpoints/200 runs/tiny/checkpoints/250 --output runs/average")  # fmt: skip
-    add.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=checkpoint)
-    add.add_argument("--output", required=True, type=Path, metavar="RUN_DIR", help="new run folder")
-    add.add_argument("--base", metavar="SOURCE", help="base model of the adapters (default: init_from of the newest "
-                     "checkpoint's run)")  # fmt: skip
-
-    add = add_verb("import-hf", "convert a transformers folder to a checkpoint",
-                   "models/ZAYA1-8B --output runs/zaya1_8b")  # fmt: skip
-    add.add_argument("folder", metavar="FOLDER", help="transformers folder: FOLDER or hf:FOLDER")
-    add.add_argument("--output", required=True, type=Path, metavar="RUN_DIR", help="new run folder")
-    add.add_argument("--allow-nonfinite", action="store_true", help="import NaN and infinite values too")
-
-    add = add_verb("export-hf", "convert a checkpoint to a folder that transformers, vLLM and SGLang load",
-                   "runs/tiny exported/tiny --dtype float32")  # fmt: skip
-    add.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{checkpoint}, or hf:FOLDER")
-    add.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty output folder")
-    add.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"],
-                     help="dtype of the parameters (default: bfloat16)")  # fmt: skip
-    add.add_argument("--layout", default="hf", choices=["hf", "legacy"],
-                     help="tensor layout: hf for current transformers, legacy for the first release (default: hf)"
-                     )  # fmt: skip
-    add.add_argument("--carry", type=Path, metavar="FOLDER",
-                     help="folder whose tokenizer and generation files are copied (default: the run's)")  # fmt: skip
-    add.add_argument("--base", metavar="SOURCE", help="base model of the adapters (default: init_from of their run)")
-    add.add_argument("--peft", action="store_true",
-                     help="write adapters as a folder of the peft library instead of merging them")  # fmt: skip
-
-    add = add_verb("verify-hf", "compare logits of the released 8B with those of transformers", "models/ZAYA1-8B")
-    add.add_argument("folder", metavar="FOLDER", help="transformers folder: FOLDER or hf:FOLDER")
+    for name, (what, example, *options) in _verbs().items():
+        about, epilog = f"{what[0].upper()}{what[1:]}.", f"example: {program} {name} {example}"
+        verb = verbs.add_parser(name, help=what, description=about, epilog=epilog, formatter_class=plain)
+        for option, settings in options:
+            verb.add_argument(option, **settings)
     return parser
 
 
+def _verbs() -> dict[str, tuple[Any, ...]]:
+    """Return verb → what it does, an example, and its arguments."""
+    argument = _argument
+    run_dir = argument("run_dir", "folder of the run", "RUN_DIR", type=Path)
+    checkpoint = argument("checkpoint", _NAME, "CHECKPOINT")
+    hf_folder = argument("folder", "transformers folder: FOLDER or hf:FOLDER", "FOLDER")
+    output = argument("--output", "new run folder", "RUN_DIR", required=True, type=Path)
+    base = "base model of the adapters (default: init_from of {})"
+    layout = "tensor layout: hf for current transformers, legacy for the first release (default: hf)"
+    carry = "folder whose tokenizer and generation files are copied (default: the run's)"
+    peft = "write adapters as a folder of the peft library instead of merging them"
+    best = "also keep the N checkpoints with the lowest held-out loss"
+    pair = "runs/tiny/checkpoints/200 runs/tiny/checkpoints/250"
+    return {
+        "ls": ("list the checkpoints of a run and its status", "runs/tiny", run_dir),
+        "verify": (
+            "read a checkpoint and compare it with its checksums",
+            "runs/tiny --all",
+            checkpoint,
+            argument("--all", "verify every checkpoint of the run RUN_DIR", action="store_true"),
+        ),
+        "inspect": ("print a checkpoint's metadata and the shape and norm of each array", "runs/tiny", checkpoint),
+        "diff": (
+            "list the arrays and configuration keys that differ between two checkpoints",
+            pair,
+            argument("first", _NAME, "CHECKPOINT"),
+            argument("second", "checkpoint to compare with", "CHECKPOINT"),
+        ),
+        "prune": (
+            "remove old checkpoints of a run",
+            "runs/tiny --keep 2 --dry-run",
+            run_dir,
+            argument("--keep", "keep the newest N checkpoints (at least 1)", "N", type=int, required=True),
+            argument("--keep-every", "also keep checkpoints at multiples of STEPS", "STEPS", type=int),
+            argument("--keep-best", best, "N", type=int, default=0),
+            argument("--quarantined", "also remove quarantined checkpoints", action="store_true"),
+            argument("--dry-run", "print what would be removed, and remove nothing", action="store_true"),
+        ),
+        "rollback": (
+            "quarantine newer checkpoints, so that a run resumes from an older one",
+            "runs/tiny 200",
+            run_dir,
+            argument("step", "step of the checkpoint to resume from", "STEP", type=int),
+        ),
+        "average": (
+            "average checkpoints into a new one, usable as init_from",
+            f"{pair} --output runs/average",
+            argument("checkpoints", _NAME, "CHECKPOINT", nargs="+"),
+            output,
+            argument("--base", base.format("the newest checkpoint's run"), "SOURCE"),
+        ),
+        "import-hf": (
+            "convert a transformers folder to a checkpoint",
+            "models/ZAYA1-8B --output runs/zaya1_8b",
+            hf_folder,
+            output,
+            argument("--allow-nonfinite", "import NaN and infinite values too", action="store_true"),
+        ),
+        "export-hf": (
+            "convert a checkpoint to a folder that transformers, vLLM and SGLang load",
+            "runs/tiny exported/tiny --dtype float32",
+            argument("checkpoint", f"{_NAME}, or hf:FOLDER", "CHECKPOINT"),
+            argument("folder", "new or empty output folder", "FOLDER", type=Path),
+            argument("--dtype", "dtype of the parameters (default: bfloat16)", default="bfloat16", choices=_DTYPES),
+            argument("--layout", layout, default="hf", choices=["hf", "legacy"]),
+            argument("--carry", carry, "FOLDER", type=Path),
+            argument("--base", base.format("their run"), "SOURCE"),
+            argument("--peft", peft, action="store_true"),
+        ),
+        "verify-hf": ("compare logits of the released 8B with those of transformers", "models/ZAYA1-8B", hf_folder),
+    }
+
+
 def _run(options: argparse.Namespace) -> ExitCode:
-    """Run a verb; each one imports only what it needs, so `ls` works without jax."""
+    lines, good = _outcome(options)
+    for line in lines:
+        print(printable(line))
+    return ExitCode.OK if good else ExitCode.STOPPED
+
+
+def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
+    """Return what a verb prints and whether all is well; it imports only what it needs, so `ls` works without jax."""
     match options.verb:
         case "ls":
             from zaya_jax.checkpoint.listing import list_run
 
-            print(list_run(options.run_dir))
-        case "verify":
-            from zaya_jax.checkpoint.commands import verify
-
-            lines, intact = verify(options.checkpoint, options.all)
-            print("\n".join(map(printable, lines)))
-            return ExitCode.OK if intact else ExitCode.STOPPED
-        case "inspect":
-            from zaya_jax.checkpoint.commands import inspect
-
-            for line in inspect(options.checkpoint):
-                print(printable(line))
-        case "diff":
-            from zaya_jax.checkpoint.commands import diff
-
-            lines = list(diff(options.first, options.second))
-            print("\n".join(map(printable, lines)) or "The checkpoints are identical.")
-            return ExitCode.STOPPED if lines else ExitCode.OK
-        case "prune":
-            from zaya_jax.checkpoint.prune import prune
-            from zaya_jax.config import CheckpointConfig
-
-            config = CheckpointConfig(keep=options.keep, keep_every=options.keep_every, keep_best=options.keep_best)
-            print(printable(prune(options.run_dir, config, options.quarantined, options.dry_run)))
-        case "rollback":
-            from zaya_jax.checkpoint.rollback import rollback
-
-            print(printable(rollback(options.run_dir, options.step)))
+            return list_run(options.run_dir), True
         case "average":
             from zaya_jax.weights.average import average_checkpoints
 
             folder = average_checkpoints(options.checkpoints, options.output, options.base)
-            print(printable(f"Averaged {len(options.checkpoints)} checkpoints into {folder}."))
+            return [f"Averaged {len(options.checkpoints)} checkpoints into {folder}."], True
         case "import-hf":
             from zaya_jax.weights.interop import import_hf
 
-            print(printable(import_hf(options.folder, options.output, options.allow_nonfinite)))
+            return [import_hf(options.folder, options.output, options.allow_nonfinite)], True
         case "export-hf":
             from zaya_jax.weights.interop import export_hf, export_peft
 
             if options.peft and options.layout != "hf":
-                raise InputError("--layout legacy cannot be combined with --peft: transformers loads adapters onto the "
-                                 "hf layout.")  # fmt: skip
+                why = "transformers loads adapters onto the hf layout"
+                raise InputError(f"--layout legacy cannot be combined with --peft: {why}.")
+            source, carry, base = options.checkpoint, options.carry, options.base
             if options.peft:
-                said = export_peft(options.checkpoint, options.folder, options.dtype, options.carry, options.base)
-            else:
-                said = export_hf(options.checkpoint, options.folder, options.dtype, options.layout, options.carry,
-                                 options.base)  # fmt: skip
-            print(printable(said))
+                return [export_peft(source, options.folder, options.dtype, carry, base)], True
+            return [export_hf(source, options.folder, options.dtype, options.layout, carry, base)], True
         case "verify-hf":
             from zaya_jax.weights.verify import verify_hf
 
             verification = verify_hf(options.folder)
-            print(verification)
-            return ExitCode.OK if verification.good else ExitCode.STOPPED
-    return ExitCode.OK
+            return str(verification).splitlines(), verification.good
+    from zaya_jax.checkpoint import commands
+
+    match options.verb:
+        case "verify":
+            return commands.verify(options.checkpoint, options.all)
+        case "inspect":
+            return commands.inspect(options.checkpoint), True
+        case "diff":
+            lines = list(commands.diff(options.first, options.second))
+            return lines or ["The checkpoints are identical."], not lines
+        case "prune":
+            config = CheckpointConfig(keep=options.keep, keep_every=options.keep_every, keep_best=options.keep_best)
+            return [commands.prune(options.run_dir, config, options.quarantined, options.dry_run)], True
+    return [commands.rollback(options.run_dir, options.step)], True
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
-"""Output of `python -m zaya_jax.checkpoint` verify, inspect and diff."""
+"""The commands of `python -m zaya_jax.checkpoint` on one run: verify, inspect, diff, prune, rollback."""
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
-from zaya_jax.checkpoint.reader import verify_checkpoint
+import numpy as np
+
+from zaya_jax.checkpoint.reader import CheckpointReader, open_checkpoint, saved_slices, verify_checkpoint
+from zaya_jax.config import CheckpointConfig, flatten_keys
 from zaya_jax.config.checks import shown
-from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder, list_checkpoints
+from zaya_jax.errors import InputError
+from zaya_jax.run import checkpoints, writing
+from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
+from zaya_jax.run.digests import read_slice
 from zaya_jax.run.files import expanded
-from zaya_jax.run.manifest import Unreadable, read_manifest
+from zaya_jax.run.folder import lock_folder
+from zaya_jax.run.manifest import Manifest, Unreadable, read_manifest
+from zaya_jax.run.retention import steps_to_keep
 from zaya_jax.run.run import open_run
 from zaya_jax.run.table import size_text
 
@@ -17,7 +27,7 @@ def verify(path: str, every: bool) -> tuple[list[str], bool]:
     of_run = expanded(path) / CHECKPOINTS
     if every:
         folders = [open_run(path).folder / CHECKPOINTS / str(each.step) for each in open_run(path).checkpoints]
-    elif listed := [each for each in list_checkpoints(of_run, check_files=False) if not each.is_superseded]:
+    elif listed := [each for each in checkpoints.list_checkpoints(of_run, check_files=False) if not each.is_superseded]:
         folders = [of_run / str(listed[-1].step)]  # also if it is damaged, so that others would be used
     else:
         folders = [checkpoint_folder(path, "CHECKPOINT")]
@@ -32,8 +42,8 @@ def verify(path: str, every: bool) -> tuple[list[str], bool]:
             continue
         manifest = read_manifest(folder)
         checked = "all checksums match" if manifest.digests else "file sizes match (saved without checksums)"
-        lines.append(f"{folder}: OK, {checked} ({len(manifest.leaves)} arrays, "
-                     f"{size_text(sum(manifest.files.values()))})")  # fmt: skip
+        content = f"{len(manifest.leaves)} arrays, {size_text(sum(manifest.files.values()))}"
+        lines.append(f"{folder}: OK, {checked} ({content})")
     return lines or [f"{path} has no checkpoint."], intact
 
 
@@ -42,8 +52,8 @@ def inspect(path: str) -> Iterator[str]:
     folder = checkpoint_folder(path, "CHECKPOINT")
     manifest, _ = open_checkpoint(folder)
     metadata = manifest.metadata
-    yield (f"{folder}: step {manifest.step}, phase {metadata.get('phase', '-')}, "
-           f"{metadata.get('tokens_seen', 0):,} tokens")  # fmt: skip
+    phase, tokens = metadata.get("phase", "-"), metadata.get("tokens_seen", 0)
+    yield f"{folder}: step {manifest.step}, phase {phase}, {tokens:,} tokens"
     for key in ("environment", "versions"):
         yield f"{key}: {', '.join(f'{name} {value}' for name, value in metadata.get(key, {}).items())}"
     width = 2 + max(map(len, manifest.leaves), default=0)
@@ -59,7 +69,137 @@ def diff(first: str, second: str) -> Iterator[str]:
     folders = [checkpoint_folder(path, "CHECKPOINT") for path in (first, second)]
     for key, first_value, second_value in configurations(*(open_checkpoint(folder)[0] for folder in folders)):
         yield f"{key}: {shown(first_value)} vs {shown(second_value)}"
-    for distance in compare_checkpoints(*folders):
-        yield f"{distance.name}: " + (
-            distance.note or f"max abs diff {distance.largest:.6g}, relative norm {distance.relative:.3g}"
-        )
+    for name, largest, relative, note in compare_checkpoints(*folders):
+        yield f"{name}: " + (note or f"max abs diff {largest:.6g}, relative norm {relative:.3g}")
+
+
+def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
+    """Remove all checkpoints of a run, and perhaps those `quarantined`, except those to keep; say what was removed.
+
+    The last checkpoint of each phase is always kept. Checkpoints are verified from the newest down until one is intact,
+    which is never removed. Damaged checkpoints newer than it stay and do not count towards `config.keep`.
+
+    Raises:
+      InputError: a number is out of range, the run is being trained, or no checkpoint is intact.
+    """
+    config.check()
+    run = open_run(path)
+    folder = run.folder / CHECKPOINTS
+    with lock_folder(run.folder):
+        usable = checkpoints.usable_checkpoints(folder)
+        damaged = set()
+        for checkpoint in reversed(usable):
+            if not verify_checkpoint(folder / str(checkpoint.step)):
+                break
+            damaged.add(checkpoint.step)
+        else:
+            raise InputError(f"No checkpoint in {folder} is intact, so none was removed.")
+        intact = [checkpoint for checkpoint in usable if checkpoint.step not in damaged]
+        kept = steps_to_keep(intact, config, [intact[-1].step]) | damaged
+        kept |= set(run.phases.values())
+        gone = [folder / str(checkpoint.step) for checkpoint in usable if checkpoint.step not in kept]
+        gone += run.quarantined if quarantined else []
+        size = sum(file.stat().st_size for path in gone for file in path.rglob("*") if file.is_file())
+        for target in gone if not dry_run else ():
+            if target.name.isdecimal():
+                checkpoints.remove(folder, int(target.name))
+            else:
+                writing.remove(target)
+    names = ", ".join(target.name for target in gone) or "nothing"
+    left = f" Damaged checkpoints were kept: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
+    return f"{'Would remove' if dry_run else 'Removed'} {names} ({size_text(size)}).{left}"
+
+
+def rollback(path: Path, step: int) -> str:
+    """Quarantine the checkpoints after `step`, so that the run resumes from that step; say which.
+
+    Raises:
+      InputError: the run is being trained, or has no intact checkpoint of that step.
+    """
+    folder = open_run(path).folder / CHECKPOINTS
+    with lock_folder(folder.parent):
+        usable = [checkpoint.step for checkpoint in checkpoints.usable_checkpoints(folder)]
+        if step not in usable:
+            allowed = ", ".join(map(str, usable)) or "there is none"
+            raise InputError(f"STEP is {step}, but must be one of the checkpoints of {path}: {allowed}.")
+        if damage := verify_checkpoint(folder / str(step)):
+            raise InputError(f"{damage[0]} Choose another checkpoint; nothing was changed.")
+        # From the newest down: if this is interrupted, the run resumes from the newest one left.
+        later = [number for number in reversed(checkpoints.named_steps(folder)) if number > step]
+        names = [checkpoints.quarantine(folder, number, "stale").name for number in later]
+    return f"The run resumes from step {step}. Quarantined: {', '.join(names) or 'nothing'}."
+
+
+class Leaf(NamedTuple):
+    """Statistics of a saved array."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float  # Euclidean
+    largest: float  # absolute value
+    finite: bool
+
+
+class Distance(NamedTuple):
+    """Difference of an array between two checkpoints."""
+
+    name: str
+    largest: float  # absolute difference
+    relative: float  # norm of the difference over the norm of the first
+    note: str = ""
+
+
+def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
+    """Yield the statistics of each array, ordered by name."""
+    manifest, reader = open_checkpoint(folder)
+    for name, slices in sorted(saved_slices(folder, manifest).items()):
+        squares, largest, finite = 0.0, 0.0, True
+        for where in slices:
+            x = _float64(reader.read(name, read_slice(where)))
+            squares += float(np.vdot(x, x))
+            largest = max(largest, float(np.abs(x).max(initial=0.0)))
+            finite = finite and bool(np.isfinite(x).all())
+        leaf = manifest.leaves[name]
+        yield Leaf(name, leaf["dtype"], tuple(leaf["shape"]), math.sqrt(squares), largest, finite)
+
+
+def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Distance]:
+    """Yield the arrays that are not bitwise equal in two checkpoints."""
+    first, first_reader = open_checkpoint(first_folder)
+    second, second_reader = open_checkpoint(second_folder)
+    slices = saved_slices(first_folder, first)
+    for name in sorted({*first.leaves, *second.leaves}):
+        left, right = first.leaves.get(name), second.leaves.get(name)
+        if left is None or right is None:
+            yield Distance(name, math.nan, math.nan, f"only in the {'second' if left is None else 'first'}")
+        elif (left["dtype"], left["shape"]) != (right["dtype"], right["shape"]):
+            kinds = f"{left['dtype']} {left['shape']} and {right['dtype']} {right['shape']}"
+            yield Distance(name, math.nan, math.nan, kinds)
+        elif left.get("digest") is None or left.get("digest") != right.get("digest"):
+            distance = _distance(name, first_reader, second_reader, slices[name])
+            yield from () if distance is None else (distance,)
+
+
+def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the configuration keys that differ, with both values."""
+    before, after = (dict(flatten_keys(manifest.metadata.get("config", {}))) for manifest in (first, second))
+    for key in [*before, *(key for key in after if key not in before)]:
+        if before.get(key) != after.get(key):
+            yield key, before.get(key), after.get(key)
+
+
+def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slices: list[str]) -> Distance | None:
+    same, squares, norm, largest = True, 0.0, 0.0, 0.0
+    for where in slices:
+        a, b = (reader.read(name, read_slice(where)) for reader in (first, second))
+        same = same and a.tobytes() == b.tobytes()
+        x, y = _float64(a), _float64(b)
+        squares, norm = squares + float(np.vdot(x - y, x - y)), norm + float(np.vdot(x, x))
+        largest = max(largest, float(np.abs(x - y).max(initial=0.0)))
+    relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
+    return None if same else Distance(name, largest, relative)
+
+
+def _float64(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64).reshape(-1)

@@ -62,11 +62,11 @@ def pieces(part: ArrayPart) -> Iterator[ArrayPart]:
 
 def digests(parts: Iterable[ArrayPart]) -> Digests:
     """Compute the digest of each part, several in parallel."""
-    parts, taken = list(parts), {}
+    parts, by_name = list(parts), {}
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         for part, text in zip(parts, pool.map(lambda part: array_digest(part.data), parts), strict=True):
-            taken.setdefault(part.name, {})[part.where] = text
-    return taken
+            by_name.setdefault(part.name, {})[part.where] = text
+    return by_name
 
 
 def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[str], dict[str, list[str]]]:
@@ -82,14 +82,14 @@ def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[
         shards = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         held = {bounds: np.asarray(data) for bounds, data in shards.items()}
         for where in parts:
-            wanted = _bounds(read_slice(where), array.shape)
-            home = next((bounds for bounds in held if all(c <= a and b <= d for (a, b), (c, d)
-                                                          in zip(wanted, bounds, strict=True))), None)  # fmt: skip
-            if home is None:
-                not_held.setdefault(name, []).append(where)
+            saved = _bounds(read_slice(where), array.shape)
+            for bounds, data in held.items():
+                axes = list(zip(saved, bounds, strict=True))
+                if all(c <= a and b <= d for (a, b), (c, d) in axes):
+                    jobs.append((name, where, data[tuple(slice(a - c, b - c) for (a, b), (c, _) in axes)]))
+                    break
             else:
-                inner = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(wanted, home, strict=True))
-                jobs.append((name, where, held[home][inner]))
+                not_held.setdefault(name, []).append(where)
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         same = pool.map(lambda job: array_digest(job[2]) == expected[job[0]][job[1]], jobs)
         wrong = dict.fromkeys(job[0] for job, good in zip(jobs, same, strict=True) if not good)

@@ -51,11 +51,7 @@ class LocalCopies:
         self._staged = {}
 
     def commit(self, step: int) -> str:
-        """Write the staged shards as the copy of the checkpoint of `step`, and remove older copies.
-
-        Returns:
-          A message for the first of consecutive failures, otherwise an empty string.
-        """
+        """Write the staged shards as the copy of `step`, and remove older ones; return why the first attempt failed."""
         staged, self._staged = self._staged, {}
         if self._home is None or not staged:
             return ""
@@ -65,10 +61,9 @@ class LocalCopies:
         except (OSError, ValueError) as error:  # ValueError: an invalid path
             warned, self._warned = self._warned, True
             why = getattr(error, "strerror", None) or str(error)
-            return "" if warned else (
-                f"The local copy of the checkpoint of step {step} cannot be written to checkpoint.local_dir "
-                f"({self._home}): {why}. Training continues without local copies."
-            )  # fmt: skip
+            where = f"cannot be written to checkpoint.local_dir ({self._home}): {why}"
+            what = f"The local copy of the checkpoint of step {step} {where}. Training continues without local copies."
+            return "" if warned else what
         self._warned = False
         return ""
 

@@ -1,30 +1,78 @@
-"""Asynchronous saving of arrays with Orbax; each process writes its own shards."""
+"""Save the arrays of a checkpoint: each process writes its shards with Orbax, and their digests."""
 
 import functools
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.checkpoint.digest import PIECE
-from zaya_jax.run.manifest import STATE
+from zaya_jax.checkpoint.arrays import pack_arrays
+from zaya_jax.checkpoint.digest import PIECE, digests
+from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
+from zaya_jax.errors import as_sentence
+from zaya_jax.run.digests import joined, leaf_digest, uncovered
+from zaya_jax.run.files import sync_folder, write_atomically
+from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, file_digests, list_files, write_manifest
 from zaya_jax.run.plain_path import plain_path
+from zaya_jax.run.writing import make_folder
 
 _HANDLERS = ocp.handlers.local_registry(include_global_registry=False)
 _HANDLERS.add(ocp.handlers.PyTreeHandler)
 
 
+class Saving:
+    """A checkpoint that is being saved into the temporary folder `work`."""
+
+    def __init__(self, work: Path, arrays: Mapping[str, jax.Array], verify: str) -> None:
+        """Start to write this process's part of `arrays`, see `start_save`; `verify` is `checkpoint.verify`."""
+        packed = pack_arrays(arrays)
+        self._work, self._verify = work, verify
+        self._parts = packed.large_parts() if verify != "none" else []
+        self._wait = start_save(work, packed.arrays)
+        self._packed = packed._replace(arrays={})  # the next step may donate them
+
+    def complete(self) -> str:
+        """Wait until this process's arrays and their digests are durable; return why that failed, else ''."""
+        try:
+            if self._verify != "none":
+                self._parts += self._packed.small_parts()
+            own_digests = digests(self._parts)
+            self._wait()
+            if self._verify != "none":
+                folder = self._work / DIGESTS
+                make_folder(folder)
+                write_atomically(folder / f"process_{jax.process_index()}.json", json.dumps(own_digests))
+                sync_folder(folder)
+            self._parts.clear()
+            if self._verify == "readback":
+                return next(wrong_parts(CheckpointReader(self._work, self._packed.leaves()), own_digests), "")
+        except Exception as error:  # training continues after any error
+            return as_sentence(error)
+        return ""
+
+    def write_manifest(self, step: int, token: int, metadata: dict[str, Any]) -> str:
+        """Write the manifest, once all processes are complete; return which digests are missing, else ''."""
+        work, leaves, verifying = self._work, self._packed.leaves(), self._verify != "none"
+        saved = joined(json.loads(path.read_bytes()) for path in sorted((work / DIGESTS).glob("*.json")))
+        missing = uncovered(saved, {name: leaf["shape"] for name, leaf in leaves.items()})
+        if verifying and missing:
+            return f"{work} lacks digests of {missing[0]}. Check that all processes see the same run_dir."
+        for name in saved.keys() & leaves.keys():
+            leaves[name]["digest"] = leaf_digest(saved[name])
+        files, checked = list_files(work), file_digests(work) if verifying else {}
+        write_manifest(work, Manifest(step, token, metadata, leaves, files, checked, self._verify == "readback"))
+        return ""
+
+
 def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
-    """Start writing arrays into the folder `work` in the background; the arrays can be donated at once.
+    """Start writing arrays into the new folder `work` in the background; the arrays can be donated at once.
 
-    Orbax's logging is silenced until the save ends, because its errors are raised here.
-
-    Args:
-      work: a new folder.
-      arrays: by name; process 0 writes numpy arrays.
+    Process 0 writes numpy arrays. Orbax's logging is silenced until the save ends, because its errors are raised here.
 
     Returns:
       A function that waits until this process's arrays are durable, and raises any error of writing them.

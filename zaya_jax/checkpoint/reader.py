@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorstore
 
+from zaya_jax.checkpoint.arrays import SMALL_ARRAYS, unpack_array
 from zaya_jax.checkpoint.digest import array_digest
-from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, unpack_array
 from zaya_jax.errors import as_sentence
 from zaya_jax.run.digests import Digests, read_slice
-from zaya_jax.run.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
+from zaya_jax.run.manifest import STATE, Damaged, Manifest, Unreadable, read_digests, read_manifest
 from zaya_jax.run.plain_path import plain_path
 from zaya_jax.run.progress import WorkProgress
 
@@ -73,8 +73,8 @@ class CheckpointReader:
         # tensorstore says so of checksums and lengths that differ. Its errors are plain `ValueError`s.
         if type(error) is not ValueError or re.search(r"DATA_LOSS|Error decoding", str(error)):
             return True
-        return any(not path.is_file() or path.stat().st_size != size
-                   for path, size in ((self.folder / name, size) for name, size in self._files.items()))  # fmt: skip
+        sizes = ((self.folder / name, size) for name, size in self._files.items())
+        return any(not path.is_file() or path.stat().st_size != size for path, size in sizes)
 
     def _array(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
         if name not in self._open:
@@ -87,6 +87,23 @@ class CheckpointReader:
             if self._small is None:
                 self._small = self._array(SMALL_ARRAYS)
             return self._small
+
+
+def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
+    """Open a checkpoint for reading, without verifying its array data.
+
+    Raises:
+      InputError: the manifest or a file's size shows damage.
+    """
+    manifest = read_manifest(folder)
+    return manifest, CheckpointReader(folder, manifest.leaves, manifest.files)
+
+
+def saved_slices(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
+    """Return the slices in which each array was saved; one slice of the whole array if that is unknown."""
+    digests = read_digests(folder, manifest)
+    whole = {name: ",".join(f"0:{size}" for size in leaf["shape"]) for name, leaf in manifest.leaves.items()}
+    return {name: sorted(digests.get(name, {whole[name]: ""})) for name in manifest.leaves}
 
 
 def retried(read: Callable[[], T]) -> T:

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 
+from zaya_jax.checkpoint.arrays import like, named
 from zaya_jax.checkpoint.digest import assemble, differing
-from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader, retried, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, Reason, RunStopped
@@ -22,6 +22,8 @@ from zaya_jax.run.progress import WorkProgress
 
 _PATIENCE = 3600  # seconds that the slowest process may take to read its part
 _THREADS = 8
+_KINDS = (InputError, Unreadable, Damaged)
+T = TypeVar("T")
 
 
 class Restored(NamedTuple):
@@ -34,12 +36,9 @@ class Restored(NamedTuple):
 def restore_newest(
     store: CheckpointStore, prepare: Callable[[Manifest], Any], say: Callable[[str], object]
 ) -> Restored | None:
-    """Restore the newest intact checkpoint of a run; quarantine and report damaged ones.
+    """Restore the newest intact checkpoint of a run; quarantine damaged ones, and `say` so.
 
-    Args:
-      store: checkpoints of the run.
-      prepare: returns the abstract state with its shardings for a manifest; can raise `InputError`.
-      say: prints one sentence per quarantined checkpoint.
+    `prepare` returns the abstract state with its shardings for a manifest; it can raise `InputError`.
 
     Returns:
       The restored state; None if no checkpoint was ever finished.
@@ -58,21 +57,17 @@ def restore_newest(
             if is_primary():
                 say(f"{error} It was quarantined as {quarantined}. Trying the next older checkpoint.")
     if quarantined or broadcast(names.has_checkpoint(folder)):
-        raise RunStopped(f"Every checkpoint in {folder} is damaged. They are kept there; start again in another "
-                         "run_dir.", Reason.NO_CHECKPOINT)  # fmt: skip
+        advice = "They are kept there; start again in another run_dir."
+        raise RunStopped(f"Every checkpoint in {folder} is damaged. {advice}", Reason.NO_CHECKPOINT)
     return None
 
 
 def read_checkpoint(
     folder: Path, prepare: Callable[[Manifest], Any], *, part: bool = False, manifest: Manifest | None = None
 ) -> Restored:
-    """Restore one checkpoint of any run, without changing that run.
+    """Restore the checkpoint in `folder` of any run, without changing that run; see `restore_newest`.
 
-    Args:
-      folder: of the checkpoint.
-      prepare: returns the abstract state for a manifest.
-      part: whether the state may omit arrays of the checkpoint.
-      manifest: of the checkpoint, if it was read before; None reads it.
+    With `part`, the state may omit arrays. `manifest` is that of the checkpoint, if it was read before.
 
     Raises:
       InputError: the checkpoint is damaged, cannot be read, or does not match the state.
@@ -88,39 +83,41 @@ def _quarantine(folder: Path, step: int) -> str:
     try:
         return names.quarantine(folder, step, "corrupt").name if is_primary() else ""
     except OSError as error:
-        raise InputError(f"{folder / str(step)} is damaged, but cannot be quarantined (renamed): "
-                         f"{error.strerror}.") from error  # fmt: skip
+        problem = f"cannot be quarantined (renamed): {error.strerror}"
+        raise InputError(f"{folder / str(step)} is damaged, but {problem}.") from error
 
 
-def _manifest(folder: Path, step: int, manifest: Manifest | None = None) -> Manifest:
-    """Read the manifest of a checkpoint unless given; all processes agree on whether it can be used."""
-    path, problem = folder / str(step), None
-    try:
-        manifest = manifest or retried(lambda: read_manifest(path))
+def _manifest(folder: Path, step: int, known: Manifest | None = None) -> Manifest:
+    """Read the manifest of a checkpoint unless it is known; all processes agree on whether it can be used."""
+    path = folder / str(step)
+
+    def read() -> Manifest:
+        manifest = known or retried(lambda: read_manifest(path))
         if manifest.step != step:
             raise Damaged(f"{path} contains the checkpoint of step {manifest.step}, not of step {step}.")
         if not is_current(folder, step, manifest.fencing_token):
             raise Damaged(f"{path} was saved by superseded processes, after others had resumed the run.")
-    except InputError as error:
-        problem = error
-    _raise_everywhere(problem)
-    if manifest is None:
-        raise RuntimeError("The processes agreed on a manifest that could not be read.")
-    return manifest
+        return manifest
+
+    return _everywhere(read)
 
 
-def _raise_everywhere(problem: Exception | None) -> None:
-    """Raise the error of any process in every process.
+def _everywhere(read: Callable[[], T]) -> T:
+    """Return what `read` returns in each process, or raise the error of any process in every process.
 
     Other `InputError`s take precedence over `Damaged`, so a checkpoint that one process cannot read is not
     quarantined.
     """
-    kinds = (InputError, Unreadable, Damaged)
-    own = [place for place, kind in enumerate(kinds) if isinstance(problem, kind)]
-    every: list[Any] = all_gather("restore", [own[-1], str(problem)] if own else None, _PATIENCE)
-    if found := list(filter(None, every)):
-        place, text = min(found)
-        raise kinds[place](text)
+    result, own = None, None
+    try:
+        result = read()
+    except InputError as error:
+        own = [max(place for place, kind in enumerate(_KINDS) if isinstance(error, kind)), str(error)]
+    every: list[Any] = all_gather("restore", own, _PATIENCE)
+    if errors := list(filter(None, every)):
+        place, text = min(errors)
+        raise _KINDS[place](text)
+    return cast("T", result)
 
 
 def _restore(
@@ -128,27 +125,24 @@ def _restore(
 ) -> Restored:
     expected = named(abstract)
     _check_arrays(folder, manifest, expected, part)
-    arrays: dict[str, jax.Array] | None = None
-    problem, digests = None, {}
-    try:
+
+    def read_local() -> tuple[Digests, dict[str, jax.Array] | None]:
         digests = {name: parts for name, parts in read_digests(folder, manifest).items() if name in expected}
-        if store is not None and digests:
-            arrays = store.local.read(manifest.step, expected, digests)
-    except InputError as error:
-        problem = error
-    _raise_everywhere(problem)
+        return digests, store.local.read(manifest.step, expected, digests) if store is not None and digests else None
+
+    def read() -> dict[str, jax.Array]:
+        arrays = _load(CheckpointReader(folder, manifest.leaves, manifest.files), expected)
+        if digests:
+            _compare(folder, manifest, arrays, digests)
+        return arrays
+
+    digests, arrays = _everywhere(read_local)
     # Either all processes use their local copies or none does.
     if not all(all_gather("restore", arrays is not None, _PATIENCE)) or arrays is None:
-        arrays = {}
-        try:
-            arrays = _load(CheckpointReader(folder, manifest.leaves, manifest.files), expected)
-            if digests:
-                _compare(folder, manifest, arrays, digests)
-        except InputError as error:
-            problem = error
-        _raise_everywhere(problem)
+        arrays = None  # frees it
+        arrays = _everywhere(read)
         if store is not None and digests:
-            store.mark_verified(manifest.step)
+            store.verified.add(manifest.step)
     return Restored(like(abstract, arrays), manifest)
 
 
@@ -163,8 +157,8 @@ def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any],
         if saved is None:
             raise mismatch(f"it has no array {name}.")
         if tuple(saved["shape"]) != leaf.shape or saved["dtype"] != str(leaf.dtype):
-            raise mismatch(f"its {name} is {saved['dtype']} {saved['shape']}, but must be {leaf.dtype} "
-                           f"{list(leaf.shape)}.")  # fmt: skip
+            ours = f"{leaf.dtype} {list(leaf.shape)}"
+            raise mismatch(f"its {name} is {saved['dtype']} {saved['shape']}, but must be {ours}.")
     if more := [name for name in manifest.leaves if name not in expected and not part]:
         raise mismatch(f"it has extra arrays: {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
 
@@ -176,8 +170,8 @@ def _load(reader: CheckpointReader, expected: Mapping[str, Any]) -> dict[str, ja
         leaf = expected[name]
         array = assemble(leaf, lambda where: reader.read(name, read_slice(where)))
         if array.dtype != leaf.dtype:  # 64 bits without JAX_ENABLE_X64
-            raise InputError(f"The array {name} in {reader.folder} is {leaf.dtype}, but jax would truncate it to "
-                             f"{array.dtype}; set JAX_ENABLE_X64=1.")  # fmt: skip
+            problem = f"is {leaf.dtype}, but jax would truncate it to {array.dtype}; set JAX_ENABLE_X64=1."
+            raise InputError(f"The array {name} in {reader.folder} {problem}")
         progress.add(sizes[name])
         return array
 
@@ -200,7 +194,8 @@ def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], 
     if wrong:
         raise Damaged(f"The array {wrong[0]} in {folder} does not match its checksum.")
     assigned = read_digests(folder, manifest, jax.process_index(), jax.process_count())
-    unread = {name: {where: text for where, text in parts.items() if where in not_held.get(name, ())}
-            for name, parts in assigned.items() if name in arrays}  # fmt: skip
+    unread: Digests = {}
+    for name, places in not_held.items():
+        unread[name] = {where: text for where, text in assigned.get(name, {}).items() if where in places}
     for sentence in wrong_parts(CheckpointReader(folder, manifest.leaves, manifest.files), unread):
         raise Damaged(sentence)

@@ -5,8 +5,6 @@ manifest, and finally renames the folder to the checkpoint's name.
 """
 
 import contextlib
-import dataclasses
-import json
 import os
 import shlex
 import shutil
@@ -16,98 +14,67 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-
-from zaya_jax.checkpoint.digest import ArrayPart, digests
-from zaya_jax.checkpoint.leaves import named
+from zaya_jax.checkpoint.arrays import named
 from zaya_jax.checkpoint.local import LocalCopies
-from zaya_jax.checkpoint.orbax_save import start_save
-from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
-from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
+from zaya_jax.checkpoint.orbax_save import Saving
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError, Reason, RunStopped, Superseded, as_sentence
 from zaya_jax.job.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
-from zaya_jax.run.digests import joined, leaf_digest, uncovered
 from zaya_jax.run.fencing import Fence, is_current
-from zaya_jax.run.files import sync_folder, write_atomically
-from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
+from zaya_jax.run.files import sync_folder
+from zaya_jax.run.manifest import try_read
 from zaya_jax.run.retention import steps_to_keep
 from zaya_jax.run.writing import make_folder, open_file, remove, rename, resolved, share
 
 _PATIENCE = 600  # seconds that processes wait for each other at the end of a save
-_FAREWELL = 60  # seconds to wait for a save in progress after another error
+_LAST_WAIT = 60  # seconds to wait for a save in progress after another error
 _RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next attempt after a failed save, doubled each time
 _SPARE = 1.05  # required free space over the size of the arrays, for metadata
-
-
-class SaveFailed(Exception):
-    """A save failed; the message says why."""
-
-
-@dataclasses.dataclass
-class _Saving:
-    """A save in progress."""
-
-    step: int
-    work: Path  # temporary folder
-    metadata: dict[str, Any]
-    parts: list[ArrayPart] = dataclasses.field(default_factory=list)
-    packed: PackedArrays | None = None
-    leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # for the manifest
-    wait: Callable[[], None] | None = None  # waits until the arrays are durable
-    problem: str = ""  # why the save could not start in this process
 
 
 class CheckpointStore:
     """Saves and retains checkpoints in the folder `checkpoints/` of a run, for the processes that train it.
 
+    A context manager, which waits for the save in progress; after an error, without communicating with other processes.
     Every method raises `Superseded` when it is about to write after other processes have resumed the run.
-
-    Attributes:
-      folder: of the checkpoints.
-      say: prints one sentence about a problem.
-      fence: the fencing token of these processes, in process 0.
     """
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = (),
-        say: Callable[[str], object] = print, leave: Callable[[Superseded], object] = lambda error: None,
-    ) -> None:  # fmt: skip
-        """Open the folder, which need not exist; nothing is written yet.
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        pinned: Collection[int] = (),
+        say: Callable[[str], object] = print,
+        leave: Callable[[Superseded], object] = lambda error: None,
+    ) -> None:
+        """Open the folder, which need not exist and which all processes share; nothing is written yet.
 
-        Args:
-          folder: on a file system that all processes share.
-          config: when and what to save and keep.
-          pinned: steps whose checkpoints are never removed.
-          say: prints one sentence about a problem.
-          leave: ends this process if other processes resume the run, see `Fence`.
+        Checkpoints of `pinned` steps are never removed. `say` prints one sentence about a problem. `leave` ends this
+        process if other processes resume the run, see `Fence`.
         """
-        self.folder = resolved(folder)
-        self.say = say
+        self.folder, self.say = resolved(folder), say
         self.fence = Fence(self.folder, leave)
+        self.local = LocalCopies(config.local_dir, self.folder)
         self._config, self._pinned = config, set(pinned)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._token = 0
+        self._token = 0  # the fencing token of these processes
         self._newest: int | None = None  # the step from which these processes resumed
-        self._in_flight: tuple[int, Future[None]] | None = None
+        self._in_flight: tuple[int, Future[str]] | None = None  # step, and why its save failed
         self._problem = ""  # of the last save, until one succeeds
         self._pause, self._again_at = _RETRY, 0.0
         self._failing_since: float | None = None
-        self._verified: set[int] = set()
-        self.local = LocalCopies(config.local_dir, self.folder)
+        self.verified: set[int] = set()  # steps of checkpoints that were read and are intact; the newest one is kept
 
     def __enter__(self) -> Self:
-        """Wait for the last save at the end of a `with` block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the save in progress; after an error, without communicating with other processes."""
         if kind is None:
             self.wait()
         elif self._in_flight is not None:
             with contextlib.suppress(Exception):
-                self._in_flight[1].result(_FAREWELL)
+                self._in_flight[1].result(_LAST_WAIT)
         self._pool.shutdown(wait=kind is None)
 
     def steps(self) -> list[int]:
@@ -118,18 +85,12 @@ class CheckpointStore:
         """Return the step of the newest finished checkpoint."""
         return max(self.steps(), default=None)
 
-    def mark_verified(self, step: int) -> None:
-        """Record that a checkpoint was read and is intact; it is kept until a newer one is verified."""
-        self._verified.add(step)
-
     def take_over(self, step: int | None = None) -> None:
         """Take the next fencing token, which supersedes all other processes of this run.
 
-        Also removes leftovers of unfinished saves, quarantines superseded checkpoints and applies retention, so that
-        processes that keep ending early do not accumulate checkpoints.
-
-        Args:
-          step: from which these processes resume; newer checkpoints are quarantined too.
+        Also removes leftovers of unfinished saves, quarantines superseded checkpoints, and those after `step`, from
+        which these processes resume, and applies retention, so that processes that keep ending early do not accumulate
+        checkpoints.
         """
         self._newest = step
         if problem := self._take_over():
@@ -144,7 +105,7 @@ class CheckpointStore:
                     self.say("Unfinished saves take space and cannot be removed here, perhaps only by their owner: "
                              f"rm -r {shlex.join(map(str, left[:3]))}")  # fmt: skip
                 token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say)).number
-                for step in self._verified.intersection(self.steps()):
+                for step in self.verified.intersection(self.steps()):
                     with contextlib.suppress(FileNotFoundError):  # a superseded process has removed it meanwhile
                         os.close(open_file(self.folder / str(step) / names.VERIFIED, os.O_WRONLY))
                 self._retain()
@@ -155,17 +116,12 @@ class CheckpointStore:
         return problem
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], ready: Callable[[], str] = str) -> None:
-        """Start saving; the arrays can be donated to the next step at once.
+        """Start saving a pytree of arrays; they can be donated to the next step at once. See `Manifest.metadata`.
 
         Waits for the previous save first. A failed save is reported; retry it when `due` returns true, except at the
-        end of a phase or of the process, which do not wait for the back-off (`backing_off`).
-
-        Args:
-          step: of the run; an existing checkpoint of this step is kept.
-          state: a pytree of arrays.
-          metadata: of the checkpoint, see `Manifest.metadata`; JSON.
-          ready: called in process 0 to sync files that must not be older than the checkpoint; returns a message if
-            that fails.
+        end of a phase or of the process, which do not wait for the back-off (`backing_off`). An existing checkpoint of
+        `step` is kept. In process 0, `ready` syncs files that must not be older than the checkpoint, and returns why
+        that failed.
 
         Raises:
           RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
@@ -177,21 +133,16 @@ class CheckpointStore:
         if not problem:  # a single broadcast, since training waits for it
             size = sum(x.nbytes for x in arrays.values())
             problem = broadcast(self._why_not(step, work, size, ready) if is_primary() else "")
-            if problem is None:
-                return
         if problem:
             self._failed(step, problem)
+        if problem != "":
             return
-        saving = _Saving(step, work, dict(metadata))
         try:
-            packed = pack_arrays(arrays)
-            saving.parts = packed.large_parts() if self._config.verify != "none" else []
             self.local.stage(arrays)
-            saving.wait = start_save(work, packed.arrays)
-            saving.packed = packed._replace(arrays={})  # the next step may donate them
+            saving: Saving | str = Saving(work, arrays, self._config.verify)
         except (ValueError, OSError, RuntimeError, MemoryError) as error:  # perhaps in this process only
-            saving.problem = as_sentence(error)
-        self._in_flight = (step, self._pool.submit(self._finish, saving))
+            saving = as_sentence(error)
+        self._in_flight = (step, self._pool.submit(self._finish, step, work, saving, dict(metadata)))
 
     def _why_not(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> str | None:
         """Return why `size` bytes cannot be saved to `work`; empty if they can, None if the step is saved already.
@@ -218,10 +169,8 @@ class CheckpointStore:
         Raises:
           RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
         """
-        if self._in_flight is None and not self._problem:
-            return False
         is_retry = self._in_flight is None
-        if self._is_waiting():
+        if (is_retry and not self._problem) or self._is_waiting():
             return False
         self.wait()
         return is_retry
@@ -231,11 +180,7 @@ class CheckpointStore:
         return bool(self._problem) and self._is_waiting()
 
     def finish(self, save: Callable[[], None], should_stop: Callable[[], bool]) -> bool:
-        """Wait until the last save has succeeded, retrying with `save`, or until `should_stop()`.
-
-        Returns:
-          Whether it has succeeded.
-        """
+        """Wait until the last save has succeeded, retrying with `save`, or until `should_stop()`; return whether."""
         self.wait()
         while broadcast(bool(self._problem)) and not should_stop():
             time.sleep(1)
@@ -255,31 +200,29 @@ class CheckpointStore:
         Raises:
           RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
         """
-        if self._in_flight is None:
-            return not self._problem
-        (step, future), self._in_flight = self._in_flight, None
-        try:
-            future.result()
-        except SaveFailed as error:
-            self._failed(step, str(error))
-        except TimeoutError as error:
-            raise RunStopped(f"The checkpoint of step {step} could not be saved: {error}") from error
-        else:
-            if self._problem:
-                self._report(f"The checkpoint of step {step} is saved.")
-            self._problem, self._pause, self._failing_since = "", _RETRY, None
+        if self._in_flight is not None:
+            (step, future), self._in_flight = self._in_flight, None
+            try:
+                problem = future.result()
+            except TimeoutError as error:
+                raise RunStopped(f"The checkpoint of step {step} could not be saved: {error}") from error
+            if problem:
+                self._failed(step, problem)
+            else:
+                if self._problem:
+                    self._report(f"The checkpoint of step {step} is saved.")
+                self._problem, self._pause, self._failing_since = "", _RETRY, None
         return not self._problem
 
     def _failed(self, step: int, problem: str) -> None:
-        now = time.monotonic()
+        now, newest, most = time.monotonic(), self.latest(), self._config.max_unsaved_seconds
         self._failing_since = now if self._failing_since is None else self._failing_since
-        failing_seconds = now - self._failing_since
-        newest = self.latest()
+        failing = now - self._failing_since
         since = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
-        if broadcast(failing_seconds > self._config.max_unsaved_seconds):
+        if broadcast(failing > most):
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
-                             f"{failing_seconds:.0f} s, more than checkpoint.max_unsaved_seconds "
-                             f"({self._config.max_unsaved_seconds:g} s); {since}.", Reason.SAVE_FAILED)  # fmt: skip
+                             f"{failing:.0f} s, more than checkpoint.max_unsaved_seconds ({most:g} s); {since}.",
+                             Reason.SAVE_FAILED)  # fmt: skip
         self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues; {since}. "
                      f"Retrying in about {self._pause:.0f} s.")  # fmt: skip
         self._problem, self._again_at = problem, time.monotonic() + self._pause
@@ -294,10 +237,10 @@ class CheckpointStore:
         need = round(size * _SPARE)
         try:
             make_folder(self.folder)
-            if shutil.disk_usage(self.folder).free < need:
+            if (free := shutil.disk_usage(self.folder).free) < need:
                 names.clean(self.folder)
                 self._retain()
-            free = shutil.disk_usage(self.folder).free
+                free = shutil.disk_usage(self.folder).free
         except OSError as error:
             return f"{self.folder} cannot be used: {error.strerror}."
         return "" if free >= need else f"{self.folder} has {free:,} bytes free, but {need:,} are needed."
@@ -314,62 +257,37 @@ class CheckpointStore:
             return f"{work} cannot be written: {error.strerror}."
         return ""
 
-    def _finish(self, saving: _Saving) -> None:
-        """Finish a save in a background thread of each process."""
-        problem, verifying = saving.problem, self._config.verify != "none"
-        try:
-            if saving.wait is None or saving.packed is None:
-                raise SaveFailed(problem)
-            saving.leaves = saving.packed.leaves()
-            if verifying:
-                saving.parts += saving.packed.small_parts()
-            own_digests = digests(saving.parts)
-            saving.wait()
-            if verifying:
-                folder = saving.work / DIGESTS
-                make_folder(folder)
-                write_atomically(folder / f"process_{jax.process_index()}.json", json.dumps(own_digests))
-                sync_folder(folder)
-            saving.parts.clear()
-            if self._config.verify == "readback":
-                problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), own_digests), "")
-        except Exception as error:  # training continues after any error
-            problem = as_sentence(error)
+    def _finish(self, step: int, work: Path, saving: Saving | str, metadata: dict[str, Any]) -> str:
+        """Finish a save in a background thread of each process; return why it failed in any of them."""
+        problem = saving if isinstance(saving, str) else saving.complete()
         problems = [text for text in all_gather("saved", problem, _PATIENCE) if text]
-        verdict = ""
         if is_primary():
-            verdict = self.fence.check() or problems[0] if problems else self._commit(saving)
-        verdict = all_gather("kept", verdict, _PATIENCE)[0]
-        if verdict:
+            if problems or isinstance(saving, str):
+                problem = self.fence.check() or problems[0]
+            else:
+                problem = self._commit(step, work, saving, metadata)
+        problem = all_gather("kept", problem, _PATIENCE)[0]
+        if problem:
             self.local.discard()
             if is_primary():
-                self._remove_leftovers(saving.work)
-            raise SaveFailed(verdict)
+                self._remove_leftovers(work)
+            return problem
         if self._config.verify == "readback":
-            self._verified.add(saving.step)
+            self.verified.add(step)
         self.fence.check()
-        if problem := self.local.commit(saving.step):
-            (self.say if is_primary() else print)(problem)  # local disks differ between processes
+        if warning := self.local.commit(step):
+            (self.say if is_primary() else print)(warning)  # local disks differ between processes
         if is_primary():
             self._retain()
+        return ""
 
-    def _commit(self, saving: _Saving) -> str:
+    def _commit(self, step: int, work: Path, saving: Saving, metadata: dict[str, Any]) -> str:
         """Write the manifest and rename the folder to its final name; return a message if that fails."""
         try:
-            verifying, shapes = self._config.verify != "none", {name: x["shape"] for name, x in saving.leaves.items()}
-            taken = joined(json.loads(path.read_bytes()) for path in sorted((saving.work / DIGESTS).glob("*.json")))
-            if verifying and (unseen := uncovered(taken, shapes)):
-                return f"{saving.work} lacks digests of {unseen[0]}. Check that all processes see the same run_dir."
-            leaves = {name: leaf | ({"digest": leaf_digest(taken[name])} if name in taken else {})
-                      for name, leaf in saving.leaves.items()}  # fmt: skip
-            write_manifest(saving.work, Manifest(
-                saving.step, self._token, saving.metadata, leaves, list_files(saving.work),
-                file_digests(saving.work) if verifying else {}, self._config.verify == "readback",
-            ))  # fmt: skip
-            if problem := self.fence.check():
+            if problem := saving.write_manifest(step, self._token, metadata) or self.fence.check():
                 return problem
-            share(saving.work)
-            rename(saving.work, self.folder / str(saving.step))
+            share(work)
+            rename(work, self.folder / str(step))
             sync_folder(self.folder)
         except (OSError, ValueError) as error:
             return as_sentence(error)
@@ -380,7 +298,7 @@ class CheckpointStore:
         self.fence.check()
         with contextlib.suppress(OSError):
             usable = names.usable_checkpoints(self.folder)
-            kept = steps_to_keep(usable, self._config, self._verified) | self._pinned
+            kept = steps_to_keep(usable, self._config, self.verified) | self._pinned
             for checkpoint in usable:
                 if checkpoint.step not in kept:
                     names.remove(self.folder, checkpoint.step)

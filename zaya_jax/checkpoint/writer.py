@@ -26,14 +26,10 @@ from zaya_jax.run.writing import make_folder, new_folder
 def write_checkpoint(
     folder: Path, step: int, metadata: Mapping[str, Any], leaves: Mapping[str, Any], parts: Iterator[ArrayPart]
 ) -> None:
-    """Write a checkpoint atomically and durably.
+    """Write a checkpoint to RUN_DIR/checkpoints/STEP, atomically and durably; see `Manifest` for `metadata`.
 
-    Args:
-      folder: RUN_DIR/checkpoints/STEP, which must not exist.
-      step: of the checkpoint.
-      metadata: see `Manifest`.
-      leaves: array name → dtype and shape.
-      parts: cover all arrays; the parts of an array have equal shapes, except for the last along an axis.
+    `leaves` has the dtype and shape of each array. `parts` cover all arrays; the parts of an array have equal shapes,
+    except for the last along an axis.
 
     Raises:
       InputError: `folder` exists, or cannot be written.
@@ -49,8 +45,8 @@ def write_checkpoint(
             write_atomically(work / DIGESTS / "process_0.json", text.decode())
             sync_folder(work / DIGESTS)
             described = {name: dict(leaf) | {"digest": leaf_digest(digests[name])} for name, leaf in leaves.items()}
-            write_manifest(work, Manifest(step, 0, dict(metadata), described, list_files(work),
-                                          {f"{DIGESTS}/process_0.json": digest(text)}, read_back=False))  # fmt: skip
+            files, checked = list_files(work), {f"{DIGESTS}/process_0.json": digest(text)}
+            write_manifest(work, Manifest(step, 0, dict(metadata), described, files, checked, read_back=False))
         sync_folder(folder.parent)
     except InputError:
         raise
@@ -73,8 +69,8 @@ def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[ArrayPa
             progress.add(part.data.nbytes)
             if writing is not None:
                 writing.result()
-            writing = pool.submit(lambda array=arrays[part.name], part=part: array[read_slice(part.where)].write(
-                part.data).result())  # fmt: skip
+            place = arrays[part.name][read_slice(part.where)]
+            writing = pool.submit(lambda place=place, data=part.data: place.write(data).result())
         if writing is not None:
             writing.result()
     return digests

@@ -1,7 +1,7 @@
 """Convert `config.json` of a `transformers` ZAYA folder to `ModelConfig` and back (docs/reference.md §12.1)."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import shown
@@ -31,123 +31,120 @@ _LARGEST = 1e300  # a larger integer would overflow a float
 _QUANTIZED = ("quantization_config", "compression_config", "vision_config", "vision_lora")
 
 
-def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
-    """Parse the architecture of a `config.json`.
+class ConfigFile(NamedTuple):
+    """The content of a `config.json`, whose values are checked when they are read."""
 
-    Args:
-      tree: content of the file.
-      where: its path, for messages.
+    tree: dict[str, Any]
+    where: str  # its path, for messages
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise an `InputError` that says what the file has."""
+        raise InputError(f"{self.where} has {what}.")
+
+    def read(self, key: str, allowed: str, is_allowed: Callable[[Any], bool], default: Any = None) -> Any:
+        """Read a value; InputError unless it `is_allowed`, which `allowed` describes."""
+        value = self.tree.get(key, default)
+        if not is_allowed(value):
+            self.fail(f"{key} {shown(value)}, but it must be {allowed}")
+        return value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """Read a positive whole number."""
+        return self.read(key, "a positive whole number", lambda value: type(value) is int and value > 0, default)
+
+    def number(self, key: str, default: float) -> float:
+        """Read a number."""
+        return float(self.read(key, "a number", _is_number, default))
+
+    def flag(self, key: str) -> bool:
+        """Read a boolean, false by default."""
+        return self.read(key, "true or false", lambda value: type(value) is bool, False)
+
+    def window(self) -> int | None:
+        """Read the sliding window: keys that a query attends to, itself included; None if not given."""
+        return self.read("sliding_window", "a whole number", lambda value: type(value) in (int, type(None)))
+
+    def require_zaya(self, fixed: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raise `InputError` for another model type, a quantized or vision variant, or other values of `fixed` keys."""
+        self.read("model_type", "'zaya'", lambda value: value == "zaya")
+        for key in _QUANTIZED:
+            if self.tree.get(key):
+                self.fail(f"{key}, but quantized (FP8, MXFP4) and vision variants are not supported")
+        for key, values in fixed.items():
+            if self.tree.get(key, values[0]) not in values:
+                self.fail(f"{key} {shown(self.tree[key])}, but only {shown(values[0])} is supported")
+
+    def build(self, **fields: Any) -> ModelConfig:
+        """Build and check a configuration."""
+        config = ModelConfig(**fields)
+        try:
+            config.check()
+        except InputError as error:
+            raise InputError(f"{self.where} describes an invalid model: {error}") from error
+        return config
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _LARGEST  # also rejects NaN
+
+
+def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
+    """Parse the architecture of a `config.json` with the content `tree` and the path `where`.
 
     Raises:
       InputError: a key is missing, or its value is not supported.
     """
-    require_zaya(tree, _FIXED, where)
-    sizes = {ours: whole(tree, theirs, where) for ours, theirs in _SIZES.items()}
-    types = _layer_types(tree, sizes["num_layers"], where)
-    bases, fraction = _rope(tree.get("rope_parameters"), types, where)
-    return build(
-        where,
+    file = ConfigFile(tree, where)
+    file.require_zaya(_FIXED)
+    sizes = {ours: file.whole(theirs) for ours, theirs in _SIZES.items()}
+    types = _layer_types(file, sizes["num_layers"])
+    bases, fraction = _rope(file, types)
+    return file.build(
         **sizes,
         layer_pattern=tuple(_KINDS[kind] for kind in types),
-        sliding_window=window(tree, where) if "hybrid_sliding" in types else None,
+        sliding_window=file.window() if "hybrid_sliding" in types else None,
         rope_base=bases["hybrid"],
         sliding_rope_base=bases["hybrid_sliding"],
         rotary_fraction=fraction,
-        attention_bias=flag(tree, "attention_bias", where),
-        head_bias=flag(tree, "lm_head_bias", where),
-        norm_eps=number(tree, "rms_norm_eps", 1e-5, where),
-        init_std=number(tree, "initializer_range", 0.02, where),
+        attention_bias=file.flag("attention_bias"),
+        head_bias=file.flag("lm_head_bias"),
+        norm_eps=file.number("rms_norm_eps", 1e-5),
+        init_std=file.number("initializer_range", 0.02),
     )
 
 
-def build(where: str, **fields: Any) -> ModelConfig:
-    """Build and check a configuration."""
-    config = ModelConfig(**fields)
-    try:
-        config.check()
-    except InputError as error:
-        raise InputError(f"{where} describes an invalid model: {error}") from error
-    return config
-
-
-def require_zaya(tree: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Raise `InputError` for another model type, a quantized or vision variant, or another value of a `fixed` key."""
-    if tree.get("model_type") != "zaya":
-        raise InputError(f"{where} has model_type {shown(tree.get('model_type'))}, but it must be 'zaya'.")
-
-    for key in _QUANTIZED:
-        if tree.get(key):
-            raise InputError(f"{where} has {key}, but quantized (FP8, MXFP4) and vision variants are not supported.")
-    for key, values in fixed.items():
-        if tree.get(key, values[0]) not in values:
-            raise InputError(f"{where} has {key} {shown(tree[key])}, but only {shown(values[0])} is supported.")
-
-
-def whole(tree: dict[str, Any], key: str, where: str) -> int:
-    """Read a positive whole number."""
-    if type(tree.get(key)) is not int or tree[key] < 1:
-        raise InputError(f"{where} has {key} {shown(tree.get(key))}, but it must be a positive whole number.")
-    return tree[key]
-
-
-def window(tree: dict[str, Any], where: str) -> int | None:
-    """Read the sliding window: keys that a query attends to, itself included; None if not given."""
-    value = tree.get("sliding_window")
-    if value is not None and type(value) is not int:
-        raise InputError(f"{where} has sliding_window {shown(value)}, but it must be a whole number.")
-    return value
-
-
-def flag(tree: dict[str, Any], key: str, where: str) -> bool:
-    """Read a boolean, false by default."""
-    value = tree.get(key, False)
-    if type(value) is not bool:
-        raise InputError(f"{where} has {key} {shown(value)}, but it must be true or false.")
-    return value
-
-
-def number(tree: dict[str, Any], key: str, default: float, where: str) -> float:
-    """Read a number."""
-    value = tree.get(key, default)
-    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # also rejects NaN
-        raise InputError(f"{where} has {key} {shown(value)}, but it must be a number.")
-    return float(value)
-
-
-def _layer_types(tree: dict[str, Any], num_layers: int, where: str) -> list[str]:
-    types = tree.get("layer_types")
-    if types is None:
-        types = ["hybrid"] * num_layers
-    if not isinstance(types, list):
-        raise InputError(f"{where} has layer_types {shown(types)}, but it must be a list.")
+def _layer_types(file: ConfigFile, num_layers: int) -> list[str]:
+    types = file.read("layer_types", "a list", lambda value: isinstance(value, list | None))
+    types = ["hybrid"] * num_layers if types is None else types
     if len(types) != num_layers:
-        raise InputError(f"{where} has {len(types)} layer_types, but num_hidden_layers is {num_layers}.")
+        file.fail(f"{len(types)} layer_types, but num_hidden_layers is {num_layers}")
     for kind in types:
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise InputError(f"{where} has the layer type {shown(kind)}, but it must be one of {', '.join(_KINDS)}.")
+            file.fail(f"the layer type {shown(kind)}, but it must be one of {', '.join(_KINDS)}")
     return types
 
 
-def _rope(parameters: Any, types: list[str], where: str) -> tuple[dict[str, float], float]:
+def _rope(file: ConfigFile, types: list[str]) -> tuple[dict[str, float], float]:
     """Return the RoPE base of each layer type, and the rotated fraction that all of them share."""
     bases, fractions = {"hybrid": 5.0e6, "hybrid_sliding": 1.0e4}, []
-    parameters = {} if parameters is None else parameters
     # The released 8B has a meaningless rope_type next to the sections (docs/reference.md §12.1).
     known = {*_KINDS, "rope_type"}
+    parameters = file.tree.get("rope_parameters")
+    parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict) or not known.issuperset(parameters):
-        raise InputError(f"{where} has rope_parameters {shown(parameters)}, but it must have the sections "
-                         f"{', '.join(_KINDS)}.")  # fmt: skip
+        file.fail(f"rope_parameters {shown(parameters)}, but it must have the sections {', '.join(_KINDS)}")
     for kind in dict.fromkeys(types):
         section = parameters.get(kind)
         section = {} if section is None else section
         if not isinstance(section, dict):
-            raise InputError(f"{where} has rope_parameters.{kind} {shown(section)}, but it must be a section.")
+            file.fail(f"rope_parameters.{kind} {shown(section)}, but it must be a section")
         if section.get("rope_type", "default") != "default":
-            raise InputError(f"{where} has rope_type {shown(section['rope_type'])}, but only 'default' is supported.")
-        bases[kind] = number(section, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
-        fractions.append(number(section, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
+            file.fail(f"rope_type {shown(section['rope_type'])}, but only 'default' is supported")
+        values = ConfigFile(section, f"{file.where}, rope_parameters.{kind},")
+        bases[kind] = values.number("rope_theta", bases[kind])
+        fractions.append(values.number("partial_rotary_factor", 0.5))
     if len(set(fractions)) > 1:
-        raise InputError(f"{where} has different partial_rotary_factor values ({fractions}), but they must be equal.")
+        file.fail(f"different partial_rotary_factor values ({fractions}), but they must be equal")
     return bases, fractions[0]
 
 
@@ -179,11 +176,12 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def header(config: ModelConfig, dtype: str, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Return the keys that start every `config.json`; `InputError` for ablations that the layouts cannot represent."""
     if unknown := set(config.layer_pattern).difference(_KINDS.values()):
-        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but only models whose layers are "
-                         f"{' and '.join(_KINDS.values())} can be exported to transformers.")  # fmt: skip
+        kinds = " and ".join(_KINDS.values())
+        only = f"only models whose layers are {kinds} can be exported to transformers"
+        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but {only}.")
     for key, value in _ONLY.items():
         if getattr(config, key) != value:
-            raise InputError(f"model.{key} is {shown(getattr(config, key))}, but must be {shown(value)} to export to "
-                             "transformers.")  # fmt: skip
-    return {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype,
-            **{key: values[0] for key, values in fixed.items()}}  # fmt: skip
+            values = f"{shown(getattr(config, key))}, but must be {shown(value)}"
+            raise InputError(f"model.{key} is {values} to export to transformers.")
+    own = {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype}
+    return own | {key: values[0] for key, values in fixed.items()}

@@ -1,5 +1,7 @@
-"""Write a `transformers` folder in either layout, one layer at a time."""
+"""Write a `transformers` folder in either layout, one layer at a time, as a whole or not at all."""
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,16 +15,16 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
 from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import INDEX
-from zaya_jax.hf.legacy import legacy_tensors
 from zaya_jax.hf.legacy_config import to_legacy
-from zaya_jax.hf.output import output_folder
 from zaya_jax.hf.safetensors import DTYPES, Buffer, TensorHeader, write_file
-from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.hf.tensors import Tensor, legacy_tensors, tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.run.files import json_text, write_atomically
+from zaya_jax.run.files import expanded, json_text, sync_folder, write_atomically
 from zaya_jax.run.progress import WorkProgress
+from zaya_jax.run.tokenizer import TOKENIZER_FILES
+from zaya_jax.run.writing import PARTIAL, new_folder, resolved
 
 Layout = Literal["hf", "legacy"]
 LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[Tensor]]]] = {
@@ -37,9 +39,7 @@ Read = Callable[[str, int | None], np.ndarray]
 def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax.typing.DTypeLike,
                  layout: Layout = "hf", carry: str | Path | None = None,
                  max_shard_bytes: int = 5 * 10**9) -> None:  # fmt: skip
-    """Write a model atomically, from one process.
-
-    The host holds one layer of one parameter at a time.
+    """Write a model atomically, from one process; the host holds one layer of one parameter at a time.
 
     Args:
       folder: new or empty.
@@ -67,8 +67,8 @@ def stored_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     """Return the NumPy dtype of an export; InputError if files cannot have it."""
     kind = np.dtype(jnp.dtype(dtype))
     if kind not in DTYPES.values():
-        raise InputError(f"The dtype is {kind.name}, but must be one of "
-                         f"{', '.join(known.name for known in DTYPES.values())}.")  # fmt: skip
+        allowed = ", ".join(known.name for known in DTYPES.values())
+        raise InputError(f"The dtype is {kind.name}, but must be one of {allowed}.")
     return kind
 
 
@@ -104,23 +104,14 @@ def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype
         return
     files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
     write_tensors(folder, files, read, dtype)
-    index = {"metadata": {"total_size": sum(tensor.bytes for tensor in described.values())},
-             "weight_map": {row.name: name for name, shard in files.items() for row in shard}}  # fmt: skip
-    write_atomically(folder / INDEX, json_text(index))
+    size, places = sum(each.bytes for each in described.values()), {}
+    for name, shard in files.items():
+        places |= {row.name: name for row in shard}
+    write_atomically(folder / INDEX, json_text({"metadata": {"total_size": size}, "weight_map": places}))
 
 
 def write_tensors(folder: Path, files: Mapping[str, list[Tensor]], read: Read, dtype: np.dtype) -> None:
-    """Write the files of a folder, one tensor at a time.
-
-    Args:
-      folder: an existing folder.
-      files: name → its tensors, in order.
-      read: see `write_folder`.
-      dtype: of the tensors; balancing biases are always fp32.
-
-    Raises:
-      InputError: a value is not finite in `dtype`.
-    """
+    """Write the files of an existing folder by name, one tensor at a time; see `write_folder`."""
     described = {name: _described(rows, dtype) for name, rows in files.items()}
     total = sum(tensor.bytes for tensors in described.values() for tensor in tensors.values())
     with WorkProgress("exporting", total) as progress:
@@ -149,19 +140,60 @@ def _pieces(tensor: Tensor, read: Read, dtype: np.dtype) -> Iterator[Buffer]:
         with np.errstate(over="ignore"):
             block = np.ascontiguousarray(x[at : at + rows].astype(dtype, copy=False))
         if not is_finite(block):
-            raise not_finite(f"The tensor {tensor.name}", np.ascontiguousarray(x[at : at + rows]), dtype,
-                             "export an earlier checkpoint")  # fmt: skip
+            stored = np.ascontiguousarray(x[at : at + rows])
+            raise not_finite(f"The tensor {tensor.name}", stored, dtype, "export an earlier checkpoint")
         yield block.reshape(-1).view(np.uint8).data
 
 
 def _latest(read: Read) -> Read:
     """Cache the last result of `read`, since the legacy layout stores the experts of one parameter separately."""
-    last: list[Any] = [None, None]
+    last: dict[tuple[str, int | None], np.ndarray] = {}
 
     def read_once(name: str, group: int | None) -> np.ndarray:
-        if last[0] != (name, group):
-            last[:] = None, None  # free the memory before the next read
-            last[:] = (name, group), read(name, group)
-        return last[1]
+        if (name, group) not in last:
+            last.clear()  # free the memory before the next read
+            last[name, group] = read(name, group)
+        return last[name, group]
 
     return read_once
+
+
+_WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", "model.safetensors.index.json", "config.json",
+            "adapter_config.json", *TOKENIZER_FILES)  # fmt: skip
+
+
+@contextlib.contextmanager
+def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterator[Path]:
+    """Yield a temporary folder, which takes the name `folder` at the end, or is removed on failure.
+
+    After the block, `files` are added: name → file to copy or text to write.
+
+    Raises:
+      InputError: `folder` is not empty, or `FOLDER.partial` was not left by an interrupted export.
+    """
+    folder = resolved(expanded(folder))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
+    partial = folder.with_name(f"{os.fsdecode(os.fsencode(folder.name)[:247])}.partial")  # a name has at most 255 bytes
+    _check_remains(partial)
+    try:
+        with new_folder(folder, partial):
+            yield partial
+            for name, content in files.items():
+                write_atomically(partial / name, content.read_bytes() if isinstance(content, Path) else content)
+            sync_folder(partial)
+    except OSError as error:
+        if str(error.filename or partial).startswith(str(partial)):
+            error.filename = str(folder)
+        raise
+
+
+def _check_remains(partial: Path) -> None:
+    """Raise `InputError` for anything but what a killed export of this user left."""
+    if not os.path.lexists(partial):
+        return
+    is_own = not partial.is_symlink() and partial.is_dir() and partial.stat().st_uid == os.geteuid()
+    if not is_own or not all(
+        PARTIAL.fullmatch(path.name) or any(map(path.match, _WRITTEN)) for path in partial.iterdir()
+    ):
+        raise InputError(f"{partial} exists and was not left by an interrupted export. Move or delete it, then rerun.")

@@ -4,15 +4,12 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import from_hf
-from zaya_jax.hf.legacy import is_legacy, legacy_tensors
 from zaya_jax.hf.legacy_config import from_legacy
 from zaya_jax.hf.safetensors import TensorFile, read_header
-from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.hf.tensors import Tensor, is_legacy, legacy_tensors, tensors
 from zaya_jax.run.files import expanded, read_object, require_existing
 
 INDEX = "model.safetensors.index.json"
@@ -44,8 +41,8 @@ def open_folder(folder: str | Path) -> Folder:
     legacy = is_legacy(stored)
     layers = tree.get("num_hidden_layers")
     if type(layers) is int and layers > len(stored):  # checked first, to bound the memory for a hostile file
-        raise InputError(f"{folder / 'config.json'} has num_hidden_layers {layers}, but the folder has only "
-                         f"{len(stored)} tensors.")  # fmt: skip
+        what = f"num_hidden_layers {layers}, but the folder has only {len(stored)} tensors"
+        raise InputError(f"{folder / 'config.json'} has {what}.")
     config = (from_legacy if legacy else from_hf)(tree, str(folder / "config.json"))
     # One more than stored is enough to detect a missing tensor, however many the configuration asks for.
     expected = tuple(islice((legacy_tensors if legacy else tensors)(config), len(stored) + 1))
@@ -65,18 +62,15 @@ def open_folder(folder: str | Path) -> Folder:
 
 def _check_shape(folder: Path, name: str, stored: TensorFile, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
-        raise InputError(f"The tensor {name} in {folder} has shape {list(stored.shape)}, but config.json requires "
-                         f"{list(shape)}.")  # fmt: skip
+        shapes = f"shape {list(stored.shape)}, but config.json requires {list(shape)}"
+        raise InputError(f"The tensor {name} in {folder} has {shapes}.")
 
 
 def _check_tied(folder: Path, head: TensorFile, embedding: TensorFile) -> None:
     head_vd, embedding_vd = head.open(), embedding.open()
     rows = max(1, _BLOCK // max(1, head_vd[:1].nbytes))
-    same = head.dtype == embedding.dtype and all(
-        np.array_equal(head_vd[at : at + rows].view(np.uint8), embedding_vd[at : at + rows].view(np.uint8))
-        for at in range(0, len(head_vd), rows)
-    )
-    if not same:
+    blocks = (slice(at, at + rows) for at in range(0, len(head_vd), rows))
+    if head.dtype != embedding.dtype or any(head_vd[at].tobytes() != embedding_vd[at].tobytes() for at in blocks):
         raise InputError(f"The tensor {_HEAD} in {folder} differs from {_EMBEDDING}, but the head must be tied to it.")
 
 
@@ -89,14 +83,13 @@ def _stored(folder: Path) -> dict[str, TensorFile]:
         raise InputError(f"{folder / INDEX} has no weight_map.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors") or "\0" in file:
-            raise InputError(f"{folder / INDEX} places {name:.200} in {file!r:.200}, which is not a file of that "
-                             "folder.")  # fmt: skip
+            where = f"{name:.200} in {file!r:.200}"
+            raise InputError(f"{folder / INDEX} places {where}, which is not a file of that folder.")
     headers = {file: read_header(folder / file) for file in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise InputError(f"The tensor {name:.200} is missing in {folder / file}, but {INDEX} places it there.")
-    for file, header in headers.items():
-        for name in header:
-            if weight_map.get(name) != file:
-                raise InputError(f"The tensor {name} is in {folder / file}, but {INDEX} does not place it there.")
+    for name, file in ((name, file) for file, header in headers.items() for name in header):
+        if weight_map.get(name) != file:
+            raise InputError(f"The tensor {name} is in {folder / file}, but {INDEX} does not place it there.")
     return {name: headers[file][name] for name, file in weight_map.items()}

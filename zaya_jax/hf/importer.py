@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zaya_jax.errors import InputError
-from zaya_jax.hf.finite import is_finite, not_finite
+from zaya_jax.hf.finite import require_finite
 from zaya_jax.hf.folder import Folder
 from zaya_jax.hf.safetensors import TensorFile
 from zaya_jax.hf.tensors import Tensor
@@ -28,11 +28,7 @@ PIECE = 2**28  # maximum bytes of a tensor in host memory at once
 
 
 def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Load the parameters and balancing biases of a folder.
-
-    Args:
-      folder: from `open_folder`.
-      abstract: name (`model.tree`) → shape, dtype and sharding of each array to load.
+    """Load the parameters and balancing biases of a folder with the shapes, dtypes and shardings of `abstract`.
 
     Returns:
       The arrays of `abstract`. The first layer's router state scale, which folders do not store, is one.
@@ -44,8 +40,8 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
     for name, x in abstract.items():
         there = abstract_weights(folder.config).get(name)
         if there is None or there.shape != x.shape:
-            raise InputError(f"{folder.path} has a different architecture: it has no parameter {name} of shape "
-                             f"{list(x.shape)}.")  # fmt: skip
+            what = f"it has no parameter {name} of shape {list(x.shape)}"
+            raise InputError(f"{folder.path} has a different architecture: {what}.")
     made = _allocate(abstract)
     parts: dict[tuple[str, int | None], list[Tensor]] = {}  # of each layer's parameter, in order along its first axis
     for tensor in folder.tensors:
@@ -57,17 +53,10 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
             views = [_open(tensor, folder.stored[tensor.name]) for tensor in tensors]
             made[leaf], finite = _placed(made[leaf], group, views)
             if not finite:
-                raise _not_finite(folder, tensors, made[leaf].dtype)
+                stored = ((tensor.name, folder.stored[tensor.name].open()) for tensor in tensors)
+                require_finite(folder.path, stored, made[leaf].dtype, "the model would compute NaN")
             progress.add(sizes[leaf, group])
     return made
-
-
-def _not_finite(folder: Folder, tensors: list[Tensor], dtype: np.dtype) -> InputError:
-    with np.errstate(over="ignore"):
-        name = next(tensor.name for tensor in tensors
-                    if not is_finite(folder.stored[tensor.name].open().astype(dtype, copy=False)))  # fmt: skip
-    stored = folder.stored[name].open()
-    return not_finite(f"The tensor {name} in {folder.path}", stored, dtype, "the model would compute NaN")
 
 
 def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -100,9 +89,8 @@ def _placed(leaf: jax.Array, group: int | None, views: list[np.ndarray]) -> tupl
         if len(cut) != shape[axis]:
             starts[stack + axis] = np.int32(at)
         piece = (*shape[:axis], len(cut), *shape[axis + 1 :])
-        placed = jax.make_array_from_callback(
-            piece, _piece_sharding(leaf, piece, spec, stack), functools.partial(_read, views, axis, cut)
-        )
+        sharding = _piece_sharding(leaf, piece, spec, stack)
+        placed = jax.make_array_from_callback(piece, sharding, functools.partial(_read, views, axis, cut))
         leaf, good = _writer(leaf.sharding)(leaf, placed, starts)
         finite = finite and bool(good)  # wait, or the host would run ahead and hold many pieces
     return leaf, finite
@@ -113,11 +101,11 @@ def _read(views: list[np.ndarray], axis: int, cut: range, index: Any) -> np.ndar
     own = cut[index[axis]]
     index = (*index[:axis], slice(own.start, own.stop), *index[axis + 1 :])
     first, last, _ = index[0].indices(sum(map(len, views)))
-    taken, begin = [], 0
+    parts, begin = [], 0
     for view in views:
-        taken.append(view[(slice(max(first - begin, 0), max(last - begin, 0)), *index[1:])])
+        parts.append(view[(slice(max(first - begin, 0), max(last - begin, 0)), *index[1:])])
         begin += len(view)
-    return np.concatenate(taken) if len(taken) > 1 else np.ascontiguousarray(taken[0])
+    return np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
 
 
 def _spec(leaf: jax.Array, stack: int) -> tuple[Any, ...]:
@@ -137,9 +125,7 @@ def _cut(views: list[np.ndarray], shape: tuple[int, ...], spec: tuple[Any, ...])
     return axis, max(1, math.ceil(shape[axis] / count))
 
 
-def _piece_sharding(
-    leaf: jax.Array, piece: tuple[int, ...], spec: tuple[Any, ...], stack: int
-) -> jax.sharding.Sharding:
+def _piece_sharding(leaf: jax.Array, piece: tuple[int, ...], spec: tuple[Any, ...], stack: int) -> Sharding:
     """Shard a piece like its parameter, except along the axes that are cut."""
     if not isinstance(leaf.sharding, NamedSharding):
         return leaf.sharding
@@ -148,7 +134,7 @@ def _piece_sharding(
 
 
 @functools.lru_cache(maxsize=64)
-def _writer(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
+def _writer(sharding: Sharding) -> Callable[..., jax.Array]:
     """Return a jitted function that writes a piece into its place; start indices are arguments, to compile only once.
 
     It also checks for finite values, on devices and after the cast, so that all processes get the same answer.

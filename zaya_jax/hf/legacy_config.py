@@ -19,7 +19,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import shown
 from zaya_jax.config.model import AttentionKind
 from zaya_jax.errors import InputError
-from zaya_jax.hf.config import build, flag, header, number, require_zaya, whole, window
+from zaya_jax.hf.config import ConfigFile, header
 
 _FIXED: dict[str, tuple[Any, ...]] = {  # supported values; the first is written
     "cca": (True,),
@@ -35,119 +35,144 @@ _FIXED: dict[str, tuple[Any, ...]] = {  # supported values; the first is written
     "tie_word_embeddings": (True,),
     "rope_scaling": (False, None),
 }
-_READ = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_query_groups", "num_experts",
-         "num_query_groups_list", "ffn_hidden_size", "ffn_hidden_size_list", "zaya_layers", "zaya_mlp_expansion",
-         "cca_num_q_heads", "cca_time0", "cca_time1", "swa_layers", "swa_rotary_base", "rope_theta", "rotary_base",
-         "rope_pct"}  # fmt: skip
 # Keys without effect on the architecture.
 _OBSOLETE = {"zaya_high_prec", "num_experts_per_tok", "num_attention_heads_list", "rope_type"}
 _OWN = ("zaya_", "cca_", "moe_", "swa_", "rope_", "rotary_", "num_", "ffn_", "router_", "smoe_")
 _SLIDING = {"full_attention": "full", "hybrid": "full", "sliding_attention": "sliding", "hybrid_sliding": "sliding"}
 
+_WRITTEN = {  # theirs: ours
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_query_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "num_query_groups": "num_kv_heads",
+    "head_dim": "head_dim",
+    "kv_channels": "head_dim",
+    "num_experts": "num_experts",
+    "zaya_mlp_expansion": "router_size",
+    "max_position_embeddings": "max_positions",
+    "cca_time0": "depthwise_kernel",
+    "cca_time1": "grouped_kernel",
+    "swa_rotary_base": "sliding_rope_base",
+    "rope_theta": "rope_base",
+    "partial_rotary_factor": "rotary_fraction",
+    "attention_bias": "attention_bias",
+    "lm_head_bias": "head_bias",
+    "norm_epsilon": "norm_eps",
+    "initializer_range": "init_std",
+}
+
+_READ = {
+    *_WRITTEN,
+    "num_hidden_layers",
+    "num_query_groups_list",
+    "ffn_hidden_size",
+    "ffn_hidden_size_list",
+    "zaya_layers",
+    "cca_num_q_heads",
+    "swa_layers",
+    "rotary_base",
+    "rope_pct",
+}
+
 
 def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
-    """Parse the architecture of a legacy folder's `config.json`.
-
-    Args:
-      tree: content of the file.
-      where: its path, for messages.
+    """Parse the architecture of a legacy folder's `config.json`, see `from_hf`.
 
     Raises:
       InputError: a key is missing or unknown, or its value is not supported.
     """
-    require_zaya(tree, _FIXED, where)
+    file = ConfigFile(tree, where)
+    file.require_zaya(_FIXED)
     for key in tree:
         if key.startswith(_OWN) and key not in _READ | _OBSOLETE | set(_FIXED):
-            raise InputError(f"{where} has the unknown key {key}, which might change what the model computes.")
-    sublayers = _sublayers(tree, where)
+            file.fail(f"the unknown key {key}, which might change what the model computes")
+    sublayers = _sublayers(file)
     attention, mixture = range(0, sublayers, 2), range(1, sublayers, 2)
-    heads = whole(tree, "num_attention_heads", where)
-    hidden = whole(tree, "hidden_size", where)
+    heads, hidden = file.whole("num_attention_heads"), file.whole("hidden_size")
     width = tree.get("head_dim") or tree.get("kv_channels")
-    fused = _one_of(tree, ("ffn_hidden_size_list", "ffn_hidden_size"), mixture, where)
+    fused = _one_of(file, ("ffn_hidden_size_list", "ffn_hidden_size"), mixture)
     if fused % 2:
-        raise InputError(f"{where} has ffn_hidden_size {fused}, but it must be even (gate and up).")
-    pattern, sliding_window = _windows(tree, sublayers, where)
-    sizes = {
-        "vocab_size": whole(tree, "vocab_size", where),
-        "hidden_size": hidden,
-        "num_layers": sublayers // 2,
-        "num_query_heads": _one_of(tree, ("cca_num_q_heads", "num_attention_heads"), attention, where),
-        "num_kv_heads": _one_of(tree, ("num_query_groups_list", "num_query_groups", "num_key_value_heads"), attention,
-                                where),
-        "head_dim": hidden // heads if width is None else whole({"head_dim": width}, "head_dim", where),
-        "num_experts": _one_of(tree, ("zaya_layers", "num_experts"), mixture, where),
-        "expert_size": fused // 2,
-        "router_size": _one_of(tree, ("zaya_mlp_expansion",), mixture, where),
-        "max_positions": whole(tree, "max_position_embeddings", where),
-        "depthwise_kernel": whole({"cca_time0": tree.get("cca_time0", 2)}, "cca_time0", where),
-        "grouped_kernel": whole({"cca_time1": tree.get("cca_time1", 2)}, "cca_time1", where),
-    }  # fmt: skip
-    return build(
-        where, **sizes, layer_pattern=pattern, sliding_window=sliding_window,
-        rope_base=number(tree, "rope_theta" if "rope_theta" in tree else "rotary_base", 5.0e6, where),
-        sliding_rope_base=number(tree, "swa_rotary_base", 1.0e4, where),
-        rotary_fraction=number(tree, "partial_rotary_factor" if "partial_rotary_factor" in tree else "rope_pct", 0.5,
-                               where),
-        attention_bias=flag(tree, "attention_bias", where), head_bias=flag(tree, "lm_head_bias", where),
-        norm_eps=number(tree, "norm_epsilon", 1e-5, where),
-        init_std=number(tree, "initializer_range", 0.02, where),
-    )  # fmt: skip
+        file.fail(f"ffn_hidden_size {fused}, but it must be even (gate and up)")
+    pattern, sliding_window = _windows(file, sublayers)
+    return file.build(
+        vocab_size=file.whole("vocab_size"),
+        hidden_size=hidden,
+        num_layers=sublayers // 2,
+        num_query_heads=_one_of(file, ("cca_num_q_heads", "num_attention_heads"), attention),
+        num_kv_heads=_one_of(file, ("num_query_groups_list", "num_query_groups", "num_key_value_heads"), attention),
+        head_dim=hidden // heads if width is None else ConfigFile({"head_dim": width}, where).whole("head_dim"),
+        num_experts=_one_of(file, ("zaya_layers", "num_experts"), mixture),
+        expert_size=fused // 2,
+        router_size=_one_of(file, ("zaya_mlp_expansion",), mixture),
+        max_positions=file.whole("max_position_embeddings"),
+        depthwise_kernel=file.whole("cca_time0", 2),
+        grouped_kernel=file.whole("cca_time1", 2),
+        layer_pattern=pattern,
+        sliding_window=sliding_window,
+        rope_base=file.number("rope_theta" if "rope_theta" in tree else "rotary_base", 5.0e6),
+        sliding_rope_base=file.number("swa_rotary_base", 1.0e4),
+        rotary_fraction=file.number("partial_rotary_factor" if "partial_rotary_factor" in tree else "rope_pct", 0.5),
+        attention_bias=file.flag("attention_bias"),
+        head_bias=file.flag("lm_head_bias"),
+        norm_eps=file.number("norm_epsilon", 1e-5),
+        init_std=file.number("initializer_range", 0.02),
+    )
 
 
-def _sublayers(tree: dict[str, Any], where: str) -> int:
-    layers = tree.get("zaya_layers")
+def _sublayers(file: ConfigFile) -> int:
+    layers = file.tree.get("zaya_layers")
     if layers is None:
-        count = whole(tree, "num_hidden_layers", where)
+        count = file.whole("num_hidden_layers")
         if count % 2:
-            raise InputError(f"{where} has num_hidden_layers {count}, but it must be even: attention and experts "
-                             "alternate.")  # fmt: skip
+            file.fail(f"num_hidden_layers {count}, but it must be even: attention and experts alternate")
         return count
-    if (not isinstance(layers, list) or not layers or len(layers) % 2 or layers[::2] != ["a"] * (len(layers) // 2)
-            or any(type(experts) is not int for experts in layers[1::2])):  # fmt: skip
-        raise InputError(f"{where} has zaya_layers {shown(layers)}, but it must alternate 'a' and a number of experts.")
+    alternates = isinstance(layers, list) and layers and layers[::2] == ["a"] * (len(layers) // 2)
+    if not alternates or any(type(experts) is not int for experts in layers[1::2]):
+        file.fail(f"zaya_layers {shown(layers)}, but it must alternate 'a' and a number of experts")
     return len(layers)
 
 
-def _one_of(tree: dict[str, Any], keys: Sequence[str], at: range, where: str) -> int:
+def _one_of(file: ConfigFile, keys: Sequence[str], at: range) -> int:
     """Read the size under the first of `keys` that is present; in a list, the entries `at` must agree."""
-    key = next((key for key in keys if tree.get(key) is not None), keys[-1])
-    entries = tree.get(key)
+    key = next((key for key in keys if file.tree.get(key) is not None), keys[-1])
+    entries = file.tree.get(key)
     if not isinstance(entries, list):
-        return whole(tree, key, where)
+        return file.whole(key)
     if len(entries) <= at[-1]:
-        raise InputError(f"{where} has {len(entries)} entries in {key}, but needs at least {at[-1] + 1}, one per "
-                         "sublayer.")  # fmt: skip
+        file.fail(f"{len(entries)} entries in {key}, but needs at least {at[-1] + 1}, one per sublayer")
     values = [entries[index] for index in at]
     if any(value != values[0] for value in values):
-        raise InputError(f"{where} has different {key} in different layers ({shown(values)}), but they must be equal.")
-    return whole({key: values[0]}, key, where)
+        file.fail(f"different {key} in different layers ({shown(values)}), but they must be equal")
+    return ConfigFile({key: values[0]}, file.where).whole(key)
 
 
-def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[AttentionKind, ...], int | None]:
+def _windows(file: ConfigFile, sublayers: int) -> tuple[tuple[AttentionKind, ...], int | None]:
     """Return the kind of each layer, and the sliding window with the query itself included."""
+    layers = sublayers // 2
 
-    def by_layer(key: str) -> list[Any]:
-        entries, layers = tree[key], sublayers // 2
+    def by_layer(key: str) -> list[Any] | None:
+        entries = file.tree.get(key)
+        if entries is None:
+            return None
         if not isinstance(entries, list) or (len(entries) < sublayers and len(entries) != layers):
-            raise InputError(f"{where} has {key} {shown(entries)}, but it must be a list with one entry per sublayer "
-                             f"({sublayers}) or per layer ({layers}).")  # fmt: skip
+            lengths = f"one entry per sublayer ({sublayers}) or per layer ({layers})"
+            file.fail(f"{key} {shown(entries)}, but it must be a list with {lengths}")
         return entries if len(entries) == layers else entries[:sublayers:2]
 
-    windows = [0] * (sublayers // 2) if tree.get("swa_layers") is None else by_layer("swa_layers")
+    windows = by_layer("swa_layers") or [0] * layers
     if any(type(tokens) is not int or tokens < 0 for tokens in windows):
-        raise InputError(f"{where} has swa_layers {shown(windows)}, but it must list the tokens each layer looks back "
-                         "(0 for full attention).")  # fmt: skip
+        allowed = "list the tokens each layer looks back (0 for full attention)"
+        file.fail(f"swa_layers {shown(windows)}, but it must {allowed}")
     kinds: list[Any] = ["sliding" if tokens else "full" for tokens in windows]
-    if tree.get("layer_types") is not None:
-        types = by_layer("layer_types")
+    if (types := by_layer("layer_types")) is not None:
         if any(not isinstance(name, str) or name not in _SLIDING for name in types):
-            raise InputError(f"{where} has layer_types {shown(types)}, but each must be one of {', '.join(_SLIDING)}.")
+            file.fail(f"layer_types {shown(types)}, but each must be one of {', '.join(_SLIDING)}")
         kinds = [_SLIDING[name] for name in types]
     spans = {tokens for tokens, kind in zip(windows, kinds, strict=True) if tokens and kind == "sliding"}
     if len(spans) > 1:
-        raise InputError(f"{where} has swa_layers of different widths ({sorted(spans)}), but they must be equal.")
-    width = window(tree, where)
+        file.fail(f"swa_layers of different widths ({sorted(spans)}), but they must be equal")
+    width = file.window()
     if width is None and spans:
         width = spans.pop() + 1
     return tuple(kinds), width if "sliding" in kinds else None
@@ -168,29 +193,11 @@ def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
     back = (config.sliding_window or 1) - 1
     return {
         **described,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
+        **{key: getattr(config, ours) for key, ours in _WRITTEN.items()},
         "num_hidden_layers": 2 * config.num_layers,
-        "num_attention_heads": config.num_query_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "num_query_groups": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "kv_channels": config.head_dim,
-        "num_experts": config.num_experts,
         "ffn_hidden_size": 2 * config.expert_size,
-        "zaya_mlp_expansion": config.router_size,
-        "max_position_embeddings": config.max_positions,
-        "cca_time0": config.depthwise_kernel,
-        "cca_time1": config.grouped_kernel,
         "swa_layers": [tokens for kind in pattern for tokens in (back * (kind == "sliding"), 0)] if sliding else None,
-        "swa_rotary_base": config.sliding_rope_base,
         "sliding_window": None,  # given by swa_layers
-        "rope_theta": config.rope_base,
-        "partial_rotary_factor": config.rotary_fraction,
-        "attention_bias": config.attention_bias,
-        "lm_head_bias": config.head_bias,
-        "norm_epsilon": config.norm_eps,
-        "initializer_range": config.init_std,
         "residual_in_fp32": True,
         "zaya_high_prec": True,
     }

@@ -13,8 +13,7 @@ import jax
 
 from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.hf.config import to_hf
-from zaya_jax.hf.exporter import Read, stored_dtype, write_tensors
-from zaya_jax.hf.output import output_folder
+from zaya_jax.hf.exporter import Read, output_folder, stored_dtype, write_tensors
 from zaya_jax.hf.tensors import Tensor, tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.experts import HF_EXPERTS
@@ -27,19 +26,10 @@ from zaya_jax.run.files import json_text
 
 def write_peft_folder(folder: str | Path, config: ModelConfig, lora: LoraConfig, base: str, read: Read,
                       dtype: jax.typing.DTypeLike, carry: str | Path | None = None) -> None:  # fmt: skip
-    """Write adapters atomically.
+    """Write adapters atomically; see `write_folder`.
 
-    Args:
-      folder: new or empty.
-      config: the architecture.
-      lora: rank and scale of the adapters.
-      base: folder or Hugging Face name of the base model, which `peft` loads.
-      read: returns an adapter, given its name (`lora.adapter_names`) and its index in the stack.
-      dtype: of the adapters in the folder.
-      carry: folder to copy the tokenizer, chat template and generation files from.
-
-    Raises:
-      InputError: see `write_folder`.
+    `lora` has their rank and scale. `base` is the folder or Hugging Face name of the base model, which `peft` loads.
+    `read` returns an adapter, given its name (`lora.adapter_names`) and its index in the stack.
     """
     kind = stored_dtype(dtype)
     to_hf(config, kind.name)  # raises for an architecture that `transformers` does not have
@@ -63,13 +53,13 @@ def adapter_tensors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     (e,) = stack
     inner = ".base_layer" if HF_EXPERTS[0].endswith(parameter) else ""
     name = f"base_model.model.{module}{inner}.lora_{{}}.weight"
-    return (
-        Tensor(name.format("A"), name_a, matrix.group, (e * rank, width),
-               lambda a: transposed(a.reshape(e, rank, width)), lambda a: transposed(a).reshape(e * rank, width)),
-        Tensor(name.format("B"), name_b, matrix.group, (out, rank * e),
-               lambda b: b.reshape(out, rank, e).transpose(2, 1, 0),
-               lambda b: b.transpose(2, 1, 0).reshape(out, rank * e)),
-    )  # fmt: skip
+    to_a = lambda a: transposed(a.reshape(e, rank, width)), lambda a: transposed(a).reshape(e * rank, width)
+    to_b = (
+        lambda b: b.reshape(out, rank, e).transpose(2, 1, 0),
+        lambda b: b.transpose(2, 1, 0).reshape(out, rank * e),
+    )
+    return (Tensor(name.format("A"), name_a, matrix.group, (e * rank, width), *to_a),
+            Tensor(name.format("B"), name_b, matrix.group, (out, rank * e), *to_b))  # fmt: skip
 
 
 def _adapted(config: ModelConfig) -> Iterator[Tensor]:

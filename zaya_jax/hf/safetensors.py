@@ -27,6 +27,7 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 Buffer = bytes | memoryview
+Content = Iterable[tuple[str, Iterable[Buffer]]]  # name of each tensor and the pieces of its bytes
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -72,9 +73,8 @@ def read_header(path: Path) -> dict[str, TensorFile]:
             for name in file.offset_keys():  # in their order in the file, which has no gaps
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in DTYPES:
-                    raise InputError(f"The tensor {name} in {path} has dtype {dtype}, but must be one of "
-                                     f"{', '.join(DTYPES)}; the released FP8 and MXFP4 variants are not supported."
-                                     )  # fmt: skip
+                    allowed = f"{', '.join(DTYPES)}; the released FP8 and MXFP4 variants are not supported."
+                    raise InputError(f"The tensor {name} in {path} has dtype {dtype}, but must be one of {allowed}")
                 tensors[name] = TensorFile(DTYPES[dtype], tuple(tensor.get_shape()), path, start)
                 start += tensors[name].bytes
     except FileNotFoundError as error:
@@ -89,18 +89,10 @@ def read_header(path: Path) -> dict[str, TensorFile]:
     return tensors
 
 
-def write_file(
-    path: Path, described: Mapping[str, TensorHeader], content: Iterable[tuple[str, Iterable[Buffer]]]
-) -> None:
-    """Write a file tensor by tensor, atomically and durably.
+def write_file(path: Path, described: Mapping[str, TensorHeader], content: Content) -> None:
+    """Write or replace a file tensor by tensor, atomically and durably.
 
-    Args:
-      path: of the file; an existing one is replaced.
-      described: the tensors, in order.
-      content: name of each tensor and the pieces of its bytes.
-
-    Raises:
-      ValueError: `content` does not match `described`.
+    `content` has the name of each tensor and the pieces of its bytes, in the order of `described`, or ValueError.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0

@@ -39,8 +39,8 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
     folder = expanded(folder)
     require(folder.is_dir(), "--carry", str(folder), "an existing folder")
     files: dict[str, Path | str] = {path.name: path for path in tokenizer_files(folder)}
-    settings, generation = (read_object(folder / name) if name in files else {}
-                            for name in (TOKENIZER_CONFIG, GENERATION))  # fmt: skip
+    settings = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
+    generation = read_object(folder / GENERATION) if GENERATION in files else {}
     ids = special_ids(folder)
     if TOKENIZER in files and (ids["eos_token_id"] is None or "tokenizer_class" not in settings):
         special = find_special_tokens(folder / TOKENIZER, chat=True, eot=None, bos=None)
@@ -48,8 +48,8 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
         eos = special.eos or special.eot
         pad = token_text(settings, "pad_token", folder / TOKENIZER_CONFIG) or special.eot
         stops = list(dict.fromkeys(token_id(text) for text in (eos, special.eot)))
-        detected = {"bos_token_id": None if special.bos is None else token_id(special.bos),
-                    "eos_token_id": stops if len(stops) > 1 else stops[0], "pad_token_id": token_id(pad)}  # fmt: skip
+        bos, ends = None if special.bos is None else token_id(special.bos), stops if len(stops) > 1 else stops[0]
+        detected = {"bos_token_id": bos, "eos_token_id": ends, "pad_token_id": token_id(pad)}
         ids = {key: detected[key] if value is None else value for key, value in ids.items()}
         defaults = tokenizer_settings(special.bos, eos, pad)
         if SPECIAL_MAP in files:  # it names the tokens

@@ -15,6 +15,7 @@ from zaya_jax.errors import printable
 from zaya_jax.run.files import open_regular, write_atomically
 
 FILE = "autotuning.txt"  # in the run folder
+Call = Callable[[], object]
 _LONGEST = 2**26  # bytes that are read
 _READ, _WRITE = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
 
@@ -22,25 +23,20 @@ _READ, _WRITE = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_res
 class Autotuning:
     """The choices that a run's programs were compiled with."""
 
-    def __init__(
-        self, folder: Path, is_kept: bool, writes: bool, check: Callable[[], object], say: Callable[[str], object]
-    ) -> None:
-        """Let this process choose as the run did, if that was with this jaxlib on such a device.
+    def __init__(self, folder: Path, is_kept: bool, writes: bool, check: Call, say: Callable[[str], object]) -> None:
+        """Let this process choose as the run in `folder` did, if that was with this jaxlib on such a device.
 
-        Args:
-          folder: run folder.
-          is_kept: whether XLA chooses by time, and its choices are kept.
-          writes: whether this process writes them.
-          check: called before they are written; see `run.fencing.Fence.check`.
-          say: called with a sentence about choices that cannot be used or kept.
+        Choices are kept if `is_kept`: if XLA chooses by time. This process writes them if `writes`, after `check`; it
+        `say`s if they cannot be used or kept.
         """
         self._path, self._writes, self._check, self._say = folder / FILE, is_kept and writes, check, say
         # A comment of XLA's text format.
         self._origin = f"# jaxlib {jaxlib.version.__version__}, {jax.devices()[0].device_kind}\n"
         self._kept = _read(self._path) if is_kept else ""
         if self._kept and not self._kept.startswith(self._origin):
-            self._say(f"The algorithms in {self._path} were chosen with {self._kept.split(chr(10), 1)[0][2:]}: results "
-                      "may differ in their last bits.")  # fmt: skip
+            origin = self._kept.split("\n", 1)[0].removeprefix("# ")
+            chosen = f"The algorithms in {self._path} were chosen with {origin}"
+            self._say(f"{chosen}: results may differ in their last bits.")
             self._kept = ""
         if self._kept:
             with tempfile.TemporaryDirectory() as private:

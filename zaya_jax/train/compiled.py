@@ -15,17 +15,14 @@ StepKey = tuple[PhaseProgram, tuple[int, int, int]]
 
 
 class CompiledSteps:
-    """The compiled steps of a run's stages. Each is compiled once, ahead of time; a context manager."""
+    """The compiled steps of a run's stages. Each is compiled once, ahead of time; a context manager, for the time."""
 
     def __init__(
         self, programs: Programs, say: Callable[[str], None] = lambda _: None, keep: Callable[[], None] = lambda: None
     ) -> None:
         """Prepare to compile the steps of `programs`; nothing is compiled yet.
 
-        Args:
-          programs: of the phases of the run.
-          say: called with a line before the caller waits for a compilation.
-          keep: keeps the compiler's choices of algorithms, see `train.autotuning`.
+        `say` is called with a line before the caller waits, `keep` to keep the compiler's choices, see `autotuning`.
         """
         self.programs, self._say, self._keep, self._has_new = programs, say, keep, False
         self._pool = ThreadPoolExecutor(1, "compile")
@@ -33,21 +30,16 @@ class CompiledSteps:
         self._evaluations: dict[Any, Callable] = {}
 
     def __enter__(self) -> Self:
-        """Allow compilation until the end of the `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
         """Cancel compilations that have not started, and wait for the one that has."""
         self._pool.shutdown(cancel_futures=True)
 
-    def start(self, stage: BatchStage) -> None:
-        """Start compiling the step of a stage, without waiting for it."""
-        self._submit(stage)
-
     def step(self, stage: BatchStage) -> Callable:
         """Return the compiled step of a stage, waiting for it if needed, and start compiling the next stage's."""
         config = self.programs.config
-        future = self._submit(stage)
+        future = self.start(stage)
         if not future.done():
             self._say(f"Compiling the training step of {config.phase_key(stage.phase)}")
         step = future.result()
@@ -58,7 +50,7 @@ class CompiledSteps:
         keep = {self._key(kept) for kept in [stage, *later_stages]}
         self._steps = {key: future for key, future in self._steps.items() if key in keep}
         if later_stages:
-            self._submit(later_stages[0])
+            self.start(later_stages[0])
         return step
 
     def evaluation(self, phase: int) -> Callable[..., dict[str, jax.Array]]:
@@ -81,7 +73,8 @@ class CompiledSteps:
         program = self.programs[stage.phase]
         return program, program.batch_shape(stage)
 
-    def _submit(self, stage: BatchStage) -> Future[Callable]:
+    def start(self, stage: BatchStage) -> Future[Callable]:
+        """Start compiling the step of a stage, unless it was compiled before, without waiting for it."""
         key = self._key(stage)
         if key not in self._steps:
             self._steps[key] = self._pool.submit(self.programs[stage.phase].compile, stage)

@@ -63,9 +63,10 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
       `data`: what of each source is used and left out, see `data.account.account`.
       `samples`: list of `prompt` and `continuation`.
     """
-    by_source = {name: _heldout(loss, text) for name, loss in result.heldout_by_source.items()
-                 if (text := heldout_text(config, result.prepared, name, config.evaluation.batches)) is not None
-                 }  # fmt: skip
+    by_source, batches = {}, config.evaluation.batches
+    for name, loss in result.heldout_by_source.items():
+        if (text := heldout_text(config, result.prepared, name, batches)) is not None:
+            by_source[name] = _heldout(loss, text)
     total, sample = result.heldout, config.sample
     return {
         "steps": total_steps(config),
@@ -78,9 +79,9 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
 
 
 def _heldout(loss: HeldoutLoss, text: HeldoutText) -> dict[str, Any]:
-    return {"nats_per_token": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte(text.text_bytes),
-            "tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.use.used,
-            "all_bytes": text.all_bytes, "all_documents": text.use.documents}  # fmt: skip
+    losses = {"nats_per_token": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte(text.text_bytes)}
+    read = {"tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.use.used}
+    return {**losses, **read, "all_bytes": text.all_bytes, "all_documents": text.use.documents}
 
 
 @out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
@@ -90,7 +91,7 @@ def continuation(config: Config, result: TrainResult) -> str:
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     room = config.model.max_positions - len(prompt)
     # With the kernels that all processes agreed on, and so in the dtype in which they were validated.
-    (row,) = generate_tokens(result.compute_model(), [prompt], min(sample.tokens, room), Sampling(sample.temperature),
-                             seeds=[config.seed], stop_tokens=[tokenizer.eot],
-                             placement=result.program.placement.replicated)  # fmt: skip
+    model, sampling = result.compute_model(), Sampling(sample.temperature)
+    options = {"stop_tokens": [tokenizer.eot], "placement": result.program.placement.replicated}
+    (row,) = generate_tokens(model, [prompt], min(sample.tokens, room), sampling, seeds=[config.seed], **options)
     return tokenizer.decode_after(prompt, row.tokens)

@@ -39,7 +39,7 @@ from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.run.status import track_status
 from zaya_jax.train.autotuning import Autotuning
 from zaya_jax.train.compiled import CompiledSteps
-from zaya_jax.train.initialization import check_base, initialize, load_frozen_base, open_init_from, record_base
+from zaya_jax.train.initialization import check_base, initialize, load_frozen_base, open_init_from
 from zaya_jax.train.memory import TRAINING_REMEDY, check_memory, out_of_memory
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
@@ -138,7 +138,7 @@ def run_training(
         stage = stage_at(config, first_step(config))
         base = load_frozen_base(programs[stage.phase], weights)
         if resuming:
-            check_base(folder, config, base)
+            check_base(folder, config, base, is_new=False)
             state, first = resume(config, programs, store, batches)
         else:
             if config.resume_from is not None:
@@ -147,7 +147,7 @@ def run_training(
                 if weights is None:
                     compiled.start(stage)  # at once, since every input has been checked
                 state = initialize(programs[stage.phase], weights, base)
-            record_base(folder, config, base)
+            check_base(folder, config, base, is_new=True)
             if is_primary():
                 claim_run(folder, config)
             store.take_over(first := int(jax.device_get(state.step)))
@@ -213,8 +213,8 @@ def _checked_programs(config: Config) -> Programs:
     """Make the programs of all phases; raise `InputError` if these devices cannot train the configuration."""
     config.check()
     if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
-        raise InputError("train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, or call "
-                         "jax.config.update('jax_enable_x64', True) before anything else.")  # fmt: skip
+        or_call = "or call jax.config.update('jax_enable_x64', True) before anything else"
+        raise InputError(f"train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, {or_call}.")
     check_alike(f"{to_yaml(config)}\n{combine_thresholds()}")  # otherwise collectives would wait for each other
     primary_first(lambda: require_sinks(config))
     programs = make_programs(config)

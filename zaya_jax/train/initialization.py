@@ -18,8 +18,7 @@ from zaya_jax.parallel.mesh import replicated
 from zaya_jax.train.program import PhaseProgram, known_options
 from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_values, warn_about_positions
 from zaya_jax.train.state import TrainState, init_counters, init_state
-from zaya_jax.weights.adapters import read_base_fingerprint, write_base_note
-from zaya_jax.weights.load import open_weights
+from zaya_jax.weights.load import open_weights, read_base_fingerprint, write_base_note
 from zaya_jax.weights.sources import Weights
 
 
@@ -38,29 +37,22 @@ _COMPILED_QUICKLY = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_em
 
 
 def open_init_from(config: Config) -> Weights | None:
-    """Open the weights that `init_from` names; None if it is null.
-
-    Raises:
-      InputError: they cannot be opened, have another architecture, or are adapters.
-    """
+    """Open the weights of `init_from`, if any; InputError if that fails, or for another architecture or adapters."""
     if config.init_from is None:
         return None
     weights, name = open_weights(config.init_from, "init_from"), f"init_from={config.init_from}"
     check_architecture(weights.config, config.model, name, "Choose another one")
     if weights.holds_adapters:
-        raise InputError(f"{name} contains adapters. Merge them with export-hf, and set init_from to the exported "
-                         "folder.")  # fmt: skip
+        advice = "Merge them with export-hf, and set init_from to the exported folder."
+        raise InputError(f"{name} contains adapters. {advice}")
     return weights
 
 
 def initialize(program: PhaseProgram, weights: Weights | None = None, base: FrozenBase = NO_BASE) -> TrainState:
-    """Make the state before the first step, sharded for the first phase.
+    """Make the state before the first step, sharded for the phase of `program`, in which the run starts.
 
-    Args:
-      program: program of the phase that the run starts in.
-      weights: `init_from`: parameters, balancing biases and, if saved, the optimizer state. None to draw everything
-        from the seed.
-      base: the frozen model under adapters.
+    Parameters, balancing biases and, if saved, the optimizer state are those of `weights` (`init_from`), or drawn from
+    the seed. Adapters are drawn, and their balancing biases are those of `base`.
 
     Raises:
       InputError: the optimizer state does not fit, or the weights are damaged.
@@ -75,16 +67,16 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
         state = jax.jit(lambda: init_state(program), out_shardings=placed, compiler_options=options)()
         return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
     if weights.optimizer_config is not None:
-        check_values(config, weights.optimizer_config, f"init_from={config.init_from}", OPTIMIZER_KEYS,
-                     "The optimizer state does not fit. Set the same value, or export that run and set init_from to "
-                     "the exported folder")  # fmt: skip
+        name, advice = f"init_from={config.init_from}", "export that run and set init_from to the exported folder"
+        advice = f"The optimizer state does not fit. Set the same value, or {advice}"
+        check_values(config, weights.optimizer_config, name, OPTIMIZER_KEYS, advice)
     kinds = ("params", "balance", "opt_state", "balance_state")
     learned = weights.load_state({kind: getattr(abstract, kind) for kind in kinds})
     names = [field.name for field in dataclasses.fields(TrainState) if field.name not in learned]
 
     def rest(params: Arrays, balance: Arrays) -> dict[str, Any]:
-        fresh = {"opt_state": program.optimizer.init(params), "balance_state": program.balancer.init(balance),
-                 **init_counters(config)}  # fmt: skip
+        fresh = {"opt_state": program.optimizer.init(params), "balance_state": program.balancer.init(balance)}
+        fresh |= init_counters(config)
         return {name: fresh[name] for name in names}
 
     placed = {name: jax.tree.map(lambda x: x.sharding, getattr(abstract, name)) for name in names}
@@ -92,11 +84,7 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
 
 
 def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBase:
-    """Load the frozen model under adapters, sharded for the phase; `NO_BASE` without adapters.
-
-    Raises:
-      InputError: the weights are damaged.
-    """
+    """Load the frozen model under adapters, sharded for the phase; `NO_BASE` without adapters."""
     config = program.config
     if config.lora is None or weights is None:
         return NO_BASE
@@ -107,21 +95,20 @@ def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBa
     return FrozenBase(*({name: values[name] for name in kind} for kind in (program.abstract_base, balance)))
 
 
-def record_base(folder: Path, config: Config, base: FrozenBase) -> None:
-    """Record the fingerprint of the frozen model in the run folder, if there are adapters. All processes call it."""
+def check_base(folder: Path, config: Config, base: FrozenBase, *, is_new: bool) -> None:
+    """Raise `InputError` if `base` is not the frozen model under the adapters of the run in `folder`.
+
+    A new run records it. All processes call this.
+    """
     if config.lora is None:
         return
-    digest = fingerprint({**base.params, **base.balance})  # sums over all devices, so every process must take part
-    if is_primary():
-        write_base_note(folder, config.init_from, digest)
-
-
-def check_base(folder: Path, config: Config, base: FrozenBase) -> None:
-    """Raise `InputError` if `base` is not the frozen model that the run in `folder` started with."""
-    if config.lora is None:
-        return
-    before, now = read_base_fingerprint(folder), fingerprint({**base.params, **base.balance})
-    if before != now:
-        raise InputError(f"The parameters of init_from={config.init_from} are not the ones that the adapters in "
-                         f"{folder} were trained on (fingerprint {now}, not {before}). If that run has continued "
-                         "since, restore its earlier checkpoint; otherwise choose another run_dir.")  # fmt: skip
+    now = fingerprint({**base.params, **base.balance})  # sums over all devices, so every process must take part
+    if is_new:
+        if is_primary():
+            write_base_note(folder, config.init_from, now)
+    elif (before := read_base_fingerprint(folder)) != now:
+        advice = "If that run has continued since, restore its earlier checkpoint; otherwise choose another run_dir."
+        raise InputError(
+            f"The parameters of init_from={config.init_from} are not the ones that the adapters in {folder} were "
+            f"trained on (fingerprint {now}, not {before}). {advice}"
+        )

@@ -25,10 +25,9 @@ def check_memory(programs: Programs) -> None:
 
     The available memory is compared with three lower bounds: training state plus gradients; training state plus the
     residual stream that each group of layers keeps for the backward pass; and, in evaluation, training state plus the
-    residual stream and its norm. CPU devices share the memory of the host.
+    residual stream and its norm.
     """
-    available = available_memory()
-    if available is not None:
+    if (available := available_memory()) is not None:
         for phase in range(len(programs.config.phases)):
             _check_phase(programs, phase, available)
 
@@ -43,24 +42,23 @@ def _check_phase(programs: Programs, phase: int, available: int) -> None:
 
     def check(needed: int, purpose: str, remedy: str) -> None:
         if needed > available:
-            raise InputError(f"{config.phase_key(phase)} needs at least {gigabytes(needed)} of memory per device for "
-                             f"{purpose}, but only {gigabytes(available)} is available. {remedy}.")  # fmt: skip
+            needs = f"{config.phase_key(phase)} needs at least {gigabytes(needed)} of memory per device for {purpose}"
+            raise InputError(f"{needs}, but only {gigabytes(available)} is available. {remedy}.")
 
-    check(stored + master_weights * low // item, "parameters, gradients and optimizer state",
-          "Use more devices, which divide the state, or a smaller model")  # fmt: skip
+    remedy = "Use more devices, which divide the state, or a smaller model"
+    check(stored + master_weights * low // item, "parameters, gradients and optimizer state", remedy)
     spread, context = mesh.shape[SEQUENCE_AXIS], config.context_for(phase_config)
-    rows = max(-(-program.batch_shape(stage)[1] // batch_shards(mesh)) for stage in stages(config)
-               if stage.phase == phase)  # fmt: skip
+    shapes = (program.batch_shape(stage) for stage in stages(config) if stage.phase == phase)
+    rows = max(-(-sequences // batch_shards(mesh)) for _, sequences, _ in shapes)
     residual_stream = rows * context // spread * model.num_groups * model.hidden_size * item
-    check(stored + residual_stream,
-          f"training state and the residual stream of {counted(rows, 'sequence')} of {context:,} tokens",
-          f"Lower {config.batch_key(phase_config)}.micro_batch, the number of sequences that a device processes at "
-          "once")  # fmt: skip
+    purpose = f"training state and the residual stream of {counted(rows, 'sequence')} of {context:,} tokens"
+    key = f"{config.batch_key(phase_config)}.micro_batch"
+    remedy = f"Lower {key}, the number of sequences that a device processes at once"
+    check(stored + residual_stream, purpose, remedy)
     rows = -(-config.evaluation.batch_size // batch_shards(mesh))
     evaluation_bytes = rows * context // spread * model.hidden_size * (item + low)
-    check(stored + evaluation_bytes,
-          f"training state and the evaluation of {counted(rows, 'sequence')} of {context:,} tokens",
-          f"Lower evaluation.batch_size ({config.evaluation.batch_size:,})")  # fmt: skip
+    purpose = f"training state and the evaluation of {counted(rows, 'sequence')} of {context:,} tokens"
+    check(stored + evaluation_bytes, purpose, f"Lower evaluation.batch_size ({config.evaluation.batch_size:,})")
 
 
 def check_compiled(compiled: Any, phase: str) -> None:
@@ -75,17 +73,16 @@ def check_compiled(compiled: Any, phase: str) -> None:
     if jax.devices()[0].platform != "cpu":
         new += needs.argument_size_in_bytes  # a GPU's limit is its total memory, not what is free
     if new > available:
-        raise RunStopped(f"A step of {phase} needs {gigabytes(new)} of memory per device, but only "
-                         f"{gigabytes(available)} is available. {TRAINING_REMEDY}.", Reason.DEVICE_MEMORY)  # fmt: skip
+        only = f"only {gigabytes(available)} is available. {TRAINING_REMEDY}."
+        why = f"A step of {phase} needs {gigabytes(new)} of memory per device, but {only}"
+        raise RunStopped(why, Reason.DEVICE_MEMORY)
 
 
 @contextlib.contextmanager
 def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
     """Turn a failed allocation inside the block into `RunStopped`, with the memory requested and available.
 
-    Args:
-      activity: subject of the message, such as "The evaluation".
-      remedy: which keys to change, as an imperative sentence without the full stop.
+    `activity` is the subject of the message, `remedy` says which keys to change, without the full stop.
     """
     try:
         yield

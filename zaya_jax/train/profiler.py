@@ -43,13 +43,7 @@ class StepProfiler:
         return self._window is not None and done + 1 == self._window.start
 
     def start(self, done: int, state: Any, step: Callable[..., Any]) -> None:
-        """Start the trace after `done` steps.
-
-        Args:
-          done: number of steps done.
-          state: training state after them.
-          step: the compiled step.
-        """
+        """Start the trace after `done` steps, which led to `state`; `step` is the compiled step."""
         jax.block_until_ready(state)
         try:
             remove(self._folder)  # an earlier trace would be read in place of this one
@@ -76,10 +70,9 @@ class StepProfiler:
             return
         jax.block_until_ready(state)
         (before, since), self._started = self._started, None
-        window = {
-            "first_step": before + 1, "steps": done - before, "seconds": round(time.perf_counter() - since, 6),
-            "device": jax.devices()[0].device_kind, "devices": jax.device_count(),
-        }  # fmt: skip
+        devices, seconds = jax.devices(), round(time.perf_counter() - since, 6)
+        window = {"first_step": before + 1, "steps": done - before, "seconds": seconds}
+        window |= {"device": devices[0].device_kind, "devices": len(devices)}
         try:
             jax.profiler.stop_trace()
             share(self._folder)
@@ -87,8 +80,9 @@ class StepProfiler:
         except (OSError, RuntimeError) as error:
             self._give_up(error)
         else:
-            self._say(f"Traced steps {before + 1} to {done} into {self._folder}. To see where their time goes: "
-                      + typed_name(f"python -m zaya_jax.machine step {self._folder.parent}"))  # fmt: skip
+            command = typed_name(f"python -m zaya_jax.machine step {self._folder.parent}")
+            traced = f"Traced steps {before + 1} to {done} into {self._folder}"
+            self._say(f"{traced}. To see where their time goes: {command}")
 
     def close(self) -> None:
         """Stop a trace whose window did not end."""

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.config import Config, ModelConfig, ParallelConfig
+from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import step_options
 from zaya_jax.model.lora import adapter_roles, adapter_shapes
 from zaya_jax.model.tree import compute_dtypes, fused, roles, shapes
-from zaya_jax.model.zaya import abstract_model
+from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import GPU_PLATFORMS
 from zaya_jax.optim.balance import make_balancer
@@ -27,8 +27,7 @@ from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
-_TYPES = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
-          "loss_mask": np.bool_}  # fmt: skip
+_TYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"loss_mask": np.bool_}
 
 
 class PhaseProgram(PhaseSpec):
@@ -60,10 +59,9 @@ class PhaseProgram(PhaseSpec):
         return make_evaluation_step(self)
 
     def trace(self, stage: BatchStage) -> jax.stages.Traced:
-        """Trace the training step (state, batch, base) → (state, metrics) of a stage; the state is donated.
+        """Trace the training step of a stage, see `step.make_train_step`; the state is donated.
 
-        The batch's leaves have the shape `batch_shape`, and all arguments the shardings of the placement. `base` is {}
-        without adapters.
+        The batch's leaves have the shape `batch_shape`, and all arguments the shardings of the placement.
         """
         mesh, shape, state = self.placement.mesh, self.batch_shape(stage), self.abstract_state
         types = _TYPES | ({"sources": np.int16} if len(self.config.data.source_names) > 1 else {})
@@ -89,10 +87,8 @@ class PhaseProgram(PhaseSpec):
     def _options(self, *, fsdp: bool = False, one_micro_batch: bool = False) -> dict[str, bool | int | str] | None:
         """Return the compiler options of a step; CPUs need none to repeat results and to show instructions."""
         on_gpu = self.placement.kernels.target.platform in GPU_PLATFORMS
-        options = step_options(
-            fsdp=fsdp, one_micro_batch=one_micro_batch, deterministic=on_gpu and self.config.train.deterministic,
-            traced=on_gpu and self.config.profile is not None,
-        )  # fmt: skip
+        exact, traced = on_gpu and self.config.train.deterministic, on_gpu and self.config.profile is not None
+        options = step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, deterministic=exact, traced=traced)
         return known_options(options)
 
 
@@ -114,16 +110,10 @@ class Programs:
     """The programs of all phases of a run. Phases with the same model, layout and remat share one."""
 
     def __init__(self, config: Config, kernels: KernelSelection, devices: Sequence[Any] | int | None = None) -> None:
-        """Build the programs.
+        """Build the programs, with implementations of the operations for these devices.
 
-        Args:
-          config: configuration of the run.
-          kernels: implementations of the operations for these devices.
-          devices: devices of the mesh; None for all of this job, or a number to trace for that many without having
-            them.
-
-        Raises:
-          InputError: the product of a phase's mesh axes is not the number of devices.
+        `devices` are those of the mesh: None for all of this job, or a number to trace for that many without having
+        them. InputError if the product of a phase's mesh axes is not their number.
         """
         self.config, self.kernels, self._devices = config, kernels, devices
         programs: dict[Any, PhaseProgram] = {}
@@ -133,7 +123,7 @@ class Programs:
             key = model, parallel, remat
             if key not in programs:
                 mesh = make_mesh(parallel, devices, config.parallel_key(phase))
-                programs[key] = _make_program(config, model, parallel, remat, mesh, kernels)
+                programs[key] = _make_program(config, abstract_model(model), parallel, remat, mesh, kernels)
             self._phases.append(programs[key])
 
     def __getitem__(self, phase: int) -> PhaseProgram:
@@ -154,8 +144,8 @@ class Programs:
         for phase in config.phases:
             parallel, cpu = config.parallel_for(phase), self.kernels.target.platform == "cpu"
             if cpu and parallel.expert > 1 and parallel.expert_exchange == "ragged":
-                raise InputError(f"{config.parallel_key(phase)}.expert_exchange=ragged is not available on CPUs. Set "
-                                 "it to all_gather.")  # fmt: skip
+                key = config.parallel_key(phase)
+                raise InputError(f"{key}.expert_exchange=ragged is not available on CPUs. Set it to all_gather.")
         for stage in stages(config):
             self[stage.phase].batch_shape(stage)
 
@@ -166,18 +156,16 @@ def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Progr
 
 
 def _make_program(
-    config: Config, model_config: ModelConfig, parallel: ParallelConfig, remat: Remat, mesh: AnyMesh,
-    kernels: KernelSelection,
-) -> PhaseProgram:  # fmt: skip
-    model = abstract_model(model_config)
+    config: Config, model: Zaya, parallel: ParallelConfig, remat: Remat, mesh: AnyMesh, kernels: KernelSelection
+) -> PhaseProgram:
     model_shapes, all_roles = shapes(model), roles(model)
     trained, exact = model_shapes, ()
     if config.lora is not None:
         trained = exact = adapter_shapes(model_shapes, all_roles, config.lora.rank)
         all_roles |= adapter_roles(all_roles)
-    placement = make_placement(parallel, mesh, {**model_shapes, **trained}, all_roles, config.train.compute_dtype,
-                               kernels, exact)  # fmt: skip
+    dtype, all_shapes = config.train.compute_dtype, {**model_shapes, **trained}
+    placement = make_placement(parallel, mesh, all_shapes, all_roles, dtype, kernels, exact)
     options = dataclasses.replace(config.optimizer, matrices=config.matrices)
     optimizer = make_optimizer(options, {name: all_roles[name] for name in trained}, fused(model))
-    return PhaseProgram(config, placement, model, remat, all_roles, trained, optimizer,
-                        make_balancer(config.optimizer.balance))  # fmt: skip
+    balancer = make_balancer(config.optimizer.balance)
+    return PhaseProgram(config, placement, model, remat, all_roles, trained, optimizer, balancer)

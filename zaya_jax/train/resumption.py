@@ -35,22 +35,12 @@ _POSITION_KEYS = ("seed", "start_phase")
 
 
 def checkpoint_metadata(
-    config: Config,
-    step: int,
-    data: dict[str, Any],
-    heldout_loss: float | None,
-    first: int,
-    kernels: str | None = None,
+    config: Config, step: int, data: dict[str, Any], heldout_loss: float | None, first: int, kernels: str | None = None
 ) -> dict[str, Any]:
-    """Make the metadata of a checkpoint, as a dict for JSON.
+    """Make the metadata of a checkpoint after `step`, as a dict for JSON.
 
-    Args:
-      config: configuration of the run.
-      step: number of steps done.
-      data: position in the data.
-      heldout_loss: nats/token after the step; None if it was not evaluated.
-      first: number of steps done before this run folder's first.
-      kernels: digest of `KernelSelection.table`.
+    `data` is the position in the data, `heldout_loss` in nats/token if it was evaluated, `first` the number of steps
+    done before this run folder's first, and `kernels` the digest of `KernelSelection.table`.
     """
     stage = stage_at(config, step - 1)
     return {
@@ -70,8 +60,7 @@ def checkpoint_metadata(
 def resume(config: Config, programs: Programs, store: CheckpointStore, batches: TrainBatches) -> tuple[TrainState, int]:
     """Restore the newest intact checkpoint of the run, and set the position of `batches`.
 
-    Returns:
-      The state, and the number of steps done before this run folder's first.
+    Returns the state, and the number of steps done before this run folder's first.
 
     Raises:
       InputError: the run cannot resume with `config`; nothing is written.
@@ -94,8 +83,8 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
     saved_on = restored.manifest.metadata["environment"]
     for key, value in environment(programs.kernels.digest).items() if is_primary() else ():
         if saved_on.get(key) != value:
-            print(f"Resuming with {key}={shown(value)}; the checkpoint was saved with "
-                  f"{key}={shown(saved_on.get(key))}. Results will not be bitwise identical.")  # fmt: skip
+            saved = f"{key}={shown(saved_on.get(key))}. Results will not be bitwise identical."
+            print(f"Resuming with {key}={shown(value)}; the checkpoint was saved with {saved}")
     return _resize_history(config, restored.state), restored.manifest.metadata.get("first_step", first_step(config))
 
 
@@ -114,8 +103,8 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
         if PARAMETERS_ONLY in metadata or "data" not in metadata:
             raise InputError(f"{name} contains parameters but no position in the data. Use init_from instead.")
         if metadata["config"].get("lora") is not None:
-            raise InputError(f"{name} contains adapters, which can resume only in the run_dir they were trained in. "
-                             "Merge them with export-hf, and set init_from to the exported folder.")  # fmt: skip
+            why = "contains adapters, which can resume only in the run_dir they were trained in"
+            raise InputError(f"{name} {why}. Merge them with export-hf, and set init_from to the exported folder.")
         check_values(config, metadata["config"], name, (*OPTIMIZER_KEYS, *_POSITION_KEYS), "Set the same value")
         try:
             check_past(from_dict(metadata["config"]), config, step, rates=False)
@@ -123,8 +112,9 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
         if step >= total_steps(config):
-            raise InputError(f"{name} is at step {step}, but this configuration ends after step {total_steps(config)}. "
-                             f"Raise phases.{config.phases[-1].name}.tokens, or append a phase.")  # fmt: skip
+            advice = f"Raise phases.{config.phases[-1].name}.tokens, or append a phase."
+            end = f"this configuration ends after step {total_steps(config)}"
+            raise InputError(f"{name} is at step {step}, but {end}. {advice}")
         warn_about_positions(config, model, name, stage_at(config, step - 1).phase)
         return _abstract_state(programs, manifest)
 

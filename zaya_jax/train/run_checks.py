@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.config import Config, ModelConfig, PhaseConfig, to_dict
+from zaya_jax.config import Config, ModelConfig, PhaseConfig, flatten_keys, to_dict
 from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps, rows_before, schedule_spans, stage_at, stages, tokens_before
 from zaya_jax.errors import InputError
@@ -24,19 +24,15 @@ OPTIMIZER_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimiz
 
 
 def check_architecture(theirs: ModelConfig, ours: ModelConfig, what: str, advice: str) -> None:
-    """Raise `InputError` if two architectures have different parameters.
+    """Raise `InputError` if the architecture of the weights `what` has other parameters than this configuration's.
 
-    Args:
-      theirs: architecture of the weights.
-      ours: architecture of this configuration.
-      what: names the weights, as the subject of the message.
-      advice: what to do, as an imperative sentence without the full stop.
+    `what` is the subject of the message, `advice` its last sentence without the full stop.
     """
-    wanted, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
+    comparable, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
     for key, value in _comparable(theirs).items():
-        if value != wanted[key]:
-            raise InputError(f"{what} has a different architecture: its model.{key} is {shown(theirs_dict[key])}, but "
-                             f"this configuration has {shown(ours_dict[key])}. {advice}.")  # fmt: skip
+        if value != comparable[key]:
+            values = f"{shown(theirs_dict[key])}, but this configuration has {shown(ours_dict[key])}"
+            raise InputError(f"{what} has a different architecture: its model.{key} is {values}. {advice}.")
 
 
 def _comparable(model: ModelConfig) -> dict[str, Any]:
@@ -49,73 +45,55 @@ def _comparable(model: ModelConfig) -> dict[str, Any]:
 
 def check_values(config: Config, other: dict[str, Any], what: str, keys: Sequence[str], advice: str) -> None:
     """Raise `InputError` if one of `keys` differs in `other`, the configuration that `what` was made with."""
-    here = to_dict(config)
+    here, there = dict(flatten_keys(to_dict(config))), dict(flatten_keys(other))
     for key in keys:
-        theirs, ours = _value(other, key), _value(here, key)
+        theirs, ours = there.get(key), here.get(key)
         if theirs != ours:
-            raise InputError(f"{what} was made with {key}={shown(theirs)}, but this configuration has {shown(ours)}. "
-                             f"{advice}.")  # fmt: skip
-
-
-def _value(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
+            values = f"{shown(theirs)}, but this configuration has {shown(ours)}"
+            raise InputError(f"{what} was made with {key}={values}. {advice}.")
 
 
 def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: int) -> None:
-    """Print a warning if weights were trained with a RoPE base that differs from that of a phase.
-
-    Args:
-      config: configuration of the run.
-      theirs: architecture of the weights, with the RoPE bases they were trained with.
-      what: names the weights, as the subject of the message.
-      phase: index of the phase that starts from them.
-    """
+    """Print a warning if the weights `what` were trained with another RoPE base than that of a phase, by its index."""
     own = config.phases[phase]
-    ours = config.model_for(own)
-    pairs = [("model.rope_base" if own.rope_base is None else f"phases.{own.name}.rope_base",
-              theirs.rope_base, ours.rope_base)]  # fmt: skip
+    ours, key = config.model_for(own), "model.rope_base" if own.rope_base is None else f"phases.{own.name}.rope_base"
+    pairs = [(key, theirs.rope_base, ours.rope_base)]
     if "sliding" in ours.period:
         pairs.append(("model.sliding_rope_base", theirs.sliding_rope_base, ours.sliding_rope_base))
     for key, before, now in pairs:
         if before != now and is_primary():
-            print(f"Warning: {what} was trained with a RoPE base of {before:g}, but {key} is {now:g}. Set "
-                  f"{key}={before:g}, unless you are extending the context.")  # fmt: skip
+            advice = f"Set {key}={before:g}, unless you are extending the context."
+            print(f"Warning: {what} was trained with a RoPE base of {before:g}, but {key} is {now:g}. {advice}")
 
 
 def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> None:
     """Raise `InputError` if `new` has other batches, rows or learning rates than `old` in the first `step` steps.
 
-    Args:
-      old: configuration of the run so far.
-      new: configuration to resume with. A phase may change its length, as long as the steps done fit into it.
-      step: number of steps done.
-      rates: whether to check the learning rates, too.
+    A phase may change its length, as long as the steps done fit into it. `rates=False` skips the learning rates.
     """
     phases_started = sum(first < step for first, _ in phase_steps(old))
     for index, phase in enumerate(old.phases[:phases_started]):
         where = f"phases.{phase.name}"
         if index >= len(new.phases):
-            raise InputError(f"{where} was removed, but the run has started that phase. Restore it, or choose another "
-                             "run_dir.")  # fmt: skip
+            advice = "Restore it, or choose another run_dir."
+            raise InputError(f"{where} was removed, but the run has started that phase. {advice}")
         old_settings, new_settings = _fixed_settings(phase), _fixed_settings(new.phases[index])
         if index < phases_started - 1:
             old_settings["tokens"], new_settings["tokens"] = phase.tokens, new.phases[index].tokens
         for key, value in old_settings.items():
             if value != new_settings[key]:
-                raise InputError(
-                    f"{where}.{key} was {shown(value)} and is now {shown(new_settings[key])}, but the run has started "
-                    "that phase. Restore the old value to resume the run, or choose another run_dir."
-                )
+                change = f"was {shown(value)} and is now {shown(new_settings[key])}, but the run has started that phase"
+                advice = "Restore the old value to resume the run, or choose another run_dir."
+                raise InputError(f"{where}.{key} {change}. {advice}")
     if _steps_done(old, step) != _steps_done(new, step):
         where, budget = f"phases.{old.phases[phases_started - 1].name}", new.phases[phases_started - 1].tokens
         tokens_done = tokens_before(old, step) - tokens_before(old, phase_steps(old)[phases_started - 1][0])
         if budget < tokens_done:
-            raise InputError(f"{where}.tokens is {budget:,}, but the run has already trained on {tokens_done:,} tokens "
-                             "in that phase. Set it to at least that number.")  # fmt: skip
-        raise InputError(f"train.batch or data.context was changed, but {step} steps have already used the old "
-                         "values. Restore them, or append a phase with the new ones.")  # fmt: skip
+            done = f"the run has already trained on {tokens_done:,} tokens in that phase"
+            raise InputError(f"{where}.tokens is {budget:,}, but {done}. Set it to at least that number.")
+        done = f"{step} steps have already used the old values"
+        advice = "Restore them, or append a phase with the new ones."
+        raise InputError(f"train.batch or data.context was changed, but {done}. {advice}")
     _check_skipped_rows(old, new, step)
     if rates:
         _check_rates(old, new, step, phases_started)
@@ -130,13 +108,12 @@ def _check_skipped_rows(old: Config, new: Config, step: int) -> None:
     first, end = min(set(past).symmetric_difference(new_past))
     newest = bisect.bisect_right(range(step), first, key=lambda index: rows_before(old, index)) - 1
     change = "has the new range" if (first, end) in new_past else "no longer has the range"
-    earlier = (f"go back to a checkpoint of step {newest} or earlier: in this run_dir with python -m "
-               "zaya_jax.checkpoint rollback RUN_DIR STEP, in a new one with resume_from=RUN_DIR/checkpoints/STEP."
-               )  # fmt: skip
-    raise InputError(
-        f"data.skip_rows {change} [{first}, {end}], but the checkpoint at step {step} is past its start: the first "
-        f"unread row is {unread}. Restore the old value, or {earlier if newest else 'start a new run_dir.'}"
-    )
+    ways = "in this run_dir with python -m zaya_jax.checkpoint rollback RUN_DIR STEP, in a new one with resume_from="
+    earlier = f"go back to a checkpoint of step {newest} or earlier: {ways}RUN_DIR/checkpoints/STEP."
+    past_start = f"is past its start: the first unread row is {unread}"
+    advice = f"Restore the old value, or {earlier if newest else 'start a new run_dir.'}"
+    change = f"{change} [{first}, {end}]"
+    raise InputError(f"data.skip_rows {change}, but the checkpoint at step {step} {past_start}. {advice}")
 
 
 def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> None:
@@ -150,17 +127,16 @@ def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> No
     change = f"spanned {was.tokens:,} tokens and now spans {becomes.tokens:,}"
     if was.schedule != becomes.schedule:
         old_schedule, new_schedule = to_dict(was.schedule), to_dict(becomes.schedule)
-        change = " and ".join(f"had {key} {shown(value)} and now has {shown(new_schedule[key])}"
-                              for key, value in old_schedule.items() if value != new_schedule[key])  # fmt: skip
+        keys = [key for key, value in old_schedule.items() if value != new_schedule[key]]
+        pairs = ((key, shown(old_schedule[key]), shown(new_schedule[key])) for key in keys)
+        change = " and ".join(f"had {key} {old_value} and now has {new_value}" for key, old_value, new_value in pairs)
     agreeing = [saved.step for saved in usable_checkpoints(run_folder(new) / CHECKPOINTS) if saved.step <= first]
     source = f"{new.run_dir}/{CHECKPOINTS}/{agreeing[-1]}" if agreeing else ""
     other = f"continue in a new run_dir with resume_from={source}" if agreeing else "start anew in another run_dir"
     steps = f"step {step} has" if first + 1 == step else f"steps {first + 1} to {step} have"
-    raise InputError(
-        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}. But {steps} already used "
-        "the old learning rates. Either restore the old values and append a phase with its own "
-        f"schedule, or {other}."
-    )
+    advice = f"Either restore the old values and append a phase with its own schedule, or {other}."
+    what = f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}"
+    raise InputError(f"{what}. But {steps} already used the old learning rates. {advice}")
 
 
 def _factors(config: Config, steps: int) -> np.ndarray:
@@ -175,10 +151,7 @@ def _steps_done(config: Config, step: int) -> list[tuple[int, ...]]:
 
 
 def _fixed_settings(phase: PhaseConfig) -> dict[str, Any]:
-    """Return the settings of a phase that may not change once it has started.
-
-    Its length and schedule are checked through the steps done.
-    """
+    """Return the settings of a phase that may not change once it has started; others are checked by its steps."""
     free = ("parallel", "remat", "tokens", "schedule")
     settings = {key: value for key, value in to_dict(phase).items() if key not in free}
     if settings["batch"] is not None:

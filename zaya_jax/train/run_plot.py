@@ -13,13 +13,10 @@ _NAMED_LAYERS = 8  # of more, only the first and the last are in the legend
 
 
 def plot_run(rows: list[dict[str, Any]], path: Path, compressors: Mapping[str, float] | None = None) -> None:
-    """Plot training and held-out loss, and the expert-load entropy of each layer, against the step.
+    """Plot training and held-out loss, and the expert-load entropy of each layer, from the rows of `metrics.jsonl`.
 
-    Args:
-      rows: of `metrics.jsonl`.
-      path: of the picture, in the run folder.
-      compressors: nats per held-out token that general compressors need, by name; those given the training text are
-        left out.
+    `compressors` has the nats per held-out token that general compressors need, by name; of these, gzip and xz are
+    drawn.
     """
     with panels(path, f"{path.parent.name}: loss and expert load", (2, 1), (7.5, 6)) as (loss, entropy):
         steps, train = [row["step"] for row in rows], _numbers(row["loss"] for row in rows)

@@ -21,22 +21,16 @@ def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: W
                     say: Callable[[str], object] = print) -> None:  # fmt: skip
     """Write the tokenizer files that are missing in the run folder, see `run.tokenizer.write_tokenizer_files`.
 
-    Args:
-      folder: the run folder.
-      config: configuration of the run.
-      prepared: the run's data sources and their tokenizer.
-      weights: the weights of `init_from`, if the run has opened them.
-      say: prints a warning.
+    `weights` are those of `init_from`, if the run has opened them.
     """
     source = next(iter(prepared.sources.values()))
     manifest, template = source.manifest, _chat_template(config, prepared)
     builtin = template is not None and template.startswith(DEFAULT_TEMPLATE)
-    eos = manifest.eos or manifest.eot
+    eos, origin = manifest.eos or manifest.eot, _init_folder(config) if weights is None else weights.tokenizer
+    stops, token_id = (manifest.eot, eos, *([_END_OF_TURN] if builtin else [])), prepared.tokenizer.token_id
     tokenizer = files.TrainedTokenizer(
-        source.folder, manifest.tokenizer.file, prepared.tokenizer.token_id, manifest.bos, eos,
-        (manifest.eot, eos, *([_END_OF_TURN] if builtin else [])), template,
-        _init_folder(config) if weights is None else weights.tokenizer,
-    )  # fmt: skip
+        source.folder, manifest.tokenizer.file, token_id, manifest.bos, eos, stops, template, origin
+    )
     files.write_tokenizer_files(folder, tokenizer, say)
 
 

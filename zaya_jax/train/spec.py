@@ -39,8 +39,7 @@ class PhaseSpec:
         micro = micro_batch(self.config, stage, shards)
         if stage.sequences % (shards * micro):
             micro = 1 if self.config.batch_for(phase).micro_batch is None else micro
-            each = "" if micro == 1 else f" × micro_batch {micro}"
+            parts = counted(shards, "data-parallel shard") + ("" if micro == 1 else f" × micro_batch {micro}")
             raise InputError(f"{self.config.batch_key(phase)} gives {counted(stage.sequences, 'sequence')}, but must "
-                             f"give a multiple of {shards * micro} ({counted(shards, 'data-parallel shard')}"
-                             f"{each}).")  # fmt: skip
+                             f"give a multiple of {shards * micro} ({parts}).")  # fmt: skip
         return stage.sequences // (shards * micro), shards * micro, stage.context

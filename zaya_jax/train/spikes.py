@@ -33,13 +33,9 @@ def empty_history(config: SpikeConfig) -> LossHistory:
 
 
 def classify_step(config: SpikeConfig, history: LossHistory, loss: jax.Array, norm: jax.Array) -> jax.Array:
-    """Return why to skip a step, as an int32 index of `REASONS`; 0 to accept it.
+    """Return why to skip a step with this loss (fp32, nats/token) and gradient norm (fp32, before clipping).
 
-    Args:
-      config: window and threshold.
-      history: loss and gradient norm of earlier steps.
-      loss: fp32, nats/token.
-      norm: fp32, gradient norm before clipping.
+    The result is an int32 index of `REASONS`; 0 to accept the step.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     if not config.window:

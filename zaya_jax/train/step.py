@@ -28,9 +28,7 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def make_local_loss(
-    program: PhaseSpec,
-) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
+def make_local_loss(program: PhaseSpec) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
     """Make the loss function of one device: (compute copy, balancing biases, batch) → (summed loss, sums).
 
     The compute copy is the result of `parallel.gradient.compute_copy`, with frozen parameters and adapters together.
@@ -42,13 +40,12 @@ def make_local_loss(
         values = params if lora is None else adapted(params, lora.scale)
         model = with_values(program.model, {**values, **balance})
         # Lookup and head both take the fp32 embedding: their gradients are sums over all tokens, too long for bf16.
-        out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=program.remat,
-                    dtype=config.train.compute_dtype)  # fmt: skip
+        inputs, dtype = (batch["tokens"], batch["segment_ids"], batch["positions"]), config.train.compute_dtype
+        out = model(*inputs, ops=ops, remat=program.remat, dtype=dtype)
         weights = batch["loss_mask"].reshape(-1).astype(accumulation_dtype(config.train.compute_dtype))
-        losses: tuple[jax.Array, jax.Array] = chunked_loss(
-            out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"], params.get("head_bias"),
-            batch["targets"].reshape(-1), weights, lora is not None,
-        )  # fmt: skip
+        hidden_td, targets = out.hidden_bsd.reshape(-1, config.model.hidden_size), batch["targets"].reshape(-1)
+        head = params["embedding"], params.get("head_bias")
+        losses: tuple[jax.Array, jax.Array] = chunked_loss(hidden_td, *head, targets, weights, lora is not None)
         loss, loss_t = losses
         sums = {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
         if "sources" in batch:
@@ -100,10 +97,8 @@ def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metri
         rate = rate_at(state.step)
         # Scaling and skipping happen inside the optimizer's own pass: a separate pass would read all state again.
         with part("optimizer"):
-            updates, opt_state = optimizer.update(
-                grads, state.opt_state, state.params, factor=factor, skip=skip != 0, on_matrices=placement.on_matrices,
-                ops=placement.ops,
-            )  # fmt: skip
+            how = {"factor": factor, "skip": skip != 0, "on_matrices": placement.on_matrices, "ops": placement.ops}
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **how)
             params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
             update_norms = _norm_by_role(_squares(updates), program)
         errors = _split_by_stack(load_error(sums["counts"]), state.balance, config)

@@ -10,10 +10,11 @@ import jax
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stage_at, step_rows, tokens_before
 from zaya_jax.errors import Reason, RunStopped
+from zaya_jax.hardware.data_sheets import peak_flops
+from zaya_jax.model.arithmetic import training_flops_per_token
 from zaya_jax.run.metrics import MetricSink
 from zaya_jax.run.progress_record import ProgressRecord
 from zaya_jax.train.spikes import REASONS
-from zaya_jax.train.throughput import throughput
 
 # Large metrics, which are logged every `train.log_every` steps only.
 _DETAILS = ("expert_counts", "grad_norm_by_role", "update_norm_by_role", "loss_by_source")
@@ -59,16 +60,16 @@ class StepLogger:
             return
         (step, metrics, seconds, data_wait), self._done = self._done, None
         config = self._config
-        row = {"step": step, "phase": config.phases[stage_at(config, step - 1).phase].name,
-               "tokens_seen": tokens_before(config, step), **self._by_source(metrics)}  # fmt: skip
+        phase, tokens_seen = config.phases[stage_at(config, step - 1).phase].name, tokens_before(config, step)
+        row = {"step": step, "phase": phase, "tokens_seen": tokens_seen, **self._by_source(metrics)}
         if step % config.train.log_every:
             row = {name: value for name, value in row.items() if name not in _DETAILS}
         if reason := REASONS[row.pop("skip")]:
             rows = step_rows(config, step - 1)
             row |= {"skip": reason, "rows": [rows[0], rows[-1] + 1]}
         row |= scores
-        timings = {"step": step, "seconds": seconds, "data_wait": data_wait,
-                   **throughput(config, step, row["tokens"], seconds, *self._devices)}  # fmt: skip
+        timings = {"step": step, "seconds": seconds, "data_wait": data_wait}
+        timings |= throughput(config, step, row["tokens"], seconds, *self._devices)
         self._progress.complete_step(step, row["loss"], row["grad_norm"])
         for sink in self._sinks:
             sink.write(row, timings)
@@ -94,9 +95,24 @@ class StepLogger:
         return {**others, "loss_by_source": {name: loss / tokens for name, loss, tokens in sums if tokens}}
 
 
+def throughput(
+    config: Config, step: int, tokens: float, seconds: float, device_kind: str, devices: int
+) -> dict[str, Any]:
+    """Compute the speed of `step`, counted from 1, which took `seconds`, with `tokens` in the loss.
+
+    Returns:
+      `tokens_per_second`; `flops_per_second`, with head and attention, without recomputation; and `mfu`, None if the
+      peak of the devices is not known.
+    """
+    speed, context, peak = tokens / max(seconds, 1e-9), stage_at(config, step - 1).context, peak_flops(device_kind)
+    flops = speed * training_flops_per_token(config.model, context, frozen_head=config.lora is not None)
+    mfu = None if peak is None else flops / (peak * devices)
+    return {"tokens_per_second": speed, "flops_per_second": flops, "mfu": mfu}
+
+
 def _advice(config: Config, reason: str) -> str:
-    new_run = (f"resume in a new run_dir with resume_from={config.run_dir}, and lower the learning rates or "
-                 "set train.compute_dtype=float32.")  # fmt: skip
+    lower = "lower the learning rates or set train.compute_dtype=float32"
+    new_run = f"resume in a new run_dir with resume_from={config.run_dir}, and {lower}."
     if reason == REASONS[1]:
         return f"To continue, {new_run}"
     window = config.train.spike.window

@@ -108,8 +108,8 @@ class Trainer:
         self.progress.enter(Phase.SAVE)
         self.logger.record()
         loss = next((self.scores.get(each.name) for each in self.evaluators if each.ranks_checkpoints), None)
-        metadata = checkpoint_metadata(self._config, self.steps_done, self.batches.get_state(), loss, self.first_step,
-                                       self._programs.kernels.digest)  # fmt: skip
+        position, kernels = self.batches.get_state(), self._programs.kernels.digest
+        metadata = checkpoint_metadata(self._config, self.steps_done, position, loss, self.first_step, kernels)
         self.compiled.keep_choices()
         self.store.save(self.steps_done, self.state, metadata, self._sync)
 
@@ -151,12 +151,9 @@ class Trainer:
                 action()
 
     def _sync(self) -> str:
-        """Flush rows and changed settings to disk; called in process 0 before each save.
+        """Flush rows and changed settings to disk in process 0 before each save; return why that fails, else ''.
 
         A checkpoint must never be newer than its rows, or than the record of its settings.
-
-        Returns:
-          A sentence if something cannot be written, else ''.
         """
         if self.disk.problem(self._folder / CONFIG):
             self.record_changes()

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from zaya_jax.checkpoint.digest import ArrayPart
-from zaya_jax.checkpoint.inspection import saved_slices
+from zaya_jax.checkpoint.reader import saved_slices
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import Read
@@ -16,9 +17,8 @@ from zaya_jax.model.zaya import abstract_model
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.tokenizer import copy_tokenizer
-from zaya_jax.weights.adapters import AdaptedWeights
 from zaya_jax.weights.interop import write_parameters
-from zaya_jax.weights.load import merge_adapters, open_checkpoint_weights
+from zaya_jax.weights.load import AdaptedWeights
 from zaya_jax.weights.sources import WEIGHTS, CheckpointWeights
 
 
@@ -32,7 +32,7 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     B is not the mean of A·B. The result has parameters only, in fp32 (fp64 for fp64 runs).
 
     Args:
-      sources: at least two checkpoints, see `open_checkpoint_weights`.
+      sources: at least two checkpoints, RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP.
       output: new run folder; `init_from` and `export_hf` accept it.
       base: base model of the adapters; None uses `init_from` of the newest checkpoint's run.
 
@@ -44,31 +44,33 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     """
     if len(sources) < 2:
         raise InputError(f"average got {len(sources)} checkpoint, but needs at least 2.")
-    opened = [open_checkpoint_weights(source, "CHECKPOINT") for source in sources]
+    opened = [CheckpointWeights(source, "CHECKPOINT") for source in sources]
     for weights in opened:
         weights.verify()
     opened.sort(key=lambda weights: weights.manifest.step)
     full = [weights for weights in opened if not weights.holds_adapters]
     if 0 < len(full) < len(opened):
-        raise InputError(f"{full[0].folder} contains all parameters, but other checkpoints contain adapters. Merge "
-                         "those with export-hf and import-hf first, then average the imported ones.")  # fmt: skip
+        advice = "Merge those with export-hf and import-hf first, then average the imported ones."
+        raise InputError(f"{full[0].folder} contains all parameters, but other checkpoints contain adapters. {advice}")
     newest, averaged = opened[-1], [weights.manifest.step for weights in opened]
     target = output / CHECKPOINTS / str(newest.manifest.step)
     if full:
         _average_parameters(full, averaged, target)
     else:
-        _average_adapters([merge_adapters(weights, base) for weights in opened], averaged, target)
+        _average_adapters([AdaptedWeights(weights, base) for weights in opened], averaged, target)
     if newest.tokenizer is not None:
         copy_tokenizer(newest.tokenizer, output)
     return target
 
 
 def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list[int], target: Path) -> None:
-    arrays = [{name: (leaf["dtype"], leaf["shape"]) for name, leaf in checkpoint.manifest.leaves.items()}
-              for checkpoint in checkpoints]  # fmt: skip
+    def arrays(checkpoint: CheckpointWeights) -> dict[str, Any]:
+        leaves = checkpoint.manifest.leaves
+        return {name: {"dtype": leaf["dtype"], "shape": leaf["shape"]} for name, leaf in leaves.items()}
+
     newest = checkpoints[-1]
-    for checkpoint, others in zip(checkpoints, arrays, strict=True):
-        if others != arrays[-1]:
+    for checkpoint in checkpoints:
+        if arrays(checkpoint) != arrays(newest):
             raise InputError(f"{checkpoint.folder} and {newest.folder} cannot be averaged: their arrays differ.")
     slices = saved_slices(newest.folder, newest.manifest)
 
@@ -78,8 +80,7 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
                 yield ArrayPart(name, where, _mean(checkpoints if name.startswith(WEIGHTS) else [newest], name, where))
 
     metadata = {**newest.manifest.metadata, "averaged": averaged, "heldout_loss": None}
-    leaves = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in arrays[-1].items()}
-    write_checkpoint(target, newest.manifest.step, metadata, leaves, parts())
+    write_checkpoint(target, newest.manifest.step, metadata, arrays(newest), parts())
 
 
 def _mean(checkpoints: Sequence[CheckpointWeights], name: str, where: str) -> np.ndarray:

@@ -19,29 +19,20 @@ from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import slice_text
 from zaya_jax.run.files import expanded
 from zaya_jax.run.tokenizer import TOKENIZER, copy_tokenizer, special_ids
-from zaya_jax.weights.adapters import AdaptedWeights
-from zaya_jax.weights.load import open_folder_weights, open_weights
+from zaya_jax.weights.load import AdaptedWeights, open_weights
 from zaya_jax.weights.sources import PARAMETERS_ONLY, FolderWeights, saved_name, stack_groups
 
 
 def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -> str:
-    """Write the parameters of a `transformers` folder as a checkpoint of step 0, in their stored dtype.
-
-    Args:
-      source: the folder, in either layout: FOLDER or hf:FOLDER.
-      output: new run folder.
-      allow_nonfinite: import NaN and infinite values too.
-
-    Returns:
-      A sentence that says what was written.
+    """Write FOLDER or hf:FOLDER, in either layout, as a checkpoint of step 0 of a new run, in the stored dtype; say so.
 
     Raises:
-      InputError: a tensor contains NaN or infinite values; see also `open_folder` and `write_checkpoint`.
+      InputError: a tensor is not finite, unless `allow_nonfinite`; see also `open_folder` and `write_checkpoint`.
     """
-    weights, output = open_folder_weights(source), expanded(output)
+    weights, output = FolderWeights(source), expanded(output)
     special_ids(weights.folder)  # raises before anything is written
-    dtypes = {name: np.dtype(np.float32) if is_balancing_bias(name) else dtype
-              for name, dtype in weights.dtypes.items()}  # fmt: skip
+    exact = {name: np.dtype(np.float32) for name in weights.dtypes if is_balancing_bias(name)}
+    dtypes = {**weights.dtypes, **exact}
 
     def read(name: str, group: int | None) -> np.ndarray:
         if not allow_nonfinite:
@@ -56,7 +47,7 @@ def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -
 def export_hf(
     source: str, folder: Path, dtype: str, layout: Layout = "hf", carry: Path | None = None, base: str | None = None
 ) -> str:
-    """Write weights as a folder that `transformers` loads; adapters are merged into their base model.
+    """Write weights as a folder that `transformers` loads; adapters are merged into their base model. Say so.
 
     Args:
       source: see `open_weights`.
@@ -64,10 +55,7 @@ def export_hf(
       dtype: of the parameters; balancing biases are always fp32.
       layout: see `write_folder`.
       carry: folder whose tokenizer and generation files are copied; None uses those of the source.
-      base: base model of the adapters; None uses `init_from` of their run.
-
-    Returns:
-      A sentence that says what was written.
+      base: see `open_weights`.
 
     Raises:
       InputError: the weights are damaged; see also `write_folder`.
@@ -81,17 +69,9 @@ def export_hf(
 
 
 def export_peft(source: str, folder: Path, dtype: str, carry: Path | None = None, base: str | None = None) -> str:
-    """Write the adapters of a run as a folder that `peft` loads onto their base model.
+    """Write the adapters of a run as a folder that `peft` loads onto their base model, and say so; see `export_hf`.
 
-    Args:
-      source: see `open_weights`.
-      folder: new or empty.
-      dtype: of the adapters.
-      carry: see `export_hf`.
-      base: base model of the adapters, hf:FOLDER; None uses `init_from` of their run. `peft` loads it from FOLDER.
-
-    Returns:
-      A sentence that says what was written.
+    The base model must be hf:FOLDER: `peft` loads it from FOLDER.
 
     Raises:
       InputError: there are no adapters, they are damaged, or their run differs from the base model in more than them.
@@ -101,19 +81,18 @@ def export_peft(source: str, folder: Path, dtype: str, carry: Path | None = None
         raise InputError(f"{source} was trained without adapters (lora.rank), so it cannot be exported with --peft.")
     weights.verify()
     path = _peft_base(weights)
-    write_peft_folder(folder, weights.config, weights.lora, path, weights.adapters.read, dtype,
-                      carry or weights.tokenizer)  # fmt: skip
+    carry = carry or weights.tokenizer
+    write_peft_folder(folder, weights.config, weights.lora, path, weights.adapters.read, dtype, carry)
     return f"Exported the adapters of {weights.folder} to {folder} in {dtype}; peft loads their base model from {path}."
 
 
 def _peft_base(weights: AdaptedWeights) -> str:
     """Return the folder of the base model as the user named it; InputError if it is not what the adapters need."""
     base = weights.base
-    if not isinstance(base, FolderWeights) or base.legacy:
+    if not isinstance(base, FolderWeights) or base.is_legacy:
         what = "has the legacy layout" if isinstance(base, FolderWeights) else "is not a transformers folder"
-        raise InputError(f"--peft needs the base model as a transformers folder, but {base.source} {what}. Export it "
-                         f"with export-hf {base.source} FOLDER --dtype float32, then pass --base hf:FOLDER."
-                         )  # fmt: skip
+        advice = f"Export it with export-hf {base.source} FOLDER --dtype float32, then pass --base hf:FOLDER."
+        raise InputError(f"--peft needs the base model as a transformers folder, but {base.source} {what}. {advice}")
     for key in ("rope_base", *(["sliding_rope_base"] if "sliding" in base.config.layer_pattern else [])):
         ours, theirs = getattr(weights.config, key), getattr(base.config, key)
         if ours != theirs:
@@ -130,19 +109,11 @@ def _peft_base(weights: AdaptedWeights) -> str:
 def write_parameters(
     folder: Path, config: ModelConfig, dtypes: Mapping[str, np.dtype], read: Read, **metadata: Any
 ) -> None:
-    """Write a checkpoint without optimizer state, for `init_from` and `open_weights`.
+    """Write a checkpoint without optimizer state, for `init_from` and `open_weights`, to RUN_DIR/checkpoints/STEP.
 
-    Memory holds one layer of one parameter at a time.
-
-    Args:
-      folder: RUN_DIR/checkpoints/STEP.
-      config: the architecture.
-      dtypes: dtype of each parameter and balancing bias, by name.
-      read: see `Weights.read`.
-      metadata: additional metadata of the checkpoint; JSON.
-
-    Raises:
-      InputError: see `write_checkpoint`.
+    `read` (see `Weights.read`) returns parameters and balancing biases, which are written with `dtypes`, by name.
+    Memory holds one layer of one parameter at a time. `metadata` is added to that of the checkpoint. Raises like
+    `write_checkpoint`.
     """
     abstract = abstract_weights(config)
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint.inspection import open_checkpoint
-from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.checkpoint.reader import open_checkpoint, verify_checkpoint
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import ModelConfig, model_from_dict
+from zaya_jax.config.weight_source import parse_source
 from zaya_jax.data.special_tokens import find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.hf.finite import is_finite, not_finite
+from zaya_jax.hf.finite import require_finite
 from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
 from zaya_jax.hf.tensors import Tensor
@@ -24,6 +24,7 @@ from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, is_stacked, with_values
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.tokenizer import run_tokenizer
 
 PARAMETERS_ONLY = "parameters_alone"  # metadata key of checkpoints without optimizer state
@@ -48,39 +49,29 @@ class Weights(abc.ABC):
 
     @abc.abstractmethod
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """Load parameters and balancing biases onto devices.
-
-        Args:
-          abstract: name → shape, dtype and sharding of each array to load.
+        """Load parameters and balancing biases onto devices, with the shapes, dtypes and shardings of `abstract`.
 
         Raises:
           InputError: the weights are damaged, do not match the shapes, or contain NaN or infinite values.
         """
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the available part of a training state onto devices.
-
-        Args:
-          abstract: shape, dtype and sharding of the leaves of `params`, `balance`, `opt_state` and `balance_state`.
+        """Load the available part of the training state `abstract` onto devices; raises like `load`.
 
         Returns:
-          `params` and `balance`; also the other two if `optimizer_config` is set.
-
-        Raises:
-          InputError: see `load`; or the arrays of the optimizer state do not match.
+          `params` and `balance`; also `opt_state` and `balance_state` if `optimizer_config` is set.
         """
-        kinds = {kind: abstract[kind] for kind in ("params", "balance")}
-        values = self.load({name: x for kind in kinds.values() for name, x in kind.items()})
-        return {kind: {name: values[name] for name in wanted} for kind, wanted in kinds.items()}
+        kinds = ("params", "balance")
+        values = self.load({name: x for kind in kinds for name, x in abstract[kind].items()})
+        return {kind: {name: values[name] for name in abstract[kind]} for kind in kinds}
 
     def verify(self) -> None:  # noqa: B027 (a folder has no checksums)
         """Raise `InputError` if a checksum does not match; `load` checks too, `read` does not."""
 
     def load_model(self, dtype: jax.typing.DTypeLike | None) -> Zaya:
-        """Load the model onto this process's first device.
+        """Load the model onto this process's first device, with parameters of `dtype`, or the stored one if it is None.
 
-        Args:
-          dtype: of the parameters; None keeps the stored dtype. Balancing biases are fp32 (fp64 with fp64 parameters).
+        Balancing biases are fp32 (fp64 with fp64 parameters).
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         exact = accumulation_dtype(self.dtypes["embedding"] if dtype is None else dtype)
@@ -102,17 +93,13 @@ class Weights(abc.ABC):
 
 
 class CheckpointWeights(Weights):
-    """A checkpoint of all parameters, or of the adapters for `AdaptedWeights`.
+    """A checkpoint of all parameters, or of the adapters for `AdaptedWeights`; `reader` reads the arrays."""
 
-    Attributes:
-      manifest: of the checkpoint.
-      reader: of its arrays.
-    """
-
-    def __init__(self, source: str, folder: Path) -> None:
-        """Open the checkpoint in `folder`; InputError if its manifest or a file is damaged."""
-        self.source, self.folder, self.tokenizer = source, folder, run_tokenizer(folder)
-        self.manifest, self.reader = open_checkpoint(folder)
+    def __init__(self, source: str | Path, what: str) -> None:
+        """Open a checkpoint that `what` names; InputError if there is none, or its manifest or a file is damaged."""
+        self.source, self.folder = str(source), checkpoint_folder(str(source), what)
+        self.tokenizer = run_tokenizer(self.folder)
+        self.manifest, self.reader = open_checkpoint(self.folder)
         metadata = self.manifest.metadata
         self.config, self.holds_adapters = model_config(metadata), metadata["config"].get("lora") is not None
         self.optimizer_config = None if PARAMETERS_ONLY in metadata else metadata["config"]
@@ -120,7 +107,7 @@ class CheckpointWeights(Weights):
         try:
             self.dtypes = {name.partition(".")[2]: jnp.dtype(dtype) for name, dtype in saved.items()}
         except TypeError as error:
-            raise InputError(f"An array in {folder} has an unknown dtype: {error}.") from error
+            raise InputError(f"An array in {self.folder} has an unknown dtype: {error}.") from error
 
     def read(self, name: str, group: int | None) -> np.ndarray:
         """See `Weights.read`; also reads adapters by name."""
@@ -142,16 +129,16 @@ class CheckpointWeights(Weights):
         values, finite = jax.jit(cast, out_shardings=(placed, None))(arrays)
         for name, good in jax.device_get(finite).items():
             if not good:
-                raise InputError(f"The parameter {name} in {self.folder} has NaN or infinite values; use an earlier "
-                                 "checkpoint.")  # fmt: skip
+                where = f"The parameter {name} in {self.folder}"
+                raise InputError(f"{where} has NaN or infinite values; use an earlier checkpoint.")
         return values
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
         """See `Weights.load_state`; returns the complete saved state if it includes the optimizer's."""
-        return super().load_state(abstract) if self.optimizer_config is None else self._restore(dict(abstract))
+        return super().load_state(abstract) if self.optimizer_config is None else self._restore(abstract)
 
-    def _restore(self, abstract: dict[str, Any]) -> dict[str, Any]:
-        return read_checkpoint(self.folder, lambda _: abstract, part=True, manifest=self.manifest).state
+    def _restore(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
+        return read_checkpoint(self.folder, lambda _: dict(abstract), part=True, manifest=self.manifest).state
 
     def verify(self) -> None:
         """See `Weights.verify`."""
@@ -160,17 +147,13 @@ class CheckpointWeights(Weights):
 
 
 class FolderWeights(Weights):
-    """A `transformers` folder in either layout.
+    """A `transformers` folder in either layout."""
 
-    Attributes:
-      legacy: whether it has the legacy layout.
-    """
-
-    def __init__(self, source: str, folder: Path) -> None:
-        """Open `folder`; raises like `open_folder`."""
-        self._opened = open_folder(folder)
-        self.source, self.folder, self.tokenizer = source, self._opened.path, self._opened.path
-        self.config, self.legacy = self._opened.config, self._opened.legacy
+    def __init__(self, source: str | Path) -> None:
+        """Open FOLDER or hf:FOLDER; raises like `open_folder`."""
+        self._opened = open_folder(parse_source(str(source)).path)
+        self.source, self.folder, self.tokenizer = str(source), self._opened.path, self._opened.path
+        self.config, self.is_legacy = self._opened.config, self._opened.legacy
         self._tensors: dict[tuple[str, int | None], list[Tensor]] = {}
         dtypes: dict[str, Any] = {}
         for tensor in self._opened.tensors:
@@ -189,13 +172,9 @@ class FolderWeights(Weights):
         return values[0] if tensors[0].part is None else np.concatenate(values)  # one tensor per expert, in order
 
     def check_finite(self, name: str, group: int | None, dtype: np.dtype, remedy: str) -> None:
-        """Raise `InputError` if a tensor that `read` returns is not finite in `dtype`; see `not_finite`."""
-        for tensor in self._tensors.get((name, group), ()):
-            stored = self._opened.stored[tensor.name].open()
-            with np.errstate(over="ignore"):
-                finite = is_finite(stored.astype(dtype, copy=False))
-            if not finite:
-                raise not_finite(f"The tensor {tensor.name} in {self.folder}", stored, dtype, remedy)
+        """Raise `InputError` if a tensor that `read` returns is not finite in `dtype`; see `require_finite`."""
+        names = (tensor.name for tensor in self._tensors.get((name, group), ()))
+        require_finite(self.folder, ((each, self._opened.stored[each].open()) for each in names), dtype, remedy)
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """See `Weights.load`."""
@@ -213,11 +192,7 @@ def stack_groups(name: str, shape: Sequence[int]) -> Sequence[int | None]:
 
 
 def model_config(metadata: Mapping[str, Any]) -> ModelConfig:
-    """Return the architecture in a checkpoint's metadata, with the RoPE base of its phase.
-
-    Raises:
-      InputError: the metadata does not describe an architecture.
-    """
+    """Return the architecture in a checkpoint's metadata, with the RoPE base of its phase; InputError without one."""
     try:
         model, phases = metadata["config"]["model"], metadata["config"].get("phases", ())
         phase = next((phase for phase in phases if phase["name"] == metadata.get("phase")), {})

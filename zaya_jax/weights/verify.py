@@ -11,7 +11,7 @@ import numpy as np
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.model.zaya import Zaya, logits
-from zaya_jax.weights.load import open_folder_weights
+from zaya_jax.weights.sources import FolderWeights
 
 # "Hello! How can I assist you today?", encoded by the released tokenizer.
 PROMPT = (2, 9259, 236888, 2088, 740, 564, 6361, 611, 3124, 236881, 106)
@@ -46,17 +46,14 @@ class Verification(NamedTuple):
 
 
 def verify_hf(source: str | Path) -> Verification:
-    """Run the fixture of `transformers`' own test on a folder of either layout, in bf16.
+    """Run the fixture of `transformers`' own test on FOLDER or hf:FOLDER, in either layout and in bf16.
 
     The parameters take 17.7 GB on the device, or on the host if there is no accelerator.
-
-    Args:
-      source: FOLDER or hf:FOLDER.
 
     Raises:
       InputError: the folder does not have the released 8B's architecture, or see `open_folder`; nothing is allocated.
     """
-    weights = open_folder_weights(source)
+    weights = FolderWeights(source)
     check_released(weights.config, weights.source)
     return compare(weights.load_model(jnp.bfloat16))
 
@@ -66,15 +63,14 @@ def check_released(config: ModelConfig, where: str) -> None:
     there = replace(config, layer_pattern=config.period)
     for key, value in asdict(RELEASED_8B).items():
         if key not in _OF_NO_MATTER and getattr(there, key) != value:
-            raise InputError(f"{where} is not ZAYA1-8B, the only model that verify-hf can check: {key} is "
-                             f"{getattr(there, key)!r}, but {value!r} in the 8B.")  # fmt: skip
+            values = f"{key} is {getattr(there, key)!r}, but {value!r} in the 8B"
+            raise InputError(f"{where} is not ZAYA1-8B, the only model that verify-hf can check: {values}.")
 
 
 def compare(model: Zaya) -> Verification:
     """Run `model` on the prompt and compare its logits with the expected ones."""
     out = np.asarray(jax.jit(logits)(model, jnp.asarray([PROMPT], jnp.int32))[0])
-    likeliest = tuple(map(int, out.argmax(-1)))
-    tail = out[-3:, -3:]
+    likeliest, tail = tuple(out.argmax(-1).tolist()), out[-3:, -3:]
     error = float(np.abs(tail - np.asarray(TAIL)).max())
-    rows = tuple(tuple(map(float, row)) for row in tail)
+    rows = tuple(map(tuple, tail.tolist()))
     return Verification(likeliest, rows, error, likeliest == LIKELIEST and error <= TOLERANCE)

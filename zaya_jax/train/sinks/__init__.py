@@ -18,8 +18,8 @@ def require_sinks(config: Config) -> None:
     """Raise `InputError` if the package of a sink is not installed, or W&B would ask process 0 for a login."""
     for name in config.train.sinks:
         if find_spec(_PACKAGES[name]) is None:
-            raise InputError(f"train.sinks has {name}, but the package {_PACKAGES[name]} is not installed. Install it "
-                             f"with pip install 'zaya-jax[{name}]', or remove {name} from train.sinks.")  # fmt: skip
+            advice = f"Install it with pip install 'zaya-jax[{name}]', or remove {name} from train.sinks."
+            raise InputError(f"train.sinks has {name}, but the package {_PACKAGES[name]} is not installed. {advice}")
     if is_primary() and "wandb" in config.train.sinks:
         from zaya_jax.train.sinks.wandb import require_login
 
@@ -27,26 +27,17 @@ def require_sinks(config: Config) -> None:
 
 
 def open_sinks(config: Config, folder: Path, step: int, first: int, disk: DiskGuard) -> list[MetricSink]:
-    """Open the metric files of a run, and the sinks of `train.sinks` after them.
+    """Open the metric files of a run and the sinks of `train.sinks`, in the primary process; none elsewhere.
 
-    Args:
-      config: configuration of the run.
-      folder: the run folder.
-      step: the step that the run continues after; later rows are dropped.
-      first: steps done before this run folder's first.
-      disk: reports files that cannot be written.
-
-    Returns:
-      The sinks; none in processes other than the primary.
+    The run continues after `step`, and later rows are dropped; `first` steps were done before this run folder's first.
     """
     if not is_primary():
         return []
     metrics = JsonlFile(folder / METRICS, step, first, disk, complete=True)
     timings = JsonlFile(folder / TIMINGS, step, first, disk)
     if metrics.dropped and step == first:
-        disk.say(
-            f"No checkpoint covers the {counted(metrics.dropped, 'step')} in {METRICS}: restarting from the first step."
-        )
+        steps = f"{counted(metrics.dropped, 'step')} in {METRICS}"
+        disk.say(f"No checkpoint covers the {steps}: restarting from the first step.")
     mirrors = [_open_mirror(config, name, folder, step, first, disk) for name in config.train.sinks]
     return [JsonlSink(metrics, timings), *mirrors]
 

@@ -31,26 +31,20 @@ class ConsoleReport:
         self, config: Config, plan: RunPlan, device_kind: str, evaluators: Sequence[Evaluator] = (), *,
         quiet: bool = False,
     ) -> None:  # fmt: skip
-        """Report on the run of `config`.
+        """Report on the run of `config`, whose `plan` has the bytes per token, with the scores of `evaluators`.
 
-        Args:
-          config: configuration of the run.
-          plan: the data that the run reads, for bytes per token.
-          device_kind: the runtime's name for the devices.
-          evaluators: whose scores the lines include.
-          quiet: print nothing, as in processes other than the primary.
+        `quiet` prints nothing, as in processes other than the primary.
         """
         self._config, self._plan, self._phase = config, plan, None
         self._labels = {evaluator.name: evaluator.label for evaluator in evaluators}
         self._steps = total_steps(config)
         self._may_be_long = device_kind == "cpu" and len(config.phases) == 1
-        self._no_preset = ("" if device_kind == "cpu" else
-                           "Preset: none, because jax was imported before zaya_jax could set it")  # fmt: skip
+        no_preset = "Preset: none, because jax was imported before zaya_jax could set it"
+        self._no_preset = "" if device_kind == "cpu" else no_preset
         self._console = Console(file=cast(TextIO, Unescaped(sys.stdout)), highlight=False, soft_wrap=True, quiet=quiet)
-        self._bar = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=self._console, disable=not self._console.is_terminal, transient=True,
-        )  # fmt: skip
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        hidden = not self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, disable=hidden, transient=True)
         self._task = self._bar.add_task("training", total=self._steps)
         self._timings: list[dict[str, Any]] = []  # since the last line
         self._left = self._tokens_left(0)
@@ -97,11 +91,9 @@ class ConsoleReport:
         eta = left * seconds / max(self._left - left, 1)  # tokens of the budget, padding included
         scores = "".join(f" | {label} {row[name]:.3f}" for name, label in self._labels.items() if name in row)
         skipped = f" | skipped {row['skipped']} in a row" if row["skipped"] else ""
-        self.say(
-            f"step {step}/{self._steps} | loss {row['loss']:.3f}{bits}{scores} | "
-            f"{mean('tokens_per_second'):,.0f} tokens/s | {work} | load entropy {entropy:.3f} | "
-            f"ETA {_clock(eta)}{skipped}"
-        )
+        speed = f"{mean('tokens_per_second'):,.0f} tokens/s | {work}"
+        rest = f"load entropy {entropy:.3f} | ETA {_clock(eta)}{skipped}"
+        self.say(f"step {step}/{self._steps} | loss {row['loss']:.3f}{bits}{scores} | {speed} | {rest}")
         if self._may_be_long and eta > _LONG:
             self._advise(eta, left, step)
         self._may_be_long = False
@@ -111,10 +103,9 @@ class ConsoleReport:
         """Tell a person with a slow machine how long the run takes, and how to shorten it."""
         phase = self._config.phases[0]
         batch, warmup = self._config.batch_for(phase).tokens, phase.schedule.warmup_tokens if phase.schedule else 0
-        tokens = tokens_before(self._config, step) + round(left * _SHORT / eta / batch + 0.5) * batch
-        tokens = max(tokens, warmup)
-        self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, stop it and "
-                 f"start it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir.")  # fmt: skip
+        tokens = max(warmup, tokens_before(self._config, step) + round(left * _SHORT / eta / batch + 0.5) * batch)
+        advice = f"stop it and start it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir"
+        self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, {advice}.")
 
     def sync(self) -> str:
         """Do nothing: no file is written."""

@@ -21,16 +21,11 @@ class Mirror:
         self, name: str, open_sink: Callable[[int], MetricSink], folder: Path, first: int, step: int,
         say: Callable[[str], object], *, rewinds: bool = False,
     ) -> None:  # fmt: skip
-        """Open the sink.
+        """Open the sink `name`: `open_sink` opens it after a step. `say` reports when failures begin and end.
 
-        Args:
-          name: of the sink, for messages.
-          open_sink: opens the sink after the given step.
-          folder: the run folder, with all rows; `NAME/synced_step` in it has the last step that the sink has.
-          first: steps done before this run folder's first.
-          step: the step that the run continues after.
-          say: reports the first failure, and the end of failures.
-          rewinds: opening the sink after a step drops its later rows; other sinks keep them, and do not get them again.
+        The run continues after `step`; `first` steps were done before this run folder's first. The folder has all rows;
+        `NAME/synced_step` in it has the last step that the sink has. If the sink `rewinds`, opening it after a step
+        drops its later rows; other sinks keep them, and do not get them again.
         """
         self._name, self._open_sink, self._folder, self._say = name, open_sink, folder, say
         self._sink: MetricSink | None = None
@@ -41,8 +36,8 @@ class Mirror:
         if rewinds:
             self._safe = min(self._safe, step)
         elif self._safe > step:
-            say(f"train.sinks: {name} keeps the rows that it has of steps {step + 1} to {self._safe}; training repeats "
-                f"these steps, and only {METRICS} gets their new rows.")  # fmt: skip
+            kept = f"keeps the rows that it has of steps {step + 1} to {self._safe}"
+            say(f"train.sinks: {name} {kept}; training repeats these steps, and only {METRICS} gets their new rows.")
         with self._failures_reported():
             self._open()
 
@@ -75,9 +70,8 @@ class Mirror:
             with self._failures_reported():
                 self._sink.close()
         if self._safe < self._newest:
-            self._say(
-                f"train.sinks: {self._name} lacks the rows after step {self._safe}; rerunning the command writes them."
-            )
+            lacks = f"lacks the rows after step {self._safe}"
+            self._say(f"train.sinks: {self._name} {lacks}; rerunning the command writes them.")
 
     def _open(self) -> MetricSink:
         start = time.monotonic()

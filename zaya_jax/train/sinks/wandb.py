@@ -25,29 +25,24 @@ def require_login() -> None:
     with contextlib.suppress(wandb.Error):  # a key that cannot be one
         if wandb.login(prompt=False, verify=False):
             return
-    raise InputError("train.sinks has wandb, but W&B has no valid API key. Run `wandb login`, set WANDB_API_KEY, or "
-                     "set WANDB_MODE=offline to keep its files in the run folder.")  # fmt: skip
+    advice = "Run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to keep its files in the run folder."
+    raise InputError(f"train.sinks has wandb, but W&B has no valid API key. {advice}")
 
 
 class WandbSink:
     """Logs a row per step to one W&B run, which a resumed training continues."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        """Start the W&B run, or continue the one whose id is in `folder`.
-
-        Args:
-          folder: `wandb/` of the run folder, in which W&B keeps its files, too.
-          config: configuration of the run.
-        """
+        """Start the W&B run, or continue the one whose id is in `folder`, `wandb/` of the run folder."""
         make_folder(folder)
         id_file = folder / "run_id"
         if not id_file.exists():
             write_atomically(id_file, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
-        settings = wandb.Settings(console="off", init_timeout=_SECONDS, finish_timeout=_SECONDS,
-                                  finish_timeout_raises=False)  # fmt: skip
+        limits = {"init_timeout": _SECONDS, "finish_timeout": _SECONDS, "finish_timeout_raises": False}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "zaya_jax"), name=folder.parent.name, dir=folder.parent,
-            id=id_file.read_text(encoding="utf-8"), resume="allow", config=to_dict(config), settings=settings,
+            id=id_file.read_text(encoding="utf-8"), resume="allow", config=to_dict(config),
+            settings=wandb.Settings(console="off", **limits),
         )  # fmt: skip
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
