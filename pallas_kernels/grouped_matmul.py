@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, platform, tile
 
@@ -143,36 +143,28 @@ def rows_times_matrix(
 
 
 def _product_kernel(
-    tiles_ref: Any, x_ref: Any, w_ref: Any, *refs: Any, sizes: tuple[int, ...], transpose: bool,
-    architecture: Architecture,
+    tiles_ref: Any, x_ref: Any, w_ref: Any, order_ref: Any, scale_ref: Any, out_ref: Any, *, sizes: tuple[int, ...],
+    transpose: bool, architecture: Architecture,
 ) -> None:  # fmt: skip
     m, n, depth = sizes
-    *moved, out_ref = refs
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
     column, fits = piece(column_index, n, out_ref.shape[1])
     rows = jnp.where(own.inside, own.rows, 0)
     (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
     written = own.rows
-    if moved:
+    if order_ref is not None:
         # Masked rows get an index past the end: an emulated store would otherwise overwrite rows of this tile.
-        written = triton.load(moved[0].at[own.rows], mask=own.inside, other=out_ref.shape[0])
-    for scale_ref in moved[1:]:
+        written = triton.load(order_ref.at[own.rows], mask=own.inside, other=out_ref.shape[0])
+    if scale_ref is not None:
         out = out * triton.load(scale_ref.at[written], mask=own.inside, other=0)[:, None]
     triton.store(out_ref.at[written[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
 
 
 def grouped_product(
-    x_tp: jax.Array,
-    w_lepq: jax.Array,
-    sizes_e: jax.Array,
-    *,
-    layer: jax.Array | int = 0,
-    transpose: bool = False,
-    order_t: jax.Array | None = None,
-    scale_t: jax.Array | None = None,
-    architecture: Architecture,
-) -> jax.Array:
+    x_tp: jax.Array, w_lepq: jax.Array, sizes_e: jax.Array, *, layer: jax.Array | int = 0, transpose: bool = False,
+    order_t: jax.Array | None = None, scale_t: jax.Array | None = None, architecture: Architecture,
+) -> jax.Array:  # fmt: skip
     """Compute `x_tp[rows of e] @ w_lepq[layer, e]` for every group e.
 
     Args:
@@ -189,26 +181,19 @@ def grouped_product(
       [t, q] (with `transpose` [t, p]) in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
-    chosen = tile(name, architecture, x_tp.dtype)
-    m, n, _ = chosen.sizes
-    t, width = x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
+    cut, t, width = tile(name, architecture, x_tp.dtype), x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
+    m, n, _ = cut.sizes
     tiles = row_tiles(sizes_e, t, m, layer)
-    moved = [array for array in (order_t, scale_t) if array is not None]
-    return launch(
-        functools.partial(_product_kernel, sizes=chosen.sizes, transpose=transpose, architecture=architecture),
-        tiles, x_tp, w_lepq, *moved,
-        name=name,
-        grid=(tiles.shape[1] * pl.cdiv(width, n),),
-        out_shape=jax.ShapeDtypeStruct((t, width), x_tp.dtype),
-        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
-    )  # fmt: skip
+    kernel = functools.partial(_product_kernel, sizes=cut.sizes, transpose=transpose, architecture=architecture)
+    out, grid = Out((t, width), x_tp.dtype), (tiles.shape[1] * pl.cdiv(width, n),)
+    return launch(name, kernel, (tiles, x_tp, w_lepq, order_t, scale_t), out, grid, cut, architecture)
 
 
 def _outer_kernel(
-    bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, architecture: Architecture
-) -> None:
+    bounds_ref: Any, x_ref: Any, y_ref: Any, order_ref: Any, total_ref: Any, out_ref: Any, *, sizes: tuple[int, ...],
+    moved: str, architecture: Architecture,
+) -> None:  # fmt: skip
     m, n, depth = sizes
-    *inputs, out_ref = refs
     p, q = out_ref.shape[2:]
     down, across = pl.cdiv(p, m), pl.cdiv(q, n)
     program = pl.program_id(0)
@@ -221,7 +206,7 @@ def _outer_kernel(
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         rows = first + i * depth + jnp.arange(depth, dtype=jnp.int32)
         inside = rows < end
-        place = triton.load(inputs[0].at[rows], mask=inside, other=0) if moved else rows
+        place = triton.load(order_ref.at[rows], mask=inside, other=0) if moved else rows
         x_rows, y_rows = place if moved == "x" else rows, place if moved == "y" else rows
         # Rows of other groups are masked in both, since they may not be finite. x is loaded transposed, which AMD's
         # compiler does on the way to shared memory; it cannot do that for a tile transposed after loading.
@@ -232,22 +217,15 @@ def _outer_kernel(
     steps = jax.lax.div(end - first + (depth - 1), depth)
     out = jax.lax.fori_loop(0, steps, step, jnp.zeros((m, n), jnp.float32))
     here, mask = (layer, group, x_column[:, None], y_column[None, :]), both(x_fits, y_fits)
-    for total_ref in inputs[bool(moved) :]:
+    if total_ref is not None:
         out += load(total_ref, *here, mask=mask)
     triton.store(out_ref.at[here], out.astype(out_ref.dtype), mask=mask)
 
 
 def grouped_outer(
-    x_tp: jax.Array,
-    y_tq: jax.Array,
-    sizes_e: jax.Array,
-    *,
-    order_t: jax.Array | None = None,
-    moved: str = "",
-    total_lepq: jax.Array | None = None,
-    layer: jax.Array | int = 0,
-    architecture: Architecture,
-) -> jax.Array:
+    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, order_t: jax.Array | None = None, moved: str = "",
+    total_lepq: jax.Array | None = None, layer: jax.Array | int = 0, architecture: Architecture,
+) -> jax.Array:  # fmt: skip
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 
     Args:
@@ -264,19 +242,13 @@ def grouped_outer(
       `total_lepq` with the sum in its layer; without it, the products alone [1, e, p, q] in the dtype of `x_tp`, zero
       for empty groups. Sums are in fp32.
     """
-    chosen = tile("grouped_outer", architecture, x_tp.dtype)
-    m, n, _ = chosen.sizes
+    cut = tile("grouped_outer", architecture, x_tp.dtype)
+    m, n, _ = cut.sizes
     e, p, q = sizes_e.shape[0], x_tp.shape[1], y_tq.shape[1]
     ends = jnp.cumsum(sizes_e)
     bounds = jnp.stack([ends - sizes_e, ends, jnp.full_like(ends, layer)]).astype(jnp.int32)
-    arrays = [bounds, x_tp, y_tq, *(array for array in (order_t, total_lepq) if array is not None)]
-    out = jax.ShapeDtypeStruct((1, e, p, q), x_tp.dtype) if total_lepq is None else total_lepq
-    return launch(
-        functools.partial(_outer_kernel, sizes=chosen.sizes, moved=moved, architecture=architecture),
-        *arrays,
-        name="grouped_outer",
-        grid=(e * pl.cdiv(p, m) * pl.cdiv(q, n),),
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-        aliases={} if total_lepq is None else {len(arrays) - 1: 0},
-        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
-    )  # fmt: skip
+    out = Out((1, e, p, q), x_tp.dtype) if total_lepq is None else Out(total_lepq.shape, total_lepq.dtype)
+    arrays, grid = (bounds, x_tp, y_tq, order_t, total_lepq), (e * pl.cdiv(p, m) * pl.cdiv(q, n),)
+    kernel = functools.partial(_outer_kernel, sizes=cut.sizes, moved=moved, architecture=architecture)
+    aliases = {} if total_lepq is None else {len(jax.tree.leaves(arrays)) - 1: 0}
+    return launch("grouped_outer", kernel, arrays, out, grid, cut, architecture, aliases)

@@ -14,15 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.grouped_matmul import both, load, piece, place, row_tile, row_tiles, rows_times_matrix
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.tiles import Architecture, tile
 
 HALVES = 2  # parts of a tile that the backward kernel processes in turn, since registers cannot hold it whole
 
 
 def _forward_kernel(
-    tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, *kept: Any, sizes: tuple[int, ...],
-    architecture: Architecture,
+    tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, gate_up_ref: Any = None, *,
+    sizes: tuple[int, ...], architecture: Architecture,
 ) -> None:  # fmt: skip
     m, n, depth = sizes
     f = hidden_ref.shape[1]
@@ -34,7 +34,7 @@ def _forward_kernel(
     # Rounded before SwiGLU, which the backward pass recomputes from the rounded values.
     gate, up = gate.astype(hidden_ref.dtype), up.astype(hidden_ref.dtype)
     mask = both(own.inside, fits)
-    for gate_up_ref in kept:
+    if gate_up_ref is not None:
         triton.store(gate_up_ref.at[own.rows[:, None], column[None, :]], gate, mask=mask)
         triton.store(gate_up_ref.at[own.rows[:, None], f + column[None, :]], up, mask=mask)
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
@@ -65,19 +65,13 @@ def grouped_swiglu(
       The hidden rows [t, f], and with `keep` gate and up [t, 2f], for the sorted rows in the dtype of `x_td`, with sums
       in fp32; zero in rows past the groups.
     """
-    chosen = tile("grouped_swiglu", architecture, x_td.dtype)
-    m, n, _ = chosen.sizes
-    t, f = x_td.shape[0], gate_up_ledf.shape[3] // 2
+    cut, t, f = tile("grouped_swiglu", architecture, x_td.dtype), x_td.shape[0], gate_up_ledf.shape[3] // 2
+    m, n, _ = cut.sizes
     tiles = row_tiles(sizes_e, t, m, layer)
-    widths = (f, 2 * f) if keep else (f,)
-    return launch(
-        functools.partial(_forward_kernel, sizes=chosen.sizes, architecture=architecture),
-        tiles, order_t, x_td, gate_up_ledf,
-        name="grouped_swiglu",
-        grid=(tiles.shape[1] * pl.cdiv(f, n),),
-        out_shape=tuple(jax.ShapeDtypeStruct((t, width), x_td.dtype) for width in widths),
-        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
-    )  # fmt: skip
+    kernel = functools.partial(_forward_kernel, sizes=cut.sizes, architecture=architecture)
+    out = tuple(Out((t, width), x_td.dtype) for width in ((f, 2 * f) if keep else (f,)))
+    arrays, grid = (tiles, order_t, x_td, gate_up_ledf), (tiles.shape[1] * pl.cdiv(f, n),)
+    return launch("grouped_swiglu", kernel, arrays, out, grid, cut, architecture)
 
 
 def _backward_kernel(
@@ -111,16 +105,9 @@ def _backward_kernel(
 
 
 def grouped_swiglu_backward(
-    dout_td: jax.Array,
-    order_t: jax.Array,
-    scale_t: jax.Array,
-    down_lefd: jax.Array,
-    gate_up_tf: jax.Array,
-    sizes_e: jax.Array,
-    *,
-    layer: jax.Array | int = 0,
-    architecture: Architecture,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    dout_td: jax.Array, order_t: jax.Array, scale_t: jax.Array, down_lefd: jax.Array, gate_up_tf: jax.Array,
+    sizes_e: jax.Array, *, layer: jax.Array | int = 0, architecture: Architecture,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute the gradient of gate and up from the gradient of `scale_t · (hidden @ down)`.
 
     Args:
@@ -137,22 +124,12 @@ def grouped_swiglu_backward(
       For the sorted rows: the gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with
       `dout_td` is the gradient of the down matrices; and the gradient of scale, fp32 [t].
     """
-    chosen = tile("grouped_swiglu_backward", architecture, dout_td.dtype)
-    m, n, _ = chosen.sizes
+    cut, dtype = tile("grouped_swiglu_backward", architecture, dout_td.dtype), dout_td.dtype
+    m, n, _ = cut.sizes
     t, f = gate_up_tf.shape[0], down_lefd.shape[2]
-    tiles = row_tiles(sizes_e, t, m, layer)
-    columns = pl.cdiv(f, HALVES * n)
-    like = dout_td.dtype
-    dgate_up, hidden, dscale = launch(
-        functools.partial(_backward_kernel, sizes=chosen.sizes, architecture=architecture),
-        tiles, order_t, scale_t, dout_td, down_lefd, gate_up_tf,
-        name="grouped_swiglu_backward",
-        grid=(tiles.shape[1] * columns,),
-        out_shape=(
-            jax.ShapeDtypeStruct((t, 2 * f), like),
-            jax.ShapeDtypeStruct((t, f), like),
-            jax.ShapeDtypeStruct((columns, t), jnp.float32),
-        ),
-        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
-    )  # fmt: skip
+    tiles, columns = row_tiles(sizes_e, t, m, layer), pl.cdiv(f, HALVES * n)
+    kernel = functools.partial(_backward_kernel, sizes=cut.sizes, architecture=architecture)
+    out = Out((t, 2 * f), dtype), Out((t, f), dtype), Out((columns, t), jnp.float32)
+    arrays, grid = (tiles, order_t, scale_t, dout_td, down_lefd, gate_up_tf), (tiles.shape[1] * columns,)
+    dgate_up, hidden, dscale = launch("grouped_swiglu_backward", kernel, arrays, out, grid, cut, architecture)
     return dgate_up, hidden, dscale.sum(0)

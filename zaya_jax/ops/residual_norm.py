@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.residual_norm import WIDEST, residual_norm_backward, residual_norm_forward
+from pallas_kernels.residual_norm import WIDEST, Inputs, residual_norm_backward, residual_norm_forward
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.norm import rms_norm
@@ -94,10 +94,13 @@ def _residual_norm(
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     if output is None or weight is None:  # XLA makes one pass of a merge or a norm alone, but not of its gradient
         return residual_norm(output, stream, vectors, weight, eps, dtype)
-    new, normed = residual_norm_forward(
-        _rows(output), _rows(stream), tuple(vectors or ()), weight, eps=eps, dtype=dtype, architecture=architecture
-    )
+    inputs = _inputs(output, stream, vectors, weight)
+    new, normed = residual_norm_forward(inputs, eps=eps, dtype=dtype, architecture=architecture)
     return new.reshape(stream.shape), normed.reshape(stream.shape)
+
+
+def _inputs(output: Any, stream: Any, vectors: Any, weight: Any) -> Inputs:
+    return Inputs(_rows(output), _rows(stream), tuple(vectors or ()), weight)
 
 
 def _forward(architecture: Architecture, *arguments: Any) -> tuple:
@@ -108,10 +111,10 @@ def _backward(
     architecture: Architecture, eps: float, _dtype: jax.typing.DTypeLike, saved: tuple[Any, ...], gradients: tuple
 ) -> tuple:
     output, stream, vectors, weight = saved
+    rows = map(_rows, gradients)
     d_output, d_stream, d_parameters = residual_norm_backward(
-        _rows(output), _rows(stream), tuple(vectors or ()), weight, *map(_rows, gradients),
-        eps=eps, architecture=architecture,
-    )  # fmt: skip
+        _inputs(*saved), *rows, eps=eps, architecture=architecture
+    )
     gradient = iter(d_parameters)
     d_weight = None if weight is None else next(gradient).astype(weight.dtype)
     if vectors is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.attention import PartialAttention
+from zaya_jax.ops.attention import AttentionInputs, PartialAttention
 from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixParts
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
@@ -110,20 +110,18 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
       local: attention on one device, `ops.attention.attention`.
     """
 
-    def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array,
-                  key_segments_bt: jax.Array, query_offset: jax.Array | int = 0,
-                  window: int | None = None) -> jax.Array:  # fmt: skip
-        refuse_cache(query_offset)
-        whole = gather_sequence(config, jnp.concatenate([k_btkc, v_btkc], -1))
+    def attention(*qkv: Any, **options: Any) -> jax.Array:
+        x = AttentionInputs(*qkv, **options)
+        refuse_cache(x.query_offset)
+        whole = gather_sequence(config, jnp.concatenate([x.k_btkc, x.v_btkc], -1))
         k, v = jnp.split(whole, 2, axis=-1)
+        queries: Any = x.query_segments_bs
         pieces = device_pieces(config, jax.lax.axis_index(SEQUENCE_AXIS))
-        length = q_bshc.shape[1] // len(pieces)
-        out = [
-            local(q_bshc[:, i * length : (i + 1) * length], k, v,
-                  query_segments_bs=query_segments_bs[:, i * length : (i + 1) * length],
-                  key_segments_bt=key_segments_bt, query_offset=piece * length, window=window)
-            for i, piece in enumerate(pieces)
-        ]  # fmt: skip
+        length, out = x.q_bshc.shape[1] // len(pieces), []
+        for i, piece in enumerate(pieces):
+            own = slice(i * length, (i + 1) * length)
+            options |= {"query_segments_bs": queries[:, own], "query_offset": piece * length}
+            out.append(local(x.q_bshc[:, own], k, v, **options))
         return jnp.concatenate(out, 1)
 
     return attention
@@ -135,10 +133,7 @@ def refuse_cache(query_offset: Any) -> None:
         raise ValueError("Context parallelism does not support a cache: decode with parallel.context.tree_attention.")
 
 
-def tree_attention(
-    partial: Callable[..., PartialAttention], q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array,
-    query_segments_bs: jax.Array, key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None = None,
-) -> jax.Array:  # fmt: skip
+def tree_attention(partial: Callable[..., PartialAttention], x: AttentionInputs) -> jax.Array:
     """Tree attention: replicated queries attend to keys that are split over devices (arXiv 2408.04093).
 
     Each device attends to its own keys. The results are combined with one maximum and two sums over devices, whose size
@@ -146,19 +141,14 @@ def tree_attention(
 
     Args:
       partial: `ops.attention.partial_attention`.
-      q_bshc: queries, the same on all devices.
-      k_btkc: this device's keys; empty places have segment 0.
-      v_btkc: their values.
-      query_segments_bs: int32 documents of the queries.
-      key_segments_bt: int32 documents of this device's keys.
-      query_offset: index of the first query relative to this device's first key; may be negative or past the last key.
-      window: number of keys that a query sees, or None for all.
+      x: queries, the same on all devices; this device's keys and values, where empty places have segment 0; and the
+        index of the first query relative to this device's first key, which may be negative or past the last key.
 
     Returns:
       The output [b, s, h, c] in the dtype of the queries, the same on all devices.
     """
-    o, lse = partial(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
+    o, lse = partial(x)
     axis = SEQUENCE_AXIS
     weight = jnp.exp(lse - jax.lax.pmax(lse, axis))
     total = jax.lax.psum(weight, axis)
-    return (jax.lax.psum(o * weight[..., None], axis) / total[..., None]).astype(q_bshc.dtype)
+    return (jax.lax.psum(o * weight[..., None], axis) / total[..., None]).astype(x.q_bshc.dtype)

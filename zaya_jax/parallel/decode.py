@@ -17,7 +17,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
 from zaya_jax.model.cache import Cache, KeyValues
 from zaya_jax.model.zaya import init_cache
-from zaya_jax.ops.attention import PartialAttention
+from zaya_jax.ops.attention import AttentionInputs, PartialAttention
 from zaya_jax.ops.cached_attention import KeysAndValues, merge_heads, split_heads
 from zaya_jax.parallel.context import tree_attention
 from zaya_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXIS, AnyMesh
@@ -110,7 +110,7 @@ def tree_cached_attention(
         missing = slots * jax.lax.axis_size(SEQUENCE_AXIS) - seen_bt.shape[1]
         own_bt = jax.lax.dynamic_slice_in_dim(jnp.pad(seen_bt, ((0, 0), (0, missing))), first, slots, 1)
         k, v = (split_heads(x, new[0], dtype) for x in cache)
-        return tree_attention(partial, q_bshc, k, v, segments_bs, own_bt, length - first), cache
+        return tree_attention(partial, AttentionInputs(q_bshc, k, v, segments_bs, own_bt, length - first)), cache
 
     return cached_attention
 

@@ -28,7 +28,7 @@ from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
 from zaya_jax.parallel.layers import gather_layer
 from zaya_jax.parallel.mesh import AnyMesh, make_mesh
 from zaya_jax.parallel.muon import on_whole_matrices
-from zaya_jax.parallel.ring import ring_attention
+from zaya_jax.parallel.ring import Ring, ring_attention
 from zaya_jax.parallel.rules import LeafPlacement, place_leaves, state_shardings
 
 
@@ -60,9 +60,8 @@ class Placement:
             changes["halo"] = make_halo(self.config)
             changes["cca_mix"] = make_mix(self.config, base.cca_mix)
             if self.config.context_attention == "ring":
-                changes["attention"] = ring_attention(
-                    self.config, base.partial_attention, base.partial_attention_gradient
-                )
+                ring = Ring(self.config, base.partial_attention, base.partial_attention_gradient)
+                changes["attention"] = ring_attention(ring)
             else:
                 changes["attention"] = gathered_attention(self.config, base.attention)
                 changes["key_segments"] = functools.partial(gather_sequence, self.config)
