@@ -13,7 +13,7 @@ from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import param
 from zaya_jax.ops import Ops
-from zaya_jax.ops.cca_mix import Halo, MixParts, MixWeights, unpacked
+from zaya_jax.ops.cca_mix import Halo, MixInputs, MixParts, MixWeights, unpacked
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -73,11 +73,9 @@ class CCA(Attention):
                 halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, config.convolution_reach)
             else:
                 halo = cache.halo(context.cached_segments_bt, context.length)
-            parts = MixParts(config.query_key_mean, config.value_shift)
-            q, k, v = ops.cca_mix(
-                packed_bsy, halo, context.segments_bs, context.rotary[self.layer.rope_base], self._weights(),
-                delayed_bias, parts,
-            )  # fmt: skip
+            rotary = context.rotary[self.layer.rope_base]
+            x = MixInputs(packed_bsy, halo, context.segments_bs, rotary, self._weights(), delayed_bias)
+            q, k, v = ops.cca_mix(x, MixParts(config.query_key_mean, config.value_shift))
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
         if cache is not None and kv is not None:
             cache = cache.advance(kv, u_bsnc, delayed_bsx)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
@@ -165,10 +164,9 @@ def _backward(frozen_head: bool, saved: Any, cotangents: tuple[jax.Array, jax.Ar
     del frozen_head  # its gradients are None, which means zero
     g, _ = cotangents
     dh_td, dw_vd, db_v, weights_t = saved
-    no_targets = np.zeros(dh_td.shape[:1], jax.dtypes.float0)
-    no_weights = jnp.zeros_like(weights_t)  # weights are data and get no gradient
+    no_weights = jnp.zeros_like(weights_t)  # targets and weights are data
     scaled = [None if x is None else (x * g).astype(x.dtype) for x in (dh_td, dw_vd, db_v)]
-    return (*scaled, no_targets, no_weights)
+    return (*scaled, None, no_weights)
 
 
 chunked_loss.defvjp(_forward, _backward)

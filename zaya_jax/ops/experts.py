@@ -13,7 +13,7 @@ products for the gradients of the matrices, which reached 197 TFLOP/s in a step 
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,8 +88,7 @@ def _permute_forward(x_td: jax.Array, order: jax.Array, inverse: jax.Array) -> t
 
 def _permute_backward(saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
     order, inverse = saved
-    no_gradient = np.zeros(order.shape, jax.dtypes.float0)
-    return permute(dout_td, inverse, order), no_gradient, no_gradient
+    return permute(dout_td, inverse, order), None, None  # None means zero
 
 
 permute.defvjp(_permute_forward, _permute_backward)
@@ -122,64 +121,64 @@ def _kernel(
             order, sizes_e = class_sort(expert_t, experts, h_td.dtype, architecture=architecture)
         else:
             order, sizes_e = _sort(expert_t, experts)
-    out_td = _experts((architecture, gather), h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
-    return checkpoint_name(out_td, MATMUL_OUTPUT)
+    x = _Sorted(h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
+    return checkpoint_name(_experts((architecture, gather), x), MATMUL_OUTPUT)
+
+
+class _Sorted(NamedTuple):
+    """Inputs of the kernels."""
+
+    h_td: jax.Array
+    order_t: Any  # permutation that sorts the tokens by expert
+    sizes_e: Any
+    weight_t: jax.Array
+    gate_up: Any
+    down: Any
+
+
+How = tuple[Architecture, bool]  # and whether rows are gathered before the products for the gradients of matrices
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(how: tuple[Architecture, bool], h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array,
-             weight_t: jax.Array, gate_up: Matrices, down: Matrices) -> jax.Array:  # fmt: skip
-    architecture, _ = how
-    (hidden_tf,) = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=False)
-    return _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
+def _experts(how: How, x: _Sorted) -> jax.Array:
+    return _run(how[0], x, keep=False)[0]
 
 
-def _hidden(architecture: Architecture, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, gate_up: Matrices,
-            keep: bool) -> tuple[jax.Array, ...]:  # fmt: skip
-    matrices = in_stack(gate_up)
-    return grouped_swiglu(h_td, order_t, matrices.stack, sizes_e, layer=matrices.layer, keep=keep,
-                          architecture=architecture)  # fmt: skip
+def _run(architecture: Architecture, x: _Sorted, keep: bool) -> list[jax.Array]:
+    """Return the output, and with `keep` the sorted gate and up projections."""
+    up = in_stack(x.gate_up)
+    hidden_tf, *kept = grouped_swiglu(
+        x.h_td, x.order_t, up.stack, x.sizes_e, layer=up.layer, keep=keep, architecture=architecture
+    )
+    down, scattered = in_stack(x.down), {"order_t": x.order_t, "scale_t": x.weight_t, "architecture": architecture}
+    return [grouped_product(hidden_tf, down.stack, x.sizes_e, layer=down.layer, **scattered), *kept]
 
 
-def _out(architecture: Architecture, hidden_tf: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
-         down: Matrices) -> jax.Array:  # fmt: skip
-    matrices = in_stack(down)
-    return grouped_product(hidden_tf, matrices.stack, sizes_e, layer=matrices.layer, order_t=order_t, scale_t=weight_t,
-                           architecture=architecture)  # fmt: skip
+def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
+    out_td, gate_up_tf = _run(how[0], x, keep=True)
+    return out_td, (x, checkpoint_name(gate_up_tf, MATMUL_OUTPUT))
 
 
-def _experts_forward(how: tuple[Architecture, bool], h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array,
-                     weight_t: jax.Array, gate_up: Matrices, down: Matrices) -> tuple[jax.Array, Any]:  # fmt: skip
-    architecture, _ = how
-    hidden_tf, gate_up_tf = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=True)
-    out_td = _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
-    gate_up_tf = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
-    return out_td, (h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf)
-
-
-def _experts_backward(how: tuple[Architecture, bool], saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
-    architecture, gather = how
-    h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf = saved
+def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted]:
+    (architecture, gather), (x, gate_up_tf) = how, saved
+    h_td, order_t, sizes_e, weight_t, gate_up, down = x
     in_up, in_down = in_stack(gate_up), in_stack(down)
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
         dout_td, order_t, weight_t, in_down.stack, gate_up_tf, sizes_e, layer=in_down.layer, architecture=architecture
     )
+    outer = functools.partial(grouped_outer, sizes_e=sizes_e, architecture=architecture)
     if gather:
         sorted_td, dsorted_td = (jnp.take(x, order_t, axis=0, mode="clip") for x in (h_td, dout_td))
-        outer = functools.partial(grouped_outer, sizes_e=sizes_e, architecture=architecture)
         ddown = matrix_gradient(functools.partial(outer, hidden_tf, dsorted_td), down)
         dgate_up = matrix_gradient(functools.partial(outer, sorted_td, dgate_up_tf), gate_up)
     else:
-        outer = functools.partial(grouped_outer, sizes_e=sizes_e, order_t=order_t, architecture=architecture)
-        ddown = matrix_gradient(functools.partial(outer, hidden_tf, dout_td, moved="y"), down)
-        dgate_up = matrix_gradient(functools.partial(outer, h_td, dgate_up_tf, moved="x"), gate_up)
+        ddown = matrix_gradient(functools.partial(outer, hidden_tf, dout_td, order_t=order_t, moved="y"), down)
+        dgate_up = matrix_gradient(functools.partial(outer, h_td, dgate_up_tf, order_t=order_t, moved="x"), gate_up)
     dh_td = grouped_product(
-        dgate_up_tf, in_up.stack, sizes_e, layer=in_up.layer, transpose=True, order_t=order_t,
-        architecture=architecture,
-    )  # fmt: skip
-    none = [np.zeros(array.shape, jax.dtypes.float0) for array in (order_t, sizes_e)]
+        dgate_up_tf, in_up.stack, sizes_e, layer=in_up.layer, transpose=True, order_t=order_t, architecture=architecture
+    )
     dweight_t = jnp.zeros_like(weight_t).at[order_t].set(dweight_t, unique_indices=True)
-    return dh_td, *none, dweight_t, dgate_up, ddown
+    return (_Sorted(dh_td, None, None, dweight_t, dgate_up, ddown),)  # None means zero
 
 
 _experts.defvjp(_experts_forward, _experts_backward)
@@ -205,11 +204,11 @@ def _shape(h: jax.Array, _expert: Any, _weight: Any, _gate_up: Any, down: Matric
     return max(h.shape[0] // down.shape[0], 1), h.shape[1], down.shape[1]
 
 
-_TILES = ("grouped_swiglu", "grouped_product", "class_sort", "grouped_swiglu_backward", "grouped_outer",
-          "grouped_product_transposed")  # fmt: skip
+_FORWARD, _BACKWARD = ("grouped_swiglu", "grouped_product", "class_sort"), ("grouped_swiglu_backward", "grouped_outer")
 EXPERTS = Operation(
-    "experts", dispatch_experts, _checks,
-    (Kernel("pallas", _kernel, _unsupported, _TILES),
-     Kernel("pallas_gathered", functools.partial(_kernel, gather=True), _unsupported, _TILES)),
-    uses=("grouped_product", "grouped_product_transposed", "grouped_outer"), shape=_shape,
+    "experts", dispatch_experts, _checks, shape=_shape,
+    kernels=tuple(Kernel(name, functools.partial(_kernel, gather=gather), _unsupported,
+                         (*_FORWARD, *_BACKWARD, "grouped_product_transposed"))
+                  for name, gather in (("pallas", False), ("pallas_gathered", True))),
+    uses=("grouped_product", "grouped_product_transposed", "grouped_outer"),
 )  # fmt: skip

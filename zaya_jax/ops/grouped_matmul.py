@@ -88,7 +88,7 @@ def _backward(products: tuple[Product, ...], saved: Any, dout_tq: jax.Array) -> 
     x_tp, w_epq, sizes_e = saved
     dx_tp = products[1](dout_tq, w_epq, sizes_e)
     dw_epq = matrix_gradient(functools.partial(products[2], x_tp, dout_tq, sizes_e), w_epq)
-    return dx_tp, dw_epq, np.zeros(sizes_e.shape, jax.dtypes.float0)
+    return dx_tp, dw_epq, None  # None means zero
 
 
 _grouped_matmul.defvjp(_forward, _backward)
@@ -141,8 +141,7 @@ def _add_outer_products(
     return jax.lax.fori_loop(0, (sizes_e > 0).sum(), one_group, total_lepq)
 
 
-def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], carry: jax.Array, start: jax.Array,
-                 size: jax.Array, rows: int) -> jax.Array:  # fmt: skip
+def _over_blocks(body: Callable[..., jax.Array], carry: jax.Array, start: Any, size: Any, rows: int) -> jax.Array:
     """Call `body(carry, first row of a block, mask of the group's rows)` over the rows of a group.
 
     It uses as many blocks of the largest size as the group fills, and smaller ones for the rest: each matmul has a
@@ -159,10 +158,10 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
 
         def one(index: jax.Array, carry: jax.Array, done: jax.Array = done, block: int = block) -> jax.Array:
             # A block past the last row is moved back; the mask excludes rows of the block before.
-            wanted = start + done + index * block
-            first = jnp.minimum(wanted, rows - block)
+            next_row = start + done + index * block
+            first = jnp.minimum(next_row, rows - block)
             row = first + jnp.arange(block)
-            return body(carry, first, (row >= wanted) & (row < start + size))
+            return body(carry, first, (row >= next_row) & (row < start + size))
 
         carry = jax.lax.fori_loop(0, count, one, carry)
         done += count * block
@@ -187,17 +186,14 @@ def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: j
 
 
 def _kernel(
-    transpose: bool, architecture: Architecture, x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array
+    transpose: bool, architecture: Architecture, x: jax.Array, w_epq: Matrices, sizes_e: jax.Array
 ) -> jax.Array:
-    matrices = in_stack(w_epq)
-    return kernels.grouped_product(x_tp, matrices.stack, sizes_e, layer=matrices.layer, transpose=transpose,
-                                   architecture=architecture)  # fmt: skip
+    matrices, options = in_stack(w_epq), {"transpose": transpose, "architecture": architecture}
+    return kernels.grouped_product(x, matrices.stack, sizes_e, layer=matrices.layer, **options)
 
 
-def _outer_kernel(
-    architecture: Architecture, x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, **into: Any
-) -> jax.Array:
-    return kernels.grouped_outer(x_tp, y_tq, sizes_e, architecture=architecture, **into)
+def _outer_kernel(architecture: Architecture, *arrays: jax.Array, **into: Any) -> jax.Array:
+    return kernels.grouped_outer(*arrays, architecture=architecture, **into)
 
 
 # --- the checks ------------------------------------------------------------------------------------------------

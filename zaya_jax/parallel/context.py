@@ -14,7 +14,7 @@ import numpy as np
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import AttentionInputs, PartialAttention
-from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixParts
+from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixInputs, MixParts
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
 
@@ -79,11 +79,10 @@ def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[...,
     """Make `Ops.cca_mix` for the pieces that a device holds, with their halos."""
     pieces = config.chunks // config.context
 
-    def mix(packed_bsy: jax.Array, halo: Halo, segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array],
-            weights: Any, delayed_start_x: jax.Array | None, parts: MixParts = ALL_PARTS) -> Any:  # fmt: skip
-        packed, segments, cos, sin = (fold(x, pieces) for x in (packed_bsy, segments_bs, *rotary))
-        out = local(packed, halo, segments, (cos, sin), weights, delayed_start_x, parts)
-        return tuple(unfold(x, pieces) for x in out)
+    def mix(x: MixInputs, parts: MixParts = ALL_PARTS) -> Any:
+        packed, segments, cos, sin = (fold(array, pieces) for array in (x.packed_bsy, x.segments_bs, *x.rotary))
+        out = local(x._replace(packed_bsy=packed, segments_bs=segments, rotary=(cos, sin)), parts)
+        return tuple(unfold(array, pieces) for array in out)
 
     return mix
 
@@ -120,8 +119,8 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
         length, out = x.q_bshc.shape[1] // len(pieces), []
         for i, piece in enumerate(pieces):
             own = slice(i * length, (i + 1) * length)
-            options |= {"query_segments_bs": queries[:, own], "query_offset": piece * length}
-            out.append(local(x.q_bshc[:, own], k, v, **options))
+            q, segments = x.q_bshc[:, own], queries[:, own]
+            out.append(local(q, k, v, **options | {"query_segments_bs": segments, "query_offset": piece * length}))
         return jnp.concatenate(out, 1)
 
     return attention
