@@ -6,6 +6,7 @@ queries, `t` keys, `h` query heads, `k` key heads, `c` channels, `r` rows of a t
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,12 +35,17 @@ class AttentionInputs:
     v_btkc: jax.Array  # values
     # int32 document of each query, 0 for padding, which attends to nothing; None, with those of keys, for one document
     # per row
-    query_segments_bs: jax.Array | None = None
-    key_segments_bt: jax.Array | None = None  # int32 document of each key
+    query_segments_bs: Any = None
+    key_segments_bt: Any = None  # int32 document of each key
     # index of the first query among the keys, int32, may be negative; query i sees key j if j <= query_offset + i
     query_offset: Any = 0
     # number of keys that a query sees, its own included; None for all
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def call(self, attention: Callable[..., jax.Array]) -> jax.Array:
+        """Call `zaya_jax.ops.attention.attention`, or one like it, with the inputs."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[3:]}
+        return attention(self.q_bshc, self.k_btkc, self.v_btkc, **options)
 
 
 class Refs(NamedTuple):

@@ -33,20 +33,6 @@ from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
 
 
-class MixGradients(NamedTuple):
-    """Gradients of the arrays of `MixArrays`, those of parameters in fp32; None of an array that is None."""
-
-    packed_bsmc: jax.Array
-    halo_u_bwnc: jax.Array | None
-    halo_delayed_b1x: jax.Array | None
-    depthwise_wnc: jax.Array
-    depthwise_bias_nc: jax.Array
-    grouped_wncc: jax.Array
-    grouped_bias_nc: jax.Array
-    temperature_k: jax.Array
-    start_x: jax.Array | None
-
-
 class _RowOutputs(NamedTuple):
     """Outputs of the second kernel; i counts tiles of tokens over the whole batch."""
 
@@ -59,8 +45,8 @@ class _RowOutputs(NamedTuple):
 
 def cca_mix_backward(
     x: MixArrays, results: tuple[jax.Array, ...], gradients: tuple[jax.Array, ...], *, architecture: Architecture
-) -> MixGradients:
-    """Compute the gradients of the inputs of `cca_mix`.
+) -> MixArrays:
+    """Compute the gradients of the inputs of `cca_mix`, those of parameters in fp32; None for documents and tables.
 
     Args:
       x: inputs of `cca_mix`.
@@ -74,11 +60,11 @@ def cca_mix_backward(
     *depthwise, bias_nc = rows.vectors_iwnc.sum(0)
     # The depthwise bias reaches every token through all taps, also across document boundaries.
     depthwise_bias = jnp.einsum("wnxc,nc->nx", x.grouped_wncc.astype(jnp.float32), bias_nc, precision="highest")
-    return MixGradients(
-        rows.packed_bsmc, rows.halo_u_bwnc, rows.halo_delayed_b1x, jnp.stack(depthwise), depthwise_bias,
-        _through_products(x, z_bsnc, architecture), bias_nc, temperature_ni[-x.temperature_k.shape[0] :].sum(1),
-        None if rows.start_ix is None else rows.start_ix.sum(0),
-    )  # fmt: skip
+    weights = jnp.stack(depthwise), depthwise_bias, _through_products(x, z_bsnc, architecture), bias_nc
+    temperature_k = temperature_ni[-x.temperature_k.shape[0] :].sum(1)
+    start = None if rows.start_ix is None else rows.start_ix.sum(0)
+    values: Any = (*rows[:3], *(None,) * 4, *weights, temperature_k, start)
+    return MixArrays(*values)
 
 
 def _through_norm(
@@ -90,28 +76,15 @@ def _through_norm(
     (tokens,) = cut.sizes
     tiles = pl.cdiv(s, tokens)
     out = Out((b, s, n, c), x.packed_bsmc.dtype), Out((n, b * tiles), jnp.float32)
-    kernel, arrays = (
-        functools.partial(_norm_kernel, tokens=tokens),
-        (results, d_heads, x.cos_bsp, x.sin_bsp, x.temperature_k),
-    )
-    return launch(name, kernel, arrays, out, (n, tiles, b), cut, architecture)
+    arrays = ((results, d_heads), (x.cos_bsp, x.sin_bsp), x.temperature_k)
+    return launch(name, functools.partial(_norm_kernel, tokens), arrays, out, (n, tiles, b), cut, architecture)
 
 
-def _norm_kernel(
-    results: Any,
-    d_heads: Any,
-    cos_ref: Any,
-    sin_ref: Any,
-    temperature_ref: Any,
-    z_ref: Any,
-    factor_ref: Any,
-    *,
-    tokens: int,
-) -> None:
-    (q_ref, k_ref, inverse_ref), (d_q_ref, d_k_ref) = results, d_heads
+def _norm_kernel(tokens: int, heads: Any, tables: Any, temperature_ref: Any, z_ref: Any, factor_ref: Any) -> None:
+    (q_ref, k_ref, inverse_ref), (d_q_ref, d_k_ref) = heads
     (_, s, queries, c), head, number, batch = q_ref.shape, pl.program_id(0), pl.program_id(1), pl.program_id(2)
     time, query, group = number * tokens + span(0, tokens), head < queries, jnp.maximum(head - queries, 0)
-    columns, inside = rotary_columns(c, cos_ref.shape[2]), time < s
+    columns, inside = rotary_columns(c, tables[0].shape[2]), time < s
 
     def load(of_queries: Any, of_keys: Any) -> list[jax.Array]:
         def part(ref: Any, number: jax.Array, of_kind: jax.Array, column: jax.Array) -> jax.Array:
@@ -130,7 +103,7 @@ def _norm_kernel(
     outer = triton.load(inverse_ref.at[batch, head, time], mask=inside, other=0.0) * (c**0.5 * scale)
     across = [(g - a * (along * (1 / c))[:, None]) * outer[:, None] for a, g in zip(normed, gradient, strict=True)]
     # Rotations keep dot products, so only the result is turned back.
-    cos, sin = rotary_rows((cos_ref, sin_ref), batch, time, inside)
+    cos, sin = rotary_rows(tables, batch, time, inside)
     for part, column in zip(rotated(across, cos, -sin), columns, strict=True):
         triton.store(z_ref.at[batch, time[:, None], head, column[None, :]], part.astype(z_ref.dtype),
                      mask=filled(inside[:, None], *part.shape))  # fmt: skip
@@ -238,14 +211,7 @@ def _rows(
     return triton.load(ref.at[batch, time[:, None], head, channels[None, :]], mask=mask, other=0.0)
 
 
-def _store(
-    ref: Any,
-    batch: jax.Array,
-    row: jax.Array,
-    rest: tuple[Any, ...],
-    value: jax.Array,
-    columns: jax.Array | bool = True,
-) -> None:
+def _store(ref: Any, batch: Any, row: jax.Array, rest: tuple[Any, ...], value: jax.Array, columns: Any = True) -> None:
     mask = filled(((row >= 0) & (row < ref.shape[1]))[:, None] & columns, *value.shape)
     # Masked rows get an index past the end: interpreted, a negative index would count from the end.
     at = (batch, jnp.where(row < 0, ref.shape[1], row)[:, None], *rest)

@@ -29,6 +29,13 @@ TOGETHER = 8  # tiles of rows that run concurrently, so that a matrix is read fr
 CHIPLETS = 8  # of an MI300X or MI355X, each with its own cache; program i runs on chiplet i mod 8
 
 
+Static = tuple[tuple[int, ...], Architecture]  # sizes of the tile, for static arguments of kernels
+
+
+Layer = tuple[jax.Array, jax.Array | int]  # matrices of all layers [l, e, p, q], and the index of one, int32
+Moved = tuple[jax.Array | None, jax.Array | None]
+
+
 class RowTile(NamedTuple):
     """The rows of a program, and their group."""
 
@@ -109,10 +116,12 @@ def load(ref: Any, *index: Any, mask: jax.Array | None) -> jax.Array:
     return triton.load(ref.at[index], mask=mask, other=0)
 
 
+Columns = Sequence[tuple[jax.Array, jax.Array | None]]  # indices, and mask of the valid ones; None if all are
+
+
 def rows_times_matrix(
-    x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Sequence[tuple[jax.Array, jax.Array | None]],
-    depth: int, transpose: bool = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Columns, depth: int, transpose: bool = False
+) -> tuple[jax.Array, ...]:
     """Compute `x[rows] @ w[matrix][:, columns]` in fp32, for each of `columns`.
 
     Args:
@@ -120,7 +129,7 @@ def rows_times_matrix(
       rows: indices into its rows, all valid.
       w_ref: [l, e, p, q], or [l, e, q, p] with `transpose`.
       own: tile of the rows.
-      columns: pairs of indices among q, and mask of the valid ones.
+      columns: ranges of q.
       depth: length of the piece of p in each step.
       transpose: whether to multiply by `w[matrix].T`.
     """
@@ -143,10 +152,10 @@ def rows_times_matrix(
 
 
 def _product_kernel(
-    tiles_ref: Any, x_ref: Any, w_ref: Any, order_ref: Any, scale_ref: Any, out_ref: Any, *, sizes: tuple[int, ...],
-    transpose: bool, architecture: Architecture,
-) -> None:  # fmt: skip
-    m, n, depth = sizes
+    static: Static, transpose: bool, tiles_ref: Any, x_ref: Any, w_ref: Any, moved: tuple[Any, Any], out_ref: Any
+) -> None:
+    (m, n, depth), architecture = static
+    order_ref, scale_ref = moved
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
     column, fits = piece(column_index, n, out_ref.shape[1])
@@ -162,38 +171,37 @@ def _product_kernel(
 
 
 def grouped_product(
-    x_tp: jax.Array, w_lepq: jax.Array, sizes_e: jax.Array, *, layer: jax.Array | int = 0, transpose: bool = False,
-    order_t: jax.Array | None = None, scale_t: jax.Array | None = None, architecture: Architecture,
+    x_tp: jax.Array, w: Layer, sizes_e: jax.Array, transpose: bool = False, moved: Moved = (None, None), *,
+    architecture: Architecture,
 ) -> jax.Array:  # fmt: skip
-    """Compute `x_tp[rows of e] @ w_lepq[layer, e]` for every group e.
+    """Compute `x_tp[rows of e] @ w_epq[e]` for every group e.
 
     Args:
       x_tp: rows sorted by group, bf16 or fp32.
-      w_lepq: one matrix for each layer and group, of the same dtype.
+      w: one matrix for each group, of the same dtype.
       sizes_e: int32 number of rows of each group; the sum is at most t.
-      layer: int32 index of the layer.
       transpose: whether to multiply by the transposed matrices; x is then [t, q].
-      order_t: int32 permutation: row i of the result is written to row `order_t[i]`.
-      scale_t: fp32 factors of the written rows; requires `order_t`.
+      moved: int32 permutation, by which row i of the result is written to row `order_t[i]`, and fp32 factors of the
+        written rows; None for neither.
       architecture: see `launch`.
 
     Returns:
       [t, q] (with `transpose` [t, p]) in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
-    cut, t, width = tile(name, architecture, x_tp.dtype), x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
+    (w_lepq, layer), cut = w, tile(name, architecture, x_tp.dtype)
+    t, width = x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
     m, n, _ = cut.sizes
     tiles = row_tiles(sizes_e, t, m, layer)
-    kernel = functools.partial(_product_kernel, sizes=cut.sizes, transpose=transpose, architecture=architecture)
+    kernel = functools.partial(_product_kernel, (cut.sizes, architecture), transpose)
     out, grid = Out((t, width), x_tp.dtype), (tiles.shape[1] * pl.cdiv(width, n),)
-    return launch(name, kernel, (tiles, x_tp, w_lepq, order_t, scale_t), out, grid, cut, architecture)
+    return launch(name, kernel, (tiles, x_tp, w_lepq, moved), out, grid, cut, architecture)
 
 
 def _outer_kernel(
-    bounds_ref: Any, x_ref: Any, y_ref: Any, order_ref: Any, total_ref: Any, out_ref: Any, *, sizes: tuple[int, ...],
-    moved: str, architecture: Architecture,
-) -> None:  # fmt: skip
-    m, n, depth = sizes
+    static: Static, moved: str, bounds_ref: Any, x_ref: Any, y_ref: Any, order_ref: Any, total_ref: Any, out_ref: Any
+) -> None:
+    (m, n, depth), architecture = static
     p, q = out_ref.shape[2:]
     down, across = pl.cdiv(p, m), pl.cdiv(q, n)
     program = pl.program_id(0)
@@ -223,8 +231,8 @@ def _outer_kernel(
 
 
 def grouped_outer(
-    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, order_t: jax.Array | None = None, moved: str = "",
-    total_lepq: jax.Array | None = None, layer: jax.Array | int = 0, architecture: Architecture,
+    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, order_t: Any = None, moved: str = "", total_lepq: Any = None,
+    layer: Any = 0, *, architecture: Architecture,
 ) -> jax.Array:  # fmt: skip
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 
@@ -249,6 +257,6 @@ def grouped_outer(
     bounds = jnp.stack([ends - sizes_e, ends, jnp.full_like(ends, layer)]).astype(jnp.int32)
     out = Out((1, e, p, q), x_tp.dtype) if total_lepq is None else Out(total_lepq.shape, total_lepq.dtype)
     arrays, grid = (bounds, x_tp, y_tq, order_t, total_lepq), (e * pl.cdiv(p, m) * pl.cdiv(q, n),)
-    kernel = functools.partial(_outer_kernel, sizes=cut.sizes, moved=moved, architecture=architecture)
+    kernel = functools.partial(_outer_kernel, (cut.sizes, architecture), moved)
     aliases = {} if total_lepq is None else {len(jax.tree.leaves(arrays)) - 1: 0}
     return launch("grouped_outer", kernel, arrays, out, grid, cut, architecture, aliases)

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.grouped_matmul import both, load, piece, place, row_tile, row_tiles, rows_times_matrix
+from pallas_kernels.grouped_matmul import (
+    Layer,
+    Static,
+    both,
+    load,
+    piece,
+    place,
+    row_tile,
+    row_tiles,
+    rows_times_matrix,
+)
 from pallas_kernels.launch import Out, launch
 from pallas_kernels.tiles import Architecture, tile
 
@@ -21,10 +31,9 @@ HALVES = 2  # parts of a tile that the backward kernel processes in turn, since 
 
 
 def _forward_kernel(
-    tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, gate_up_ref: Any = None, *,
-    sizes: tuple[int, ...], architecture: Architecture,
-) -> None:  # fmt: skip
-    m, n, depth = sizes
+    static: Static, tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, gate_up_ref: Any = None
+) -> None:
+    (m, n, depth), architecture = static
     f = hidden_ref.shape[1]
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
@@ -47,17 +56,15 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def grouped_swiglu(
-    x_td: jax.Array, order_t: jax.Array, gate_up_ledf: jax.Array, sizes_e: jax.Array, *, layer: jax.Array | int = 0,
-    keep: bool, architecture: Architecture,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    x_td: jax.Array, order_t: jax.Array, gate_up: Layer, sizes_e: jax.Array, *, keep: bool, architecture: Architecture
+) -> tuple[jax.Array, ...]:
     """Multiply sorted rows by the gate and up matrices of their group, and apply SwiGLU.
 
     Args:
       x_td: rows in any order, bf16 or fp32.
       order_t: int32 permutation that sorts them by group.
-      gate_up_ledf: [l, e, d, 2f], gate then up, of the same dtype.
+      gate_up: [e, d, 2f], gate then up, of the same dtype.
       sizes_e: int32 number of rows of each group; the sum is at most t.
-      layer: int32 index of the layer.
       keep: whether to return gate and up, too.
       architecture: see `launch`.
 
@@ -65,20 +72,21 @@ def grouped_swiglu(
       The hidden rows [t, f], and with `keep` gate and up [t, 2f], for the sorted rows in the dtype of `x_td`, with sums
       in fp32; zero in rows past the groups.
     """
-    cut, t, f = tile("grouped_swiglu", architecture, x_td.dtype), x_td.shape[0], gate_up_ledf.shape[3] // 2
+    (gate_up_ledf, layer), cut = gate_up, tile("grouped_swiglu", architecture, x_td.dtype)
+    t, f = x_td.shape[0], gate_up_ledf.shape[3] // 2
     m, n, _ = cut.sizes
     tiles = row_tiles(sizes_e, t, m, layer)
-    kernel = functools.partial(_forward_kernel, sizes=cut.sizes, architecture=architecture)
+    kernel = functools.partial(_forward_kernel, (cut.sizes, architecture))
     out = tuple(Out((t, width), x_td.dtype) for width in ((f, 2 * f) if keep else (f,)))
     arrays, grid = (tiles, order_t, x_td, gate_up_ledf), (tiles.shape[1] * pl.cdiv(f, n),)
     return launch("grouped_swiglu", kernel, arrays, out, grid, cut, architecture)
 
 
 def _backward_kernel(
-    tiles_ref: Any, order_ref: Any, scale_ref: Any, dout_ref: Any, down_ref: Any, gate_up_ref: Any, dgate_up_ref: Any,
-    hidden_ref: Any, dscale_ref: Any, *, sizes: tuple[int, ...], architecture: Architecture,
-) -> None:  # fmt: skip
-    m, n, depth = sizes
+    static: Static, inputs: tuple[Any, ...], dgate_up_ref: Any, hidden_ref: Any, dscale_ref: Any
+) -> None:
+    (m, n, depth), architecture = static
+    tiles_ref, order_ref, scale_ref, dout_ref, down_ref, gate_up_ref = inputs
     f = hidden_ref.shape[1]
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], architecture)
     own = row_tile(tiles_ref, row_index, m, down_ref.shape[1])
@@ -105,8 +113,8 @@ def _backward_kernel(
 
 
 def grouped_swiglu_backward(
-    dout_td: jax.Array, order_t: jax.Array, scale_t: jax.Array, down_lefd: jax.Array, gate_up_tf: jax.Array,
-    sizes_e: jax.Array, *, layer: jax.Array | int = 0, architecture: Architecture,
+    dout_td: jax.Array, order_t: jax.Array, scale_t: jax.Array, down: Layer, gate_up_tf: jax.Array, sizes_e: Any,
+    architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute the gradient of gate and up from the gradient of `scale_t · (hidden @ down)`.
 
@@ -114,22 +122,22 @@ def grouped_swiglu_backward(
       dout_td: rows in any order, bf16 or fp32.
       order_t: int32 permutation that sorts them by group.
       scale_t: fp32 factors of the rows of `dout_td`.
-      down_lefd: [l, e, f, d], of the same dtype.
+      down: [e, f, d], of the same dtype.
       gate_up_tf: [t, 2f] of the sorted rows, as `grouped_swiglu` kept them.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-      layer: int32 index of the layer.
+      sizes_e: as in `grouped_swiglu`.
       architecture: see `launch`.
 
     Returns:
       For the sorted rows: the gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with
       `dout_td` is the gradient of the down matrices; and the gradient of scale, fp32 [t].
     """
-    cut, dtype = tile("grouped_swiglu_backward", architecture, dout_td.dtype), dout_td.dtype
+    (down_lefd, layer), dtype = down, dout_td.dtype
+    cut = tile("grouped_swiglu_backward", architecture, dtype)
     m, n, _ = cut.sizes
     t, f = gate_up_tf.shape[0], down_lefd.shape[2]
     tiles, columns = row_tiles(sizes_e, t, m, layer), pl.cdiv(f, HALVES * n)
-    kernel = functools.partial(_backward_kernel, sizes=cut.sizes, architecture=architecture)
+    kernel = functools.partial(_backward_kernel, (cut.sizes, architecture))
     out = Out((t, 2 * f), dtype), Out((t, f), dtype), Out((columns, t), jnp.float32)
-    arrays, grid = (tiles, order_t, scale_t, dout_td, down_lefd, gate_up_tf), (tiles.shape[1] * columns,)
+    arrays, grid = ((tiles, order_t, scale_t, dout_td, down_lefd, gate_up_tf),), (tiles.shape[1] * columns,)
     dgate_up, hidden, dscale = launch("grouped_swiglu_backward", kernel, arrays, out, grid, cut, architecture)
     return dgate_up, hidden, dscale.sum(0)

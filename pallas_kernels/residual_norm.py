@@ -79,10 +79,10 @@ def residual_norm_forward(
     shape: tuple[int, int] = x.stream_td.shape
     cut = forward_cut(*shape, dtype, architecture)
     kernel, out = (
-        functools.partial(_forward_kernel, cut=cut, eps=eps),
+        functools.partial(_forward_kernel, cut, eps),
         (Out(shape, x.stream_td.dtype), Out(shape, dtype)),
     )
-    return launch("residual_norm_forward", kernel, tuple(x), out, (cut.programs,), cut.tile, architecture)
+    return launch("residual_norm_forward", kernel, (x,), out, (cut.programs,), cut.tile, architecture)
 
 
 def residual_norm_backward(
@@ -106,10 +106,10 @@ def residual_norm_backward(
     cut = backward_cut(tokens, width, (x.stream_td if elements is None else elements).dtype, architecture)
     sums = (x.weight_d is not None) + (3 if x.vectors_d else 0)
     like = jax.tree.map(lambda array: Out(array.shape, array.dtype), (x.output_td, x.stream_td))
-    out = (*like, Out((cut.programs, sums, width), jnp.float32))
-    kernel, arrays = functools.partial(_backward_kernel, cut=cut, eps=eps), (x, d_new_td, d_normed_td)
+    out = (like, Out((cut.programs, sums, width), jnp.float32))
+    kernel, arrays = functools.partial(_backward_kernel, cut, eps), (x, d_new_td, d_normed_td)
     grid = (cut.parts, cut.programs)
-    d_output, d_stream, partial_psd = launch(
+    (d_output, d_stream), partial_psd = launch(
         "residual_norm_backward", kernel, arrays, out, grid, cut.tile, architecture
     )
     sums_sd = partial_psd.sum(0)
@@ -191,25 +191,21 @@ class _Part(NamedTuple):
     norm: _Norm | None  # None without one
 
 
-def _forward_kernel(
-    output_ref: Any, stream_ref: Any, vector_refs: Any, weight_ref: Any, new_ref: Any, normed_ref: Any, *, cut: Cut,
-    eps: float,
-) -> None:  # fmt: skip
+def _forward_kernel(cut: Cut, eps: float, x: Inputs, new_ref: Any, normed_ref: Any) -> None:
     dtype = normed_ref.dtype
-    place = _place(pl.program_id(0), 0, cut, output_ref.shape)
-    vectors = [place.vector(ref) for ref in vector_refs]
-    _, _, new = _terms(place.load(output_ref), place.load(stream_ref), vectors)
+    place = _place(pl.program_id(0), 0, cut, x.stream_td.shape)
+    vectors = [place.vector(ref) for ref in x.vectors_d]
+    _, _, new = _terms(place.load(x.output_td), place.load(x.stream_td), vectors)
     place.store(new_ref, new)
     exact = _rounded(new, dtype)
-    root = jax.lax.rsqrt(_mean(exact * exact, output_ref.shape[1]) + eps)
-    place.store(normed_ref, _rounded(place.vector(weight_ref), dtype) * _rounded(exact * root, dtype))
+    root = jax.lax.rsqrt(_mean(exact * exact, x.stream_td.shape[1]) + eps)
+    place.store(normed_ref, _rounded(place.vector(x.weight_d), dtype) * _rounded(exact * root, dtype))
 
 
 def _backward_kernel(
-    x: Inputs, d_new_ref: Any, d_normed_ref: Any, d_output_ref: Any, d_stream_ref: Any, partial_ref: Any, *, cut: Cut,
-    eps: float,
-) -> None:  # fmt: skip
-    output_ref, stream_ref, vector_refs, weight_ref = x
+    cut: Cut, eps: float, x: Inputs, d_new_ref: Any, d_normed_ref: Any, d_terms: Any, partial_ref: Any
+) -> None:
+    (output_ref, stream_ref, vector_refs, weight_ref), (d_output_ref, d_stream_ref) = x, d_terms
     width = stream_ref.shape[1]
     own, program = pl.program_id(0), pl.program_id(1)
 

@@ -18,6 +18,8 @@ from pallas_kernels.launch import Out, launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, Tile, tile
 
+Epilogue = Callable[..., jax.Array]  # sum of a tile, its matrix and place, then references → the tile to store
+
 
 def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Compute G = s² X Xᵀ for each matrix, in the form that `polynomial` takes.
@@ -66,9 +68,8 @@ def _tile(x: jax.Array, architecture: Architecture) -> Tile:
 
 
 def _symmetric(
-    name: str, epilogue: Callable[..., jax.Array], x_npq: jax.Array, operands: tuple[jax.Array, ...],
-    further: Out | None, depth: int, architecture: Architecture,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    name: str, epilogue: Epilogue, x_npq: jax.Array, operands: Any, further: Any, depth: int, architecture: Architecture
+) -> tuple[jax.Array, Any]:
     """Apply `epilogue` to every upper tile of X Xᵀ, in chunks of `depth` columns of X.
 
     `further` is an output that the epilogue stores itself.
@@ -76,14 +77,12 @@ def _symmetric(
     (n, p, _), cut = x_npq.shape, _tile(x_npq, architecture)
     rows, columns = (jnp.asarray(index) for index in upper_tiles(p, cut))
     kernel, out = functools.partial(_kernel, epilogue, cut.sizes[0], depth), (Out((n, p, p), x_npq.dtype), further)
-    arrays = (x_npq, rows, columns, operands)
+    arrays = ((x_npq, rows, columns, operands),)
     return launch(name, kernel, arrays, out, (len(rows), n), cut, architecture)
 
 
-def _kernel(
-    epilogue: Callable[..., jax.Array], size: int, depth: int, x: Any, rows_of: Any, columns_of: Any, operands: Any,
-    out: Any, further: Any,
-) -> None:  # fmt: skip
+def _kernel(epilogue: Epilogue, size: int, depth: int, inputs: tuple[Any, ...], out: Any, further: Any) -> None:
+    x, rows_of, columns_of, operands = inputs
     _, p, q = x.shape
     place, matrix = pl.program_id(0), pl.program_id(1)
     i, j = rows_of[place], columns_of[place]

@@ -11,12 +11,10 @@ from zaya_jax.model.hf_names import HfTensor, same
 from zaya_jax.ops import Ops
 from zaya_jax.ops.residual_norm import MergeVectors, merge
 
-Role = Literal[
-    "attention", "router", "expert",  # matrices
-    "embedding", "convolution", "norm", "scale", "temperature", "bias",
-]  # fmt: skip
+MatrixRole = Literal["attention", "router", "expert"]
+Role = Literal[MatrixRole, "embedding", "convolution", "norm", "scale", "temperature", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
-MATRIX_ROLES: tuple[Role, ...] = ("attention", "router", "expert")
+MATRIX_ROLES: tuple[Role, ...] = get_args(MatrixRole)
 
 
 class BalancingBias(nnx.Variable):

@@ -52,7 +52,7 @@ def fold(x: AttentionInputs) -> tuple[Blocks, Folded]:
     q = fold_queries(x.q_bshc, num_kv, s + s_pad)
     k, v = (jnp.pad(array.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
             for array in (x.k_btkc, x.v_btkc))  # fmt: skip
-    segments: Any = ((x.query_segments_bs, s_pad), (x.key_segments_bt, t_pad))
+    segments = ((x.query_segments_bs, s_pad), (x.key_segments_bt, t_pad))
     q_seg, k_seg = (jnp.pad(array, ((0, 0), (0, pad))) for array, pad in segments)
     return blocks, Folded(q, k, v, q_seg, k_seg, jnp.asarray(x.query_offset, jnp.int32))
 
@@ -239,8 +239,7 @@ def few_queries(x: AttentionInputs) -> tuple[jax.Array, jax.Array]:
     seen = key <= query
     if x.window is not None:
         seen &= key > query - x.window
-    queries: Any = x.query_segments_bs
-    keys: Any = x.key_segments_bt
+    queries, keys = x.query_segments_bs, x.key_segments_bt
     seen = seen & (queries[:, :, None] == keys[:, None]) & (queries != 0)[:, :, None]
     scores_bsht = jnp.where(seen[:, :, None], scores_bxt.reshape(b, s, h, t), HIDDEN)
     highest = jnp.maximum(scores_bsht.max(-1, keepdims=True), FLOOR)

@@ -251,11 +251,10 @@ def _mix_backward(
     architecture: Architecture, _forward: Any, saved: tuple[MixArrays, Any], cotangents: tuple[jax.Array, ...]
 ) -> tuple[MixArrays]:
     x, results = saved
-    gradients = cca_mix_backward(_rounded(x), results, cotangents, architecture=architecture)._asdict()
+    gradients = cca_mix_backward(_rounded(x), results, cotangents, architecture=architecture)
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
-    parts = {name: None if gradients.get(name) is None else gradients[name].astype(part.dtype)
-             for name, part in x._asdict().items()}  # fmt: skip
-    return (MixArrays(**parts),)  # pyright: ignore[reportArgumentType]
+    rounded: Any = (None if g is None else g.astype(part.dtype) for g, part in zip(gradients, x, strict=True))
+    return (MixArrays(*rounded),)
 
 
 _mix.defvjp(_mix_forward, _mix_backward)

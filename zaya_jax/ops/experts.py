@@ -146,12 +146,11 @@ def _experts(how: How, x: _Sorted) -> jax.Array:
 
 def _run(architecture: Architecture, x: _Sorted, keep: bool) -> list[jax.Array]:
     """Return the output, and with `keep` the sorted gate and up projections."""
-    up = in_stack(x.gate_up)
     hidden_tf, *kept = grouped_swiglu(
-        x.h_td, x.order_t, up.stack, x.sizes_e, layer=up.layer, keep=keep, architecture=architecture
+        x.h_td, x.order_t, in_stack(x.gate_up).pair, x.sizes_e, keep=keep, architecture=architecture
     )
-    down, scattered = in_stack(x.down), {"order_t": x.order_t, "scale_t": x.weight_t, "architecture": architecture}
-    return [grouped_product(hidden_tf, down.stack, x.sizes_e, layer=down.layer, **scattered), *kept]
+    down, moved = in_stack(x.down).pair, (x.order_t, x.weight_t)
+    return [grouped_product(hidden_tf, down, x.sizes_e, moved=moved, architecture=architecture), *kept]
 
 
 def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
@@ -162,9 +161,9 @@ def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
 def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted]:
     (architecture, gather), (x, gate_up_tf) = how, saved
     h_td, order_t, sizes_e, weight_t, gate_up, down = x
-    in_up, in_down = in_stack(gate_up), in_stack(down)
+    up_layer, down_layer = in_stack(gate_up).pair, in_stack(down).pair
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
-        dout_td, order_t, weight_t, in_down.stack, gate_up_tf, sizes_e, layer=in_down.layer, architecture=architecture
+        dout_td, order_t, weight_t, down_layer, gate_up_tf, sizes_e, architecture
     )
     outer = functools.partial(grouped_outer, sizes_e=sizes_e, architecture=architecture)
     if gather:
@@ -174,9 +173,7 @@ def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted
     else:
         ddown = matrix_gradient(functools.partial(outer, hidden_tf, dout_td, order_t=order_t, moved="y"), down)
         dgate_up = matrix_gradient(functools.partial(outer, h_td, dgate_up_tf, order_t=order_t, moved="x"), gate_up)
-    dh_td = grouped_product(
-        dgate_up_tf, in_up.stack, sizes_e, layer=in_up.layer, transpose=True, order_t=order_t, architecture=architecture
-    )
+    dh_td = grouped_product(dgate_up_tf, up_layer, sizes_e, True, (order_t, None), architecture=architecture)
     dweight_t = jnp.zeros_like(weight_t).at[order_t].set(dweight_t, unique_indices=True)
     return (_Sorted(dh_td, None, None, dweight_t, dgate_up, ddown),)  # None means zero
 

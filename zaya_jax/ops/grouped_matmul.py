@@ -188,11 +188,10 @@ def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: j
 def _kernel(
     transpose: bool, architecture: Architecture, x: jax.Array, w_epq: Matrices, sizes_e: jax.Array
 ) -> jax.Array:
-    matrices, options = in_stack(w_epq), {"transpose": transpose, "architecture": architecture}
-    return kernels.grouped_product(x, matrices.stack, sizes_e, layer=matrices.layer, **options)
+    return kernels.grouped_product(x, in_stack(w_epq).pair, sizes_e, transpose, architecture=architecture)
 
 
-def _outer_kernel(architecture: Architecture, *arrays: jax.Array, **into: Any) -> jax.Array:
+def _outer_kernel(architecture: Architecture, *arrays: Any, **into: Any) -> jax.Array:
     return kernels.grouped_outer(*arrays, architecture=architecture, **into)
 
 

@@ -218,33 +218,29 @@ def check_pinned(pinned: Mapping[str, str]) -> None:
 
 def widths(operation: Operation, model: ModelConfig, dtype: str) -> tuple[int, ...]:
     """Return the widths of an operation in a model, from the arguments of its first check."""
-    shapes = []
-
-    def implementation(*arguments: Any, **options: Any) -> Any:
-        shapes.append(operation.shape(*arguments, **options)[1:])
-        return operation.reference(*arguments, **options)
-
-    _trace_checks(operation, implementation, model, dtype)
-    return shapes[0] if shapes else ()
+    shapes = _of_checks(operation, operation.shape, model, dtype)
+    return shapes[0][1:] if shapes else ()
 
 
 def _unsupported(operation: Operation, kernel: Kernel, target: Target, model: ModelConfig, dtype: str) -> str:
     """Return why the kernel does not support the arguments of the operation's checks; '' if it does."""
-    reasons = []
+    supports = functools.partial(kernel.supports, target.architecture)
+    return next(filter(None, _of_checks(operation, supports, model, dtype)), "")
+
+
+def _of_checks(operation: Operation, function: Callable[..., Any], model: ModelConfig, dtype: str) -> list[Any]:
+    """Return the result of `function` for the arguments of each check, which are traced."""
+    results = []
 
     def implementation(*arguments: Any, **options: Any) -> Any:
-        reasons.append(kernel.supports(target.architecture, *arguments, **options))
+        results.append(function(*arguments, **options))
         return operation.reference(*arguments, **options)
 
-    _trace_checks(operation, implementation, model, dtype)
-    return next(filter(None, reasons), "")
-
-
-def _trace_checks(operation: Operation, implementation: Callable[..., Any], model: ModelConfig, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         for check in operation.checks(model, True).values():
             arrays = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)) for x in check.inputs]
             jax.eval_shape(functools.partial(check.run, implementation), *arrays)
+    return results
 
 
 def _bound(kernel: Kernel, target: Target, choice: Choice) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.residual_norm import WIDEST, Inputs, residual_norm_backward, residual_norm_forward
 from pallas_kernels.tiles import Architecture
@@ -17,6 +18,8 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.operation import DTYPES, ROWS, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
+
+Maybe = jax.Array | None
 
 
 class MergeVectors(NamedTuple):
@@ -28,7 +31,10 @@ class MergeVectors(NamedTuple):
     residual_bias_d: jax.Array
 
 
-def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | None) -> jax.Array:
+Vectors = MergeVectors | None
+
+
+def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: Vectors) -> jax.Array:
     """Return the new residual stream (o + b_o)·s_o + (x + b_x)·s_x, or o + x without vectors, in the stream's dtype."""
     output_bsd = output_bsd.astype(stream_bsd.dtype)
     if vectors is None:
@@ -39,9 +45,8 @@ def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | 
 
 
 def residual_norm(
-    output_bsd: jax.Array | None, stream_bsd: jax.Array, vectors: MergeVectors | None, weight_d: jax.Array | None,
-    eps: float, dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    output_bsd: Maybe, stream_bsd: jax.Array, vectors: Vectors, weight_d: Maybe, eps: float, dtype: DTypeLike
+) -> tuple[jax.Array, Maybe]:
     """Merge an output into the residual stream, and normalize the result.
 
     Args:
@@ -61,9 +66,8 @@ def residual_norm(
 
 
 def _unsupported(
-    _architecture: str, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
-    weight: jax.Array | None, _eps: float, dtype: jax.typing.DTypeLike,
-) -> str:  # fmt: skip
+    _architecture: str, output: Maybe, stream: jax.Array, vectors: Vectors, weight: Maybe, _eps: float, dtype: DTypeLike
+) -> str:
     width = stream.shape[-1] if stream.ndim else 0
     outputs, parameters = ([x for x in arrays if x is not None] for arrays in ((output,), (weight, *(vectors or ()))))
     kinds = [jnp.dtype(kind) for kind in (*(x.dtype for x in outputs), dtype, *(x.dtype for x in parameters))]
@@ -78,22 +82,18 @@ def _unsupported(
     return ""
 
 
-def _kernel(
-    architecture: Architecture, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
-    weight: jax.Array | None, eps: float, dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+def _kernel(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, Maybe]:
+    _, _, vectors, weight, _, _ = arguments
     if weight is None and vectors is None:  # at most a sum
-        return residual_norm(output, stream, vectors, weight, eps, dtype)
-    return _residual_norm(architecture, output, stream, vectors, weight, eps, dtype)
+        return residual_norm(*arguments)
+    return _residual_norm(architecture, *arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
-def _residual_norm(
-    architecture: Architecture, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
-    weight: jax.Array | None, eps: float, dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+def _residual_norm(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, Maybe]:
+    output, stream, vectors, weight, eps, dtype = arguments
     if output is None or weight is None:  # XLA makes one pass of a merge or a norm alone, but not of its gradient
-        return residual_norm(output, stream, vectors, weight, eps, dtype)
+        return residual_norm(*arguments)
     inputs = _inputs(output, stream, vectors, weight)
     new, normed = residual_norm_forward(inputs, eps=eps, dtype=dtype, architecture=architecture)
     return new.reshape(stream.shape), normed.reshape(stream.shape)
@@ -108,7 +108,7 @@ def _forward(architecture: Architecture, *arguments: Any) -> tuple:
 
 
 def _backward(
-    architecture: Architecture, eps: float, _dtype: jax.typing.DTypeLike, saved: tuple[Any, ...], gradients: tuple
+    architecture: Architecture, eps: float, _dtype: DTypeLike, saved: tuple[Any, ...], gradients: tuple
 ) -> tuple:
     output, stream, vectors, weight = saved
     rows = map(_rows, gradients)

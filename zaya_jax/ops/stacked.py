@@ -25,6 +25,11 @@ class StackedLayer:
     probe: jax.Array | None = None  # fp32 scalar; None without `total`
 
     @property
+    def pair(self) -> tuple[jax.Array, jax.Array | int]:
+        """The stack and the index, as kernels take them."""
+        return self.stack, self.layer
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the layer's parameter."""
         return self.stack.shape[1:]

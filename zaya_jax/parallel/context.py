@@ -114,13 +114,13 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
         refuse_cache(x.query_offset)
         whole = gather_sequence(config, jnp.concatenate([x.k_btkc, x.v_btkc], -1))
         k, v = jnp.split(whole, 2, axis=-1)
-        queries: Any = x.query_segments_bs
         pieces = device_pieces(config, jax.lax.axis_index(SEQUENCE_AXIS))
         length, out = x.q_bshc.shape[1] // len(pieces), []
         for i, piece in enumerate(pieces):
             own = slice(i * length, (i + 1) * length)
-            q, segments = x.q_bshc[:, own], queries[:, own]
-            out.append(local(q, k, v, **options | {"query_segments_bs": segments, "query_offset": piece * length}))
+            q, segments = x.q_bshc[:, own], x.query_segments_bs[:, own]
+            part = AttentionInputs(q, k, v, segments, x.key_segments_bt, piece * length, x.window)
+            out.append(part.call(local))
         return jnp.concatenate(out, 1)
 
     return attention

@@ -97,20 +97,19 @@ def tree_cached_attention(
     """
 
     def cached_attention(
-        attention: Callable[..., jax.Array], q_bshc: jax.Array, new: KeysAndValues, cache: KeysAndValues, *,
-        segments_bs: jax.Array, cached_segments_bt: jax.Array, length: jax.Array | int, window: int | None,
-    ) -> tuple[jax.Array, KeysAndValues]:  # fmt: skip
-        if window is not None:
-            return local(attention, q_bshc, new, cache, segments_bs=segments_bs, cached_segments_bt=cached_segments_bt,
-                         length=length, window=window)  # fmt: skip
-        slots, dtype = cache[0].shape[1], q_bshc.dtype
+        attention: Callable[..., jax.Array], x: AttentionInputs, cache: KeysAndValues
+    ) -> tuple[jax.Array, KeysAndValues]:
+        if x.window is not None:
+            return local(attention, x, cache)
+        slots, dtype, seen_bt = cache[0].shape[1], x.q_bshc.dtype, x.key_segments_bt
         first = jax.lax.axis_index(SEQUENCE_AXIS) * slots
-        cache = _write_own(cache, new, length - first)
-        seen_bt = jax.lax.dynamic_update_slice_in_dim(cached_segments_bt, segments_bs, length, 1)
+        cache = _write_own(cache, (x.k_btkc, x.v_btkc), x.query_offset - first)
+        seen_bt = jax.lax.dynamic_update_slice_in_dim(seen_bt, x.query_segments_bs, x.query_offset, 1)
         missing = slots * jax.lax.axis_size(SEQUENCE_AXIS) - seen_bt.shape[1]
         own_bt = jax.lax.dynamic_slice_in_dim(jnp.pad(seen_bt, ((0, 0), (0, missing))), first, slots, 1)
-        k, v = (split_heads(x, new[0], dtype) for x in cache)
-        return tree_attention(partial, AttentionInputs(q_bshc, k, v, segments_bs, own_bt, length - first)), cache
+        k, v = (split_heads(array, x.k_btkc, dtype) for array in cache)
+        own = AttentionInputs(x.q_bshc, k, v, x.query_segments_bs, own_bt, x.query_offset - first)
+        return tree_attention(partial, own), cache
 
     return cached_attention
 

@@ -28,14 +28,12 @@ def gathered_experts(local: Experts) -> Experts:
       local: `Ops.experts` for the experts that a device holds.
     """
 
-    def experts(
-        h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array
-    ) -> jax.Array:
-        own = down_efd.shape[0]
+    def experts(h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, *matrices: jax.Array) -> jax.Array:
+        own = matrices[0].shape[0]
         all_td = jax.lax.all_gather(h_td, AXIS, axis=0, tiled=True)
         choice_t = jax.lax.all_gather(expert_t, AXIS, axis=0, tiled=True) - jax.lax.axis_index(AXIS) * own
         mine_t = jnp.where((choice_t >= 0) & (choice_t < own), choice_t, own)
-        out_td = local(all_td, mine_t, jnp.ones(mine_t.shape, weight_t.dtype), gate_up_edf, down_efd)
+        out_td = local(all_td, mine_t, jnp.ones(mine_t.shape, weight_t.dtype), *matrices)
         out_td = sum_scatter(out_td, AXIS, 0)
         return out_td * weight_t[:, None].astype(out_td.dtype)
 
@@ -53,10 +51,8 @@ def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
       devices: number of devices along the axis.
     """
 
-    def experts(
-        h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array
-    ) -> jax.Array:
-        t, own = h_td.shape[0], down_efd.shape[0]
+    def experts(h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, *matrices: jax.Array) -> jax.Array:
+        t, own = h_td.shape[0], matrices[0].shape[0]
         order = jnp.argsort(expert_t, stable=True)
         back = jnp.argsort(order, stable=True)
         sizes_e = jnp.zeros(devices * own + 1, jnp.int32).at[expert_t].add(1)[:-1]
@@ -64,8 +60,8 @@ def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
         dispatch, combine = _routes(sizes_xe, devices)
         arrived = _travel(exchange, devices * t, permute(h_td, order, back), dispatch, combine)
         mine_xe = jax.lax.dynamic_slice_in_dim(sizes_xe, jax.lax.axis_index(AXIS) * own, own, 1)
-        out = local(arrived, _arrived_experts(mine_xe, devices * t), jnp.ones(devices * t, weight_t.dtype), gate_up_edf,
-                    down_efd)  # fmt: skip
+        arrived_t = _arrived_experts(mine_xe, devices * t)
+        out = local(arrived, arrived_t, jnp.ones(devices * t, weight_t.dtype), *matrices)
         returned: jax.Array = _travel(exchange, t, out, combine, dispatch)
         return permute(returned, back, order) * weight_t[:, None].astype(returned.dtype)
 
