@@ -77,8 +77,8 @@ class ResidualScaling(nnx.Module):
     @property
     def vectors(self) -> MergeVectors:
         """The parameters, as `ops.residual_norm` takes them."""
-        return MergeVectors(self.hidden_scale[...], self.hidden_bias[...], self.residual_scale[...],
-                            self.residual_bias[...])  # fmt: skip
+        vectors = (self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias)
+        return MergeVectors(*(vector[...] for vector in vectors))
 
     def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array, ops: Ops) -> jax.Array:
         """The new stream, fp32."""
@@ -88,9 +88,9 @@ class ResidualScaling(nnx.Module):
     @staticmethod
     def hf_tensors(sublayer: str, size: int) -> Iterator[HfTensor]:
         """Yield the module's tensors in a `transformers` folder; their names contain `sublayer`."""
-        for name, attribute in (("hidden_states_scale", "hidden_scale"), ("hidden_states_bias", "hidden_bias"),
-                                ("residual_scale", "residual_scale"), ("residual_bias", "residual_bias")):  # fmt: skip
-            yield same(f"post_{sublayer}_residual_scale.{name}", attribute, size)
+        for term, theirs in (("hidden", "hidden_states"), ("residual", "residual")):
+            for kind in ("scale", "bias"):
+                yield same(f"post_{sublayer}_residual_scale.{theirs}_{kind}", f"{term}_{kind}", size)
 
 
 class PlainSum(nnx.Module):
@@ -105,15 +105,14 @@ class PlainSum(nnx.Module):
 
 
 def merged_and_normed(
-    into: ResidualScaling | PlainSum | None, norm: RMSNorm, output_bsd: jax.Array | None, stream_bsd: jax.Array,
-    dtype: jax.typing.DTypeLike, ops: Ops,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    into: Any, norm: RMSNorm, output_bsd: jax.Array | None, stream_bsd: jax.Array, dtype: Any, ops: Ops
+) -> tuple[jax.Array, jax.Array]:
     """Merge an output into the residual stream and normalize the result, as one operation.
 
     Args:
-      into: how to merge; None for no merge.
+      into: `ResidualScaling` or `PlainSum`; None, like the output, for no merge.
       norm: the norm of the next sublayer.
-      output_bsd: output of the sublayer; None for no merge.
+      output_bsd: output of the sublayer.
       stream_bsd: residual stream, fp32.
       dtype: dtype of the normalized result.
       ops: implementations of the operations.

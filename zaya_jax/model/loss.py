@@ -39,7 +39,18 @@ def chunked_loss(
       fp32 [t], which are not differentiable.
     """
     del frozen_head
-    return _loss(hidden_td, head_vd, bias_v, targets_t, weights_t)
+    head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
+
+    def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        h, targets, weights = arrays
+        loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
+        return total + loss.sum(), loss
+
+    zero = jnp.zeros((), accumulation_dtype(hidden_td.dtype))
+    chunk = chunk_tokens(len(hidden_td), *head_vd.shape, frozen_head=True)
+    with part("loss"):
+        total, losses = jax.lax.scan(body, zero, _chunks(chunk, hidden_td, targets_t, weights_t))
+    return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
 
 def chunk_tokens(tokens: int, vocab_size: int, width: int, frozen_head: bool) -> int:
@@ -69,24 +80,6 @@ def _chunk_loss(z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array) -> 
     lse_t = jax.nn.logsumexp(z_tv, axis=-1)
     right_t = jnp.take_along_axis(z_tv, targets_t[:, None], axis=-1)[:, 0]
     return weights_t * (lse_t - right_t), lse_t
-
-
-def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
-          weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
-
-    def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        h, targets, weights = arrays
-        loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
-        return total + loss.sum(), loss
-
-    zero, chunk = (
-        jnp.zeros((), accumulation_dtype(hidden_td.dtype)),
-        chunk_tokens(len(hidden_td), *head_vd.shape, frozen_head=True),
-    )
-    with part("loss"):
-        total, losses = jax.lax.scan(body, zero, _chunks(chunk, hidden_td, targets_t, weights_t))
-    return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
 
 def chunked_logprobs(
@@ -125,8 +118,8 @@ def chunked_logprobs(
     return logprobs.reshape(-1)[: len(index_q)], greedy.reshape(-1)[: len(index_q)]
 
 
-def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
-             weights_t: jax.Array, frozen_head: bool = False) -> tuple[tuple[jax.Array, jax.Array], Any]:  # fmt: skip
+def _forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    hidden_td, head_vd, bias_v, targets_t, weights_t, frozen_head = arguments
     v, d = head_vd.shape
     dtype, sums = hidden_td.dtype, accumulation_dtype(hidden_td.dtype)
     chunk = chunk_tokens(len(hidden_td), v, d, frozen_head)
@@ -148,8 +141,9 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
         db_v = None if db_v is None else db_v + dz.sum(0)
         return (total + loss.sum(), dw_dv, db_v), (dh.astype(dtype), loss)
 
-    start = (jnp.zeros((), sums), None if frozen_head else jnp.zeros((d, v), sums),
-             None if frozen_head or bias_v is None else jnp.zeros(v, sums))  # fmt: skip
+    dw_dv = None if frozen_head else jnp.zeros((d, v), sums)
+    db_v = None if frozen_head or bias_v is None else jnp.zeros(v, sums)
+    start = jnp.zeros((), sums), dw_dv, db_v
     h, targets, weights = _chunks(chunk, hidden_td, targets_t, weights_t)
     with part("loss"):
         (total, dw_dv, db_v), (dh, losses) = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
@@ -160,8 +154,8 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
     return (total, losses.reshape(-1)[: hidden_td.shape[0]]), (dh_td, dw_vd, db_v, weights_t)
 
 
-def _backward(frozen_head: bool, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    del frozen_head  # its gradients are None, which means zero
+def _backward(_frozen_head: bool, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    # The gradients of a frozen head are None, which means zero.
     g, _ = cotangents
     dh_td, dw_vd, db_v, weights_t = saved
     no_weights = jnp.zeros_like(weights_t)  # targets and weights are data

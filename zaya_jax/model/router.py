@@ -1,7 +1,7 @@
 """The ZAYA1 router: down-projection, depth averaging, three-layer MLP, biased top-1 (docs/reference.md §1.4, §1.5)."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,14 @@ class Router(nnx.Module):
     def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
         """Compute the fp32 softmax over the e + 1 classes, and the state for the next layer."""
         dtype = h_bsd.dtype
-        hidden: list[jax.Array | None] = [None] * 4
+        hidden: list[Any] = []
         for index in range(1, self.router_layers):
-            matrix, bias = getattr(self, f"hidden{index}"), getattr(self, f"hidden{index}_bias")
-            hidden[2 * index - 2 : 2 * index] = matrix[...].astype(dtype), bias[...]
+            hidden += getattr(self, f"hidden{index}")[...].astype(dtype), getattr(self, f"hidden{index}_bias")[...]
+        hidden += [None] * (4 - len(hidden))
         scale_r = self.state_scale[...] if self.depth_averaging else jnp.zeros(self.down_bias.shape)
-        first, first_bias, second, second_bias = hidden
-        weights = RouterWeights(self.down_bias[...], scale_r, self.norm.weight[...], first, first_bias, second,
-                                second_bias, self.output[...].astype(dtype))  # fmt: skip
+        vectors = self.down_bias[...], scale_r, self.norm.weight[...]
+        values: Any = (*vectors, *hidden, self.output[...].astype(dtype))
+        weights = RouterWeights(*values)
         return ops.router(matmul(h_bsd, self.down[...]), state_bsr, weights, self.norm.eps, dtype)
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:

@@ -265,15 +265,27 @@ def _shape(x: AttentionInputs, *_: Any) -> tuple[int, ...]:
 
 
 _TILES = "attention", "decode", "attention_backward_keys", "attention_backward_queries"
-ATTENTION = Operation(
-    "attention", attention, _checks,
-    (Kernel("pallas", _attention_kernel, lambda architecture, *qkv, **options: _unsupported(
-        architecture, AttentionInputs(*qkv, **options)), _TILES),),
-    shape=lambda *qkv, **options: _shape(AttentionInputs(*qkv, **options)),
-)  # fmt: skip
-PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT = (
-    Operation(reference.__name__, reference, checks, (Kernel("pallas", run, _unsupported, _TILES),), shape=_shape,
-              measured_as="attention")
-    for reference, checks, run in ((partial_attention, _partial_checks, _partial_kernel),
-                                   (partial_attention_gradient, _partial_gradient_checks, _partial_gradient_kernel))
-)  # fmt: skip
+
+
+def _attention_unsupported(architecture: str, *qkv: Any, **options: Any) -> str:
+    return _unsupported(architecture, AttentionInputs(*qkv, **options))
+
+
+def _attention_shape(*qkv: Any, **options: Any) -> tuple[int, ...]:
+    return _shape(AttentionInputs(*qkv, **options))
+
+
+_KERNEL = Kernel("pallas", _attention_kernel, _attention_unsupported, _TILES)
+ATTENTION = Operation("attention", attention, _checks, (_KERNEL,), shape=_attention_shape)
+
+
+def _partial(reference: Callable[..., Any], checks: Callable[..., Any], run: Callable[..., Any]) -> Operation:
+    name: str = reference.__name__  # pyright: ignore[reportFunctionMemberAccess]
+    kernel = Kernel("pallas", run, _unsupported, _TILES)
+    return Operation(name, reference, checks, (kernel,), shape=_shape, measured_as="attention")
+
+
+PARTIAL_ATTENTIONS = (
+    _partial(partial_attention, _partial_checks, _partial_kernel),
+    _partial(partial_attention_gradient, _partial_gradient_checks, _partial_gradient_kernel),
+)

@@ -253,7 +253,8 @@ def _mix_backward(
     x, results = saved
     gradients = cca_mix_backward(_rounded(x), results, cotangents, architecture=architecture)
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
-    rounded: Any = (None if g is None else g.astype(part.dtype) for g, part in zip(gradients, x, strict=True))
+    rounded: Any = (None if g is None or part is None else g.astype(part.dtype)
+                    for g, part in zip(gradients, x, strict=True))  # fmt: skip
     return (MixArrays(*rounded),)
 
 
@@ -286,10 +287,8 @@ def _shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
     return b * s, *weights.depthwise_bias_nc.shape, weights.temperature_k.shape[0], *taps
 
 
-_BACKWARD = "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"  # tiles
-CCA_MIX = Operation(
-    "cca_mix", cca_mix, _checks, shape=_shape,
-    kernels=tuple(Kernel(name, functools.partial(_kernel, forward), _unsupported, (tiles, *_BACKWARD))
-                  for name, tiles, forward in (("pallas", "cca_mix", mix_forward),
-                                               ("pallas_by_head", "cca_mix_by_head", cca_mix_by_head))),
-)  # fmt: skip
+_BACKWARD = "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"
+_FORWARD = {"pallas": ("cca_mix", mix_forward), "pallas_by_head": ("cca_mix_by_head", cca_mix_by_head)}
+_KERNELS = [Kernel(name, functools.partial(_kernel, forward), _unsupported, (tiles, *_BACKWARD))
+            for name, (tiles, forward) in _FORWARD.items()]  # fmt: skip
+CCA_MIX = Operation("cca_mix", cca_mix, _checks, tuple(_KERNELS), shape=_shape)

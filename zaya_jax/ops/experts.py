@@ -202,10 +202,8 @@ def _shape(h: jax.Array, _expert: Any, _weight: Any, _gate_up: Any, down: Matric
 
 
 _FORWARD, _BACKWARD = ("grouped_swiglu", "grouped_product", "class_sort"), ("grouped_swiglu_backward", "grouped_outer")
-EXPERTS = Operation(
-    "experts", dispatch_experts, _checks, shape=_shape,
-    kernels=tuple(Kernel(name, functools.partial(_kernel, gather=gather), _unsupported,
-                         (*_FORWARD, *_BACKWARD, "grouped_product_transposed"))
-                  for name, gather in (("pallas", False), ("pallas_gathered", True))),
-    uses=("grouped_product", "grouped_product_transposed", "grouped_outer"),
-)  # fmt: skip
+_TILES = (*_FORWARD, *_BACKWARD, "grouped_product_transposed")
+_PALLAS = Kernel("pallas", _kernel, _unsupported, _TILES)
+_GATHERED = Kernel("pallas_gathered", functools.partial(_kernel, gather=True), _unsupported, _TILES)
+_PRODUCTS = ("grouped_product", "grouped_product_transposed", "grouped_outer")
+EXPERTS = Operation("experts", dispatch_experts, _checks, (_PALLAS, _GATHERED), uses=_PRODUCTS, shape=_shape)

@@ -43,8 +43,8 @@ def product(left: jax.Array, right: jax.Array, sums: jax.typing.DTypeLike) -> ja
 def _unsupported(_architecture: str, x: jax.Array, b: jax.Array, _c: jax.Array, _scale: jax.Array) -> str:
     if x.dtype in DTYPES and b.dtype == jnp.float32:
         return ""
-    return ("The gram_polynomial kernels support bfloat16 or float32 with sums in float32, not "
-            f"{x.dtype} with sums in {b.dtype}.")  # fmt: skip
+    given = f"{x.dtype} with sums in {b.dtype}"
+    return f"The gram_polynomial kernels support bfloat16 or float32 with sums in float32, not {given}."
 
 
 def _kernel(architecture: Architecture, x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:
@@ -67,7 +67,5 @@ def _shape(x: jax.Array, *_: Any) -> tuple[int, ...]:
     return (x.shape[-2],)
 
 
-GRAM_POLYNOMIAL = Operation(
-    "gram_polynomial", gram_polynomial, _checks, (Kernel("pallas", _kernel, _unsupported, ("symmetric",)),),
-    shape=_shape,
-)  # fmt: skip
+_KERNEL = Kernel("pallas", _kernel, _unsupported, ("symmetric",))
+GRAM_POLYNOMIAL = Operation("gram_polynomial", gram_polynomial, _checks, (_KERNEL,), shape=_shape)

@@ -46,9 +46,8 @@ def grouped_product_transposed(x_tq: jax.Array, w_epq: Matrices, sizes_e: jax.Ar
 
 
 def grouped_outer(
-    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, total_lepq: jax.Array | None = None,
-    layer: jax.Array | int = 0,
-) -> jax.Array:  # fmt: skip
+    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, total_lepq: jax.Array | None = None, layer: Any = 0
+) -> jax.Array:
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e.
 
     Args:
@@ -67,12 +66,11 @@ def grouped_outer(
     return _add_outer_products(x_tp, y_tq, sizes_e, zeros, 0).astype(x_tp.dtype)
 
 
-def grouped_matmul(
-    x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array, *, grouped_product: Product = grouped_product,
-    grouped_product_transposed: Product = grouped_product_transposed, grouped_outer: Product = grouped_outer,
-) -> jax.Array:  # fmt: skip
-    """Differentiable `grouped_product`; takes the implementations of the product and of its two gradients."""
-    return _grouped_matmul((grouped_product, grouped_product_transposed, grouped_outer), x_tp, w_epq, sizes_e)
+def grouped_matmul(x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array, **implementations: Product) -> jax.Array:
+    """Differentiable `grouped_product`; takes implementations of the three operations by name, or uses these here."""
+    references = (grouped_product, grouped_product_transposed, grouped_outer)
+    products = {reference.__name__: reference for reference in references} | implementations
+    return _grouped_matmul(tuple(products.values()), x_tp, w_epq, sizes_e)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,7 +208,9 @@ def _inputs(model: ModelConfig) -> tuple[Input, Input, Input]:
     return Input((ROWS, d)), Input((ROWS, f)), Input((min(model.num_experts, 4), d, f), d**-0.5)
 
 
-def _operation(reference: Product, arrays: tuple[int, int], kernel: Kernel) -> Operation:
+def _operation(
+    reference: Product, arrays: tuple[int, int], kernel: Callable[..., Any], supports: Callable[..., str]
+) -> Operation:
     """Make one of the three operations; `arrays` are the indices of `_inputs` that its check takes."""
     name: str = reference.__name__  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -221,19 +221,20 @@ def _operation(reference: Product, arrays: tuple[int, int], kernel: Kernel) -> O
         inputs = tuple(_inputs(model)[index] for index in arrays)
         return {name: Check(run, inputs, sum(x.shape[0] == ROWS for x in inputs), gradient=False)}
 
-    return Operation(name, reference, checks, (kernel,), shape=_shape)
+    return Operation(name, reference, checks, (Kernel("pallas", kernel, supports, (name,)),), shape=_shape)
 
 
 def _shape(x: jax.Array, _y: Any, sizes: jax.Array, **_: Any) -> tuple[int, ...]:
     return (max(x.shape[0] // sizes.shape[0], 1),)
 
 
-GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED = (
-    _operation(reference, arrays, Kernel("pallas", functools.partial(_kernel, transpose),
-                                         functools.partial(_unsupported, 1 + transpose), (reference.__name__,)))
-    for reference, arrays, transpose in
-    ((grouped_product, (0, 2), False), (grouped_product_transposed, (1, 2), True))
-)  # fmt: skip
-GROUPED_OUTER = _operation(
-    grouped_outer, (0, 1), Kernel("pallas", _outer_kernel, _outer_unsupported, ("grouped_outer",))
+def _times_matrices(reference: Product, transpose: bool) -> Operation:
+    kernel, supports = functools.partial(_kernel, transpose), functools.partial(_unsupported, 1 + transpose)
+    return _operation(reference, (transpose, 2), kernel, supports)
+
+
+GROUPED_PRODUCTS = (
+    _times_matrices(grouped_product, False),
+    _times_matrices(grouped_product_transposed, True),
+    _operation(grouped_outer, (0, 1), _outer_kernel, _outer_unsupported),
 )

@@ -20,11 +20,11 @@ from pallas_kernels.tiles import PLATFORMS, Tuned
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.ops import Ops
-from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT
+from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTIONS
 from zaya_jax.ops.cca_mix import CCA_MIX
 from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
-from zaya_jax.ops.grouped_matmul import GROUPED_OUTER, GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED
+from zaya_jax.ops.grouped_matmul import GROUPED_PRODUCTS
 from zaya_jax.ops.kernel_table import REFERENCE, Choice, KernelTable, nearest
 from zaya_jax.ops.operation import Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
@@ -33,15 +33,10 @@ from zaya_jax.ops.router import ROUTER
 from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu
 from zaya_jax.ops.target import Target
 
+_MIXING = (RESIDUAL_NORM, CCA_MIX, ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
 # Operations come before those that they use.
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        RESIDUAL_NORM, CCA_MIX, ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT, ROUTER, EXPERTS,
-        GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED, GROUPED_OUTER, ORTHOGONALIZE, GRAM_POLYNOMIAL,
-    )
-}  # fmt: skip
-
+OPERATIONS: dict[str, Operation] = {x.name: x for x in (*_MIXING, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
+Pins = Mapping[str, str]  # the configuration's `ops`: name of the implementation by operation
 _rejected: dict[tuple[Target, str, str], str] = {}  # (target, operation, `Choice.variant`) → why
 _passed: dict[tuple[Any, ...], bool] = {}  # what was validated → whether on large arrays, too
 
@@ -142,9 +137,8 @@ def preferred_kernels(target: Target) -> KernelSelection:
 
 
 def select_kernels(
-    target: Target, model: ModelConfig, dtype: str, table: KernelTable | None = None,
-    pinned: Mapping[str, str] | None = None,
-) -> KernelSelection:  # fmt: skip
+    target: Target, model: ModelConfig, dtype: str, table: KernelTable | None = None, pinned: Pins | None = None
+) -> KernelSelection:
     """Select an implementation of each operation that supports the shapes of `model` and was not rejected.
 
     Nothing is compiled.
@@ -154,7 +148,7 @@ def select_kernels(
       model: architecture, for the shapes.
       dtype: 'float32' or 'bfloat16'; 'float64' always uses the references.
       table: measurements on this kind of device; None to take each operation's first kernel.
-      pinned: the configuration's `ops`: name of the implementation by operation, instead of what was measured.
+      pinned: the configuration's `ops`, which go before what was measured.
 
     Raises:
       InputError: a pinned implementation does not exist, or cannot be used.
@@ -172,37 +166,31 @@ def select_kernels(
         if pin:
             if name in pinned and pin not in (REFERENCE, *able):
                 reason = why.get(pin, f"{target.device_kind} has no such kernel.")
-                raise InputError(f"ops.{name}={pin} cannot be used: {reason} Set ops.{name}={REFERENCE}, or leave it "
-                                 "out.")  # fmt: skip
+                raise InputError(f"ops.{name}={pin} cannot be used: {reason} Set it to {REFERENCE}, or leave it out.")
             able = [kernel for kernel in able if kernel == pin]
         elif table is not None and why:
             choices, notes[name] = table.choices(operation, target, dtype, widths(operation, model, dtype))
-            usable = [_usable(choice, target, name) for choice in choices if choice.kernel in (REFERENCE, *able)]
+            # A choice whose tiles were rejected has the default tiles.
+            usable = [choice._replace(tiles=()) if (target, name, choice.variant) in _rejected else choice
+                      for choice in choices if choice.kernel in (REFERENCE, *able)]  # fmt: skip
             if usable:
                 measured[name] = tuple(usable)
                 able = [kernel for kernel in able if kernel in {choice.kernel for choice in usable}]
         if able:
             chosen[name] = able[0]
-        for kernel, reason in why.items():
-            if not reason:
-                break
-            reasons[name, kernel] = reason
+        preferred = itertools.takewhile(why.get, why)
+        reasons |= {(name, kernel): why[kernel] for kernel in preferred}
     selection = KernelSelection(target, chosen, reasons, (), measured, table, (), pinned)
     used = (notes.get(name) for name in selection.kernels)
     return dataclasses.replace(selection, notes=tuple(dict.fromkeys(filter(None, used))))
 
 
-def _usable(choice: Choice, target: Target, name: str) -> Choice:
-    """Return a choice, with the default tiles if its tiles were rejected."""
-    return choice._replace(tiles=()) if (target, name, choice.variant) in _rejected else choice
-
-
-def pins_anywhere(pinned: Mapping[str, str]) -> dict[str, str]:
+def pins_anywhere(pinned: Pins) -> dict[str, str]:
     """Return a run's pins to the reference, which other devices than the run's have, too."""
     return {name: pin for name, pin in pinned.items() if pin == REFERENCE}
 
 
-def check_pinned(pinned: Mapping[str, str]) -> None:
+def check_pinned(pinned: Pins) -> None:
     """Raise `InputError` if the configuration's `ops` names an operation or an implementation that does not exist."""
     able = {name: [REFERENCE, *(x.name for x in operation.kernels)] for name, operation in OPERATIONS.items()
             if operation.kernels}  # fmt: skip
@@ -362,5 +350,5 @@ def check_operations(
                 errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": check.tolerance[dtype]}
                 if not error <= check.tolerance[dtype]:
                     wrong.append(f"{name}{by} in {dtype} has error {error:.2g}, tolerance {check.tolerance[dtype]:g}")
-    outcome = {"refused": refused, "failed": "; ".join(wrong) + "."} if wrong else {"refused": refused}
-    return {"errors": errors, **{key: value for key, value in outcome.items() if value}}
+    failed = "; ".join(wrong) + "." if wrong else ""
+    return {"errors": errors, **({"refused": refused} if refused else {}), **({"failed": failed} if failed else {})}

@@ -154,7 +154,5 @@ def _shape(_output: Any, stream: jax.Array, *_: Any) -> tuple[int, ...]:
     return stream.size // stream.shape[-1], stream.shape[-1]
 
 
-RESIDUAL_NORM = Operation(
-    "residual_norm", residual_norm, _checks,
-    (Kernel("pallas", _kernel, _unsupported, ("residual_norm", "residual_norm_backward")),), shape=_shape,
-)  # fmt: skip
+_KERNEL = Kernel("pallas", _kernel, _unsupported, ("residual_norm", "residual_norm_backward"))
+RESIDUAL_NORM = Operation("residual_norm", residual_norm, _checks, (_KERNEL,), shape=_shape)

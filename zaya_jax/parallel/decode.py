@@ -54,9 +54,8 @@ def empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: jax.typing
 
 
 def _map_layers(
-    config: ModelConfig, cache: Cache, keys_and_values: Callable[[LayerKind, KeyValues], KeyValues],
-    other: Callable[[jax.Array], Any],
-) -> tuple[Any, ...]:  # fmt: skip
+    config: ModelConfig, cache: Cache, keys_and_values: Callable[..., KeyValues], other: Callable[[jax.Array], Any]
+) -> tuple[Any, ...]:
     """Map the keys and values of each layer, and whatever else its decode state has."""
 
     def state(layer: LayerKind, tree: Any) -> Any:

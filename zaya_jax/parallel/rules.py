@@ -93,8 +93,8 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
         over = tuple(axis for axis in over if axis not in experts_over)
     dimensions = len(shape) - layered - (role == "expert")
     candidates = sorted(range(-min(2, dimensions), 0), key=lambda axis: shape[axis], reverse=True)
-    axis, over = next(((index, axes) for axes in _subsets(mesh, over) for index in candidates
-                       if shape[index] % _size(mesh, axes) == 0), (None, ()))  # fmt: skip
+    pairs = ((index, axes) for axes in _subsets(mesh, over) for index in candidates)
+    axis, over = next((pair for pair in pairs if shape[pair[0]] % _size(mesh, pair[1]) == 0), (None, ()))
     spec: list[Any] = [None] * len(shape)
     if axis is not None:
         spec[axis] = over
@@ -103,8 +103,8 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
     split = {*own, *experts_over, *over}
     in_layer = layered and role in MATRIX_ROLES and bool(split)
     by_layer = in_layer and "fsdp" in split
-    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, in_layer, by_layer,
-                         role == "expert", by_layer or role == "embedding")  # fmt: skip
+    kinds = in_layer, by_layer, role == "expert", by_layer or role == "embedding"
+    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, *kinds)
 
 
 def _subsets(mesh: AnyMesh, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
