@@ -23,14 +23,9 @@ def attention_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute causal attention.
 
-    Args:
-      x: the inputs.
-      dtype: dtype of the output.
-      architecture: see `launch`.
-
     Returns:
-      The output [b, s, h, c], and the log-sum-exp of each query, fp32 [b, s, h]; 0 and `FLOOR` for a query that sees no
-      key.
+      The output [b, s, h, c] in `dtype`, and the log-sum-exp of each query, fp32 [b, s, h]; 0 and `FLOOR` for a query
+      that sees no key.
     """
     (b, s, h, c), num_kv = x.q_bshc.shape, x.k_btkc.shape[2]
     tile = tiles.tile_of("attention", architecture, x.q_bshc)

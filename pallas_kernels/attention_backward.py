@@ -34,18 +34,15 @@ def attention_backward(
     x: AttentionInputs, bounds: tuple[jax.Array, jax.Array], saved: tuple[jax.Array, jax.Array, jax.Array], *,
     dtype: jax.typing.DTypeLike, architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Compute the gradients of q, k and v.
+    """Compute the gradients of q, k and v, in `dtype`, with sums in fp32.
 
     Args:
       x: the inputs.
       bounds: result of `backward_ranges`.
       saved: the gradient of the output, in the dtype of q; the log-sum-exp of each query over all keys that it sees,
         also on other devices; and the sum over channels of the output times its gradient, both fp32 [b, s, h].
-      dtype: dtype of the gradients; they are summed in fp32.
+      dtype: dtype of the results.
       architecture: see `launch`.
-
-    Returns:
-      [b, s, h, c], [b, t, k, c], [b, t, k, c].
     """
 
     def run(name: str, kernel: Any, bounds: jax.Array, out: Any) -> Any:

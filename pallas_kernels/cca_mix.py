@@ -67,9 +67,7 @@ def sizes_of(x: Any) -> Sizes:
 def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
 
-    Args:
-      x: the inputs; c, p and c − 2p are powers of two, and the last may be 0.
-      architecture: see `launch`.
+    c, p and c − 2p are powers of two, and the last may be 0.
 
     Returns:
       q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`; and the inverse norm of each head of queries
@@ -175,13 +173,7 @@ def tap_row(
 ) -> jax.Array:
     """Compute the depthwise output `back` rows before each token, as it sees it: [tokens, channels] in its dtype.
 
-    Args:
-      x: references to the arrays.
-      batch: row of the batch.
-      time: [tokens], indices of the tokens in the piece.
-      head: index of the head, queries before keys.
-      channels: channels of the head.
-      back: number of rows.
+    `time` are indices of the tokens in the piece, `channels` are some of the head, of which queries are before keys.
     """
     taps, here = x.depthwise_wnc.shape[0], time - back
     segment = segments_at(x, batch, here)

@@ -48,11 +48,7 @@ def cca_mix_backward(
 ) -> MixArrays:
     """Compute the gradients of the inputs of `cca_mix`, those of parameters in fp32; None for documents and tables.
 
-    Args:
-      x: inputs of `cca_mix`.
-      results: queries, keys and inverse norms that `cca_mix` returned.
-      gradients: gradients of queries, keys and values, in the dtype of `packed_bsmc`.
-      architecture: see `launch`.
+    `results` are the queries, keys and inverse norms of `cca_mix`; `gradients` those of queries, keys and values.
     """
     *d_heads, d_v = gradients
     z_bsnc, temperature_ni = _through_norm(x, results, d_heads, architecture)

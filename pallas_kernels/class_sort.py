@@ -24,11 +24,8 @@ def class_sort(
 ) -> tuple[jax.Array, jax.Array]:
     """Sort tokens by class.
 
-    Args:
-      class_t: int32 class of each token; values of `classes` and more are one more class, the last.
-      classes: number of classes without the last.
-      dtype: dtype of activations, with which tiles are measured.
-      architecture: see `launch`.
+    The int32 class of a token may be `classes` or more, which is one more class, the last. `dtype` is that of
+    activations, with which tiles are measured.
 
     Returns:
       int32 [t], the tokens in the order of their classes, otherwise in their own; and int32 [classes], the number of

@@ -122,16 +122,10 @@ Columns = Sequence[tuple[jax.Array, jax.Array | None]]  # indices, and mask of t
 def rows_times_matrix(
     x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Columns, depth: int, transpose: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Compute `x[rows] @ w[matrix][:, columns]` in fp32, for each of `columns`.
+    """Compute `x[rows] @ w[matrix][:, columns]` in fp32, for each of `columns`; with `transpose`, `w[matrix].T`.
 
-    Args:
-      x_ref: [t, p].
-      rows: indices into its rows, all valid.
-      w_ref: [l, e, p, q], or [l, e, q, p] with `transpose`.
-      own: tile of the rows.
-      columns: ranges of q.
-      depth: length of the piece of p in each step.
-      transpose: whether to multiply by `w[matrix].T`.
+    `x_ref` is [t, p] and `w_ref` [l, e, p, q], or [l, e, q, p] with `transpose`. All `rows` must be valid; `own` is
+    their tile. Each step multiplies a piece of p of length `depth`.
     """
     p = x_ref.shape[1]
 
@@ -236,15 +230,8 @@ def grouped_outer(
 ) -> jax.Array:  # fmt: skip
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 
-    Args:
-      x_tp: rows sorted by group, bf16 or fp32.
-      y_tq: rows sorted by group, of the same dtype.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-      order_t: int32 permutation: sorted row i of the `moved` array is its row `order_t[i]`.
-      moved: 'x', 'y', or '' for neither.
-      total_lepq: what to add the result to, in place; fp32.
-      layer: int32 index of the layer in `total_lepq`.
-      architecture: see `launch`.
+    Rows are bf16 or fp32, sorted by group; sorted row i of the array that is `moved` ('x', 'y', or '' for neither) is
+    its row `order_t[i]`. With `total_lepq`, fp32, the result is added to its `layer` in place.
 
     Returns:
       `total_lepq` with the sum in its layer; without it, the products alone [1, e, p, q] in the dtype of `x_tp`, zero

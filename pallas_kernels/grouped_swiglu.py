@@ -60,13 +60,8 @@ def grouped_swiglu(
 ) -> tuple[jax.Array, ...]:
     """Multiply sorted rows by the gate and up matrices of their group, and apply SwiGLU.
 
-    Args:
-      x_td: rows in any order, bf16 or fp32.
-      order_t: int32 permutation that sorts them by group.
-      gate_up: [e, d, 2f], gate then up, of the same dtype.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-      keep: whether to return gate and up, too.
-      architecture: see `launch`.
+    Rows of `x_td`, bf16 or fp32, are in any order; `order_t`, int32, sorts them by group. `gate_up` is [e, d, 2f], gate
+    then up, of the same dtype; `sizes_e` is the int32 number of rows of each group, whose sum is at most t.
 
     Returns:
       The hidden rows [t, f], and with `keep` gate and up [t, 2f], for the sorted rows in the dtype of `x_td`, with sums
@@ -118,14 +113,8 @@ def grouped_swiglu_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute the gradient of gate and up from the gradient of `scale_t · (hidden @ down)`.
 
-    Args:
-      dout_td: rows in any order, bf16 or fp32.
-      order_t: int32 permutation that sorts them by group.
-      scale_t: fp32 factors of the rows of `dout_td`.
-      down: [e, f, d], of the same dtype.
-      gate_up_tf: [t, 2f] of the sorted rows, as `grouped_swiglu` kept them.
-      sizes_e: as in `grouped_swiglu`.
-      architecture: see `launch`.
+    Rows of `dout_td` and of the fp32 `scale_t` are in any order; `order_t` sorts them by group. `down` is [e, f, d],
+    and `gate_up_tf` what `grouped_swiglu` kept.
 
     Returns:
       For the sorted rows: the gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with

@@ -65,16 +65,9 @@ def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architect
 def residual_norm_forward(
     x: Inputs, *, eps: float, dtype: jax.typing.DTypeLike, architecture: Architecture
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the new residual stream and its norm.
+    """Compute the new residual stream [t, d], fp32, and its norm [t, d] in `dtype`, bf16 or fp32.
 
-    Args:
-      x: the inputs, none of them None.
-      eps: added to the mean square.
-      dtype: dtype of the norm, bf16 or fp32.
-      architecture: see `launch`.
-
-    Returns:
-      The new residual stream [t, d], fp32, and its norm [t, d] in `dtype`.
+    No input may be None; `eps` is added to the mean square.
     """
     shape: tuple[int, int] = x.stream_td.shape
     cut = forward_cut(*shape, dtype, architecture)
@@ -90,12 +83,7 @@ def residual_norm_backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Compute the gradients of the inputs of `residual_norm_forward`, also without an output, or without a norm.
 
-    Args:
-      x: the inputs.
-      d_new_td: gradient of the new stream, fp32.
-      d_normed_td: gradient of the norm, in its dtype; None without a norm.
-      eps: as in the forward pass.
-      architecture: see `launch`.
+    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm.
 
     Returns:
       Gradients of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight,

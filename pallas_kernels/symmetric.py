@@ -24,10 +24,7 @@ Epilogue = Callable[..., jax.Array]  # sum of a tile, its matrix and place, then
 def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Compute G = s² X Xᵀ for each matrix, in the form that `polynomial` takes.
 
-    Args:
-      x_npq: n matrices, bf16 or fp32.
-      scale_n: s of each matrix, fp32.
-      architecture: see `launch`.
+    X is in bf16 or fp32, s of each matrix in fp32.
 
     Returns:
       G, [n, p, p] in the dtype of X and exactly symmetric; and its unrounded tiles on and above the diagonal, fp32
@@ -41,16 +38,10 @@ def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: Architecture) ->
 def polynomial(
     low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *, architecture: Architecture
 ) -> jax.Array:
-    """Compute b G + c G² for each symmetric matrix.
+    """Compute b G + c G² for each symmetric matrix; exactly symmetric, in the dtype of `low_npp`.
 
-    Args:
-      low_npp: G, rounded, for the square.
-      exact: its unrounded tiles, for the linear term.
-      coefficients: b and c, fp32 [2].
-      architecture: see `launch`.
-
-    Returns:
-      [n, p, p] in the dtype of `low_npp`, exactly symmetric.
+    G² is that of `low_npp`, which is rounded; the linear term is that of `exact`, its unrounded tiles. The coefficients
+    b and c are fp32 [2].
     """
     depth = _tile(low_npp, architecture).sizes[2]
     operands = exact, coefficients

@@ -47,12 +47,9 @@ def _idle(config: ModelConfig) -> int:
 
 
 def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True) -> float:
-    """Count the FLOPs per token of a forward pass, averaged over a sequence.
+    """Count the FLOPs per token of a forward pass, averaged over a sequence of `context` tokens.
 
-    Args:
-      config: the architecture.
-      context: length of the sequence, in tokens.
-      head: whether to count the logits of every token.
+    With `head`, the logits of every token count.
     """
     sizes = _sizes(config)
     multiplied = sum(sizes.get(role, 0) for role in _MULTIPLIED) - _idle(config) + head * sizes["embedding"]

@@ -109,13 +109,7 @@ def merged_and_normed(
 ) -> tuple[jax.Array, jax.Array]:
     """Merge an output into the residual stream and normalize the result, as one operation.
 
-    Args:
-      into: `ResidualScaling` or `PlainSum`; None, like the output, for no merge.
-      norm: the norm of the next sublayer.
-      output_bsd: output of the sublayer.
-      stream_bsd: residual stream, fp32.
-      dtype: dtype of the normalized result.
-      ops: implementations of the operations.
+    `into` is a `ResidualScaling` or `PlainSum`; None, like the output, for no merge.
 
     Returns:
       The new residual stream, fp32, and its norm in `dtype`.

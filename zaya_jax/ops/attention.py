@@ -100,10 +100,7 @@ def partial_attention_gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the contribution of some of the keys to the gradients of q, k and v, in fp32.
 
-    Args:
-      x: queries, some of the keys, and their values.
-      whole: the attention to all keys.
-      do_bshc: gradient of its output.
+    `whole` is the attention to all keys, `do_bshc` the gradient of its output.
     """
     blocks, folded = fold(x)
     num_kv, length = folded.k.shape[1], folded.q.shape[3]

@@ -60,17 +60,11 @@ class Halo(NamedTuple):
 
 
 def unpacked(packed_bsy: jax.Array, heads: int, kv_heads: int, channels: int) -> tuple[jax.Array, ...]:
-    """Split the packed projection, whose channels are those of the heads, then both halves of the value.
-
-    Args:
-      packed_bsy: [b, s, n·c + k·c].
-      heads: n, those of queries, then those of keys.
-      kv_heads: k.
-      channels: c.
+    """Split the packed projection, whose channels are those of the n heads, then both halves of the value.
 
     Returns:
-      Heads [b, s, n, c]; the half of the value that is this token's, and the half that the next token uses,
-      [b, s, k·c / 2] each.
+      Heads [b, s, n, c], those of queries first; the half of the value that is this token's, and the half that the next
+      token uses, [b, s, k·c / 2] each.
     """
     half = kv_heads * channels // 2
     u_bsx, current_bsx, delayed_bsx = jnp.split(packed_bsy, [heads * channels, heads * channels + half], axis=-1)

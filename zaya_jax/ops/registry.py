@@ -26,7 +26,7 @@ from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
 from zaya_jax.ops.grouped_matmul import GROUPED_PRODUCTS
 from zaya_jax.ops.kernel_table import REFERENCE, Choice, KernelTable, nearest
-from zaya_jax.ops.operation import Kernel, Operation
+from zaya_jax.ops.operation import TOLERANCE, Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
 from zaya_jax.ops.residual_norm import RESIDUAL_NORM
 from zaya_jax.ops.router import ROUTER
@@ -80,7 +80,7 @@ class KernelSelection:
         """Return an implementation of an operation; a reference uses the selected implementations of its parts."""
         operation = OPERATIONS[name]
         if choice.kernel != REFERENCE:
-            return _bound(operation.kernel(choice.kernel), self.target, choice)
+            return functools.partial(_run, operation.kernel(choice.kernel), self.target, choice)
         used = {part: self.implementation(part) for part in operation.uses if part in self.chosen}
         return functools.partial(operation.reference, **used) if used else operation.reference
 
@@ -146,9 +146,9 @@ def select_kernels(
     Args:
       target: kind of device.
       model: architecture, for the shapes.
-      dtype: 'float32' or 'bfloat16'; 'float64' always uses the references.
+      dtype: of activations; 'float64' always uses the references.
       table: measurements on this kind of device; None to take each operation's first kernel.
-      pinned: the configuration's `ops`, which go before what was measured.
+      pinned: implementations that go before what was measured.
 
     Raises:
       InputError: a pinned implementation does not exist, or cannot be used.
@@ -166,7 +166,8 @@ def select_kernels(
         if pin:
             if name in pinned and pin not in (REFERENCE, *able):
                 reason = why.get(pin, f"{target.device_kind} has no such kernel.")
-                raise InputError(f"ops.{name}={pin} cannot be used: {reason} Set it to {REFERENCE}, or leave it out.")
+                advice = f"Set ops.{name}={REFERENCE}, or leave it out."
+                raise InputError(f"ops.{name}={pin} cannot be used: {reason} {advice}")
             able = [kernel for kernel in able if kernel == pin]
         elif table is not None and why:
             choices, notes[name] = table.choices(operation, target, dtype, widths(operation, model, dtype))
@@ -192,16 +193,14 @@ def pins_anywhere(pinned: Pins) -> dict[str, str]:
 
 def check_pinned(pinned: Pins) -> None:
     """Raise `InputError` if the configuration's `ops` names an operation or an implementation that does not exist."""
-    able = {name: [REFERENCE, *(x.name for x in operation.kernels)] for name, operation in OPERATIONS.items()
-            if operation.kernels}  # fmt: skip
+    able = {x.name: [REFERENCE, *(kernel.name for kernel in x.kernels)] for x in OPERATIONS.values() if x.kernels}
     for name, pin in pinned.items():
         if name not in able:
-            hint = did_you_mean(name, able, "ops.")
-            raise InputError(f"ops.{name} is no operation with several implementations.{hint} There are: "
-                             f"{', '.join(able)}.")  # fmt: skip
+            hint = f"{did_you_mean(name, able, 'ops.')} There are: {', '.join(able)}."
+            raise InputError(f"ops.{name} is no operation with several implementations.{hint}")
         if pin not in able[name]:
-            raise InputError(f"ops.{name} is {pin!r}, but must be one of {', '.join(able[name])}."
-                             f"{did_you_mean(pin, able[name])}")  # fmt: skip
+            hint = f"{', '.join(able[name])}.{did_you_mean(pin, able[name])}"
+            raise InputError(f"ops.{name} is {pin!r}, but must be one of {hint}")
 
 
 def widths(operation: Operation, model: ModelConfig, dtype: str) -> tuple[int, ...]:
@@ -231,15 +230,11 @@ def _of_checks(operation: Operation, function: Callable[..., Any], model: ModelC
     return results
 
 
-def _bound(kernel: Kernel, target: Target, choice: Choice) -> Callable[..., Any]:
+def _run(kernel: Kernel, target: Target, choice: Choice, *arguments: Any, **options: Any) -> Any:
+    if reason := kernel.supports(target.architecture, *arguments, **options):
+        raise ValueError(reason)
     architecture = Tuned(target.architecture, choice.tiles, choice.dtype) if choice.tiles else target.architecture
-
-    def run(*arguments: Any, **options: Any) -> Any:
-        if reason := kernel.supports(target.architecture, *arguments, **options):
-            raise ValueError(reason)
-        return kernel.run(architecture, *arguments, **options)
-
-    return run
+    return kernel.run(architecture, *arguments, **options)
 
 
 def validate_kernels(
@@ -308,8 +303,8 @@ def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
     """Exclude a kernel, named by `Choice.variant`, from all later selections in this process, with a `UserWarning`."""
     if (target, operation, kernel) not in _rejected:
         _rejected[target, operation, kernel] = reason
-        warnings.warn(f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}: {reason}",
-                      stacklevel=3)  # fmt: skip
+        what = f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}"
+        warnings.warn(f"{what}: {reason}", stacklevel=3)
 
 
 def rejections(target: Target) -> list[list[str]]:
@@ -318,16 +313,9 @@ def rejections(target: Target) -> list[list[str]]:
 
 
 def check_operations(
-    target: Target, model: ModelConfig, dtypes: Sequence[str] = ("float32", "bfloat16"),
-    names: Collection[str] = OPERATIONS.keys(),
-) -> dict[str, Any]:  # fmt: skip
-    """Compare all kernels for `target` with double precision on the host; without a kernel, compare the reference.
-
-    Args:
-      target: kind of device.
-      model: architecture, for the widths.
-      dtypes: dtypes to check.
-      names: operations to check.
+    target: Target, model: ModelConfig, dtypes: Sequence[str] = (*TOLERANCE,), names: Collection[str] = (*OPERATIONS,)
+) -> dict[str, Any]:
+    """Compare all kernels of the named operations with double precision on the host; without a kernel, the reference.
 
     Returns:
       `errors`: relative `error` and `tolerance` by check, kernel and dtype. `refused`: by operation, kernel and dtype,
@@ -335,20 +323,16 @@ def check_operations(
     """
     errors, wrong, refused = {}, [], {}
     for operation, dtype in itertools.product((OPERATIONS[name] for name in names), dtypes):
-        selected, able = select_kernels(target, model, dtype).chosen, []
-        for kernel in operation.kernels_for(target.platform):
-            if reason := _unsupported(operation, kernel, target, model, dtype):
-                refused[f"{operation.name} by {kernel.name} {dtype}"] = reason
-            else:
-                able.append(kernel.name)
-        for kernel in able or [None]:
-            chosen = {**selected, **({operation.name: kernel} if kernel else {})}
-            implementation = KernelSelection(target, chosen).implementation(operation.name)
-            by = f" by {kernel}" if kernel else ""
+        selection, kernels = select_kernels(target, model, dtype), operation.kernels_for(target.platform)
+        why = {kernel.name: _unsupported(operation, kernel, target, model, dtype) for kernel in kernels}
+        refused |= {f"{operation.name} by {kernel} {dtype}": reason for kernel, reason in why.items() if reason}
+        for kernel in [kernel for kernel in why if not why[kernel]] or [REFERENCE]:
+            implementation = selection.variant(operation.name, Choice(1, kernel))
+            by = "" if kernel == REFERENCE else f" by {kernel}"
             for name, check in operation.checks(model, True).items():
-                error = compare(check, dtype, implementation, operation.reference)
-                errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": check.tolerance[dtype]}
-                if not error <= check.tolerance[dtype]:
-                    wrong.append(f"{name}{by} in {dtype} has error {error:.2g}, tolerance {check.tolerance[dtype]:g}")
-    failed = "; ".join(wrong) + "." if wrong else ""
-    return {"errors": errors, **({"refused": refused} if refused else {}), **({"failed": failed} if failed else {})}
+                error, limit = compare(check, dtype, implementation, operation.reference), check.tolerance[dtype]
+                errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": limit}
+                if not error <= limit:
+                    wrong.append(f"{name}{by} in {dtype} has error {error:.2g}, tolerance {limit:g}")
+    more = {"refused": refused, "failed": "; ".join(wrong) + "." if wrong else ""}
+    return {"errors": errors, **{key: value for key, value in more.items() if value}}

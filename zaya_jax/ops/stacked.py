@@ -66,11 +66,9 @@ def in_stack(x: Matrices) -> StackedLayer:
 
 
 def matrix_gradient(outer: Callable[..., jax.Array], matrices: Matrices) -> Any:
-    """Return the gradient of `matrices`, or add it to their total.
+    """Return the gradient of the matrices of one layer, or add it to their total.
 
-    Args:
-      outer: computes the gradient as [1, …], or, given the arguments `total_lepq` and `layer`, adds it to the total.
-      matrices: parameters of one layer.
+    `outer` computes the gradient as [1, …], or, given the arguments `total_lepq` and `layer`, adds it to the total.
     """
     if not isinstance(matrices, StackedLayer):
         return outer()[0].astype(matrices.dtype)

@@ -101,12 +101,8 @@ def gather_sequence(config: ParallelConfig, x_bs: jax.Array) -> jax.Array:
 def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make `Ops.attention` in which every device gathers all keys and values: one collective, but the most memory.
 
-    The key segments are those of the whole sequence (`Ops.key_segments`). The gradient of the gather is a
-    reduce-scatter.
-
-    Args:
-      config: the layout.
-      local: attention on one device, `ops.attention.attention`.
+    The key segments are those of the whole sequence (`Ops.key_segments`); `local` is attention on one device. The
+    gradient of the gather is a reduce-scatter.
     """
 
     def attention(*qkv: Any, **options: Any) -> jax.Array:

@@ -87,12 +87,9 @@ def tree_cached_attention(
 ) -> Callable[..., tuple[jax.Array, KeysAndValues]]:
     """Make `Ops.cached_attention` for caches whose slots are split over `context`.
 
-    New keys and values are written by the device that holds their slot. Attention is `context.tree_attention`, with
-    three collectives. A layer with a window has its whole ring on every device, and no collective.
-
-    Args:
-      partial: `ops.attention.partial_attention`.
-      local: `ops.cached_attention.cached_attention`, for layers with a window.
+    New keys and values are written by the device that holds their slot. Attention is `context.tree_attention` with
+    `partial`, with three collectives. A layer with a window has its whole ring on every device, and no collective: it
+    uses `local`, that of one device.
     """
 
     def cached_attention(

@@ -21,11 +21,8 @@ Exchange = Callable[..., jax.Array]  # `jax.lax.ragged_all_to_all`
 def gathered_experts(local: Experts) -> Experts:
     """Make `Ops.experts` that all-gathers the tokens, and reduce-scatters the outputs.
 
-    Every device receives all tokens of the expert axis and applies the experts it holds. For each token, at most one
-    device contributes a nonzero output.
-
-    Args:
-      local: `Ops.experts` for the experts that a device holds.
+    Every device receives all tokens of the expert axis and applies the experts it holds, with `local`. For each token,
+    at most one device contributes a nonzero output.
     """
 
     def experts(h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, *matrices: jax.Array) -> jax.Array:
@@ -43,12 +40,8 @@ def gathered_experts(local: Experts) -> Experts:
 def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
     """Make `Ops.experts` that sends each token to the device of its expert and back, with a ragged all-to-all.
 
-    Each device allocates space for the tokens of all devices, the worst case.
-
-    Args:
-      local: `Ops.experts` for the experts that a device holds.
-      exchange: `jax.lax.ragged_all_to_all`, or an equivalent.
-      devices: number of devices along the axis.
+    Each of the `devices` allocates space for the tokens of all of them, the worst case, and applies `local` to the
+    experts it holds. `exchange` is `jax.lax.ragged_all_to_all`, or an equivalent.
     """
 
     def experts(h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, *matrices: jax.Array) -> jax.Array:

@@ -219,14 +219,9 @@ def frozen_copy(frozen: Arrays, leaves: Leaves) -> Arrays:
 
 
 def scatter_in_layers(compute: Arrays, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh, sharded: bool) -> Parts:
-    """Make the layers' matrices in a compute copy `Scattered`.
+    """Make the layers' matrices in a compute copy `Scattered`, with the gradients of earlier micro-batches, if any.
 
-    Args:
-      compute: the result of `compute_copy`.
-      totals: gradients of earlier micro-batches; None if there are none.
-      leaves: placement of each parameter, by name.
-      mesh: the device mesh.
-      sharded: whether experts in `compute` are still sharded.
+    `sharded` tells whether experts in `compute` are still sharded.
     """
 
     def scattered(name: str, x: jax.Array) -> jax.Array | Scattered:

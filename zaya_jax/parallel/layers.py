@@ -28,11 +28,7 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
 
     Matrices with adapters are merged with them, so that the sum and its gradient exist for one layer at a time. The
     gradient of a gathered matrix is reduce-scattered in the dtype of the shard, since the compute dtype would lose
-    bits. Parameters may be `Scattered`.
-
-    Args:
-      leaves: placement of all parameters, by name; it is the same at every position of the layer pattern.
-      dtypes: compute dtype of each parameter, by name.
+    bits. Parameters may be `Scattered`. Placements are the same at every position of the layer pattern.
     """
     places = {name_in_layer(name): (place, dtypes[name]) for name, place in leaves.items() if place.in_layer}
 

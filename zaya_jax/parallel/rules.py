@@ -72,13 +72,7 @@ EXPERTS_AXIS = -3  # of a stack of matrices
 def place_leaves(
     shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], mesh: AnyMesh
 ) -> dict[str, LeafPlacement]:
-    """Return the placement of every parameter.
-
-    Args:
-      shapes: shape of each parameter, by name.
-      roles: role of each parameter, by name.
-      mesh: the mesh; axes of size 1 are ignored.
-    """
+    """Return the placement of every parameter, from shapes and roles by name; axes of size 1 are ignored."""
     return {name: _place(name, shape, roles[name], mesh) for name, shape in shapes.items()}
 
 

@@ -28,12 +28,7 @@ class StoredRow(NamedTuple):
 
 
 def storage_rows(placement: Placement, state: Any) -> list[StoredRow]:
-    """Return the table, the largest first; empty on one device.
-
-    Args:
-      placement: the layout.
-      state: parameters and optimizer state, frozen parameters included; may be abstract.
-    """
+    """Return the table, the largest first, for a state with frozen parameters, abstract or not; empty on one device."""
     axes = nontrivial_axes(placement.mesh, AXES)
     alike = defaultdict[tuple[tuple[str, ...], str], dict[str, int]](dict)
     for path, x in jax.tree_util.tree_leaves_with_path(placement.abstract(state) if axes else []):
