@@ -23,11 +23,8 @@ _KEYS, _QUERIES = "attention_backward_keys", "attention_backward_queries"
 
 def backward_ranges(x: AttentionInputs, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Compute the `ranges` of both kernels of `attention_backward`, which depend on documents only."""
-    by_keys, by_queries = (
-        tiles.ranges(x, tiles.tile_of(name, architecture, x.q_bshc).sizes, of_keys=name == _KEYS)
-        for name in (_KEYS, _QUERIES)
-    )
-    return by_keys, by_queries
+    sizes = [tiles.tile_of(name, architecture, x.q_bshc).sizes for name in (_KEYS, _QUERIES)]
+    return tiles.ranges(x, sizes[0], of_keys=True), tiles.ranges(x, sizes[1])
 
 
 def attention_backward(

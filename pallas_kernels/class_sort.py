@@ -34,10 +34,8 @@ def class_sort(
     cut = tile("class_sort", architecture, dtype)
     lanes, count = pl.next_power_of_2(classes), class_t.shape[0]
     tokens = min(cut.sizes[0], max(_MOST // lanes**2, 1))
-    kernel, out = (
-        functools.partial(_kernel, tokens=tokens, lanes=lanes),
-        (Out((count,), jnp.int32), Out((classes,), jnp.int32)),
-    )
+    out = Out((count,), jnp.int32), Out((classes,), jnp.int32)
+    kernel = functools.partial(_kernel, tokens=tokens, lanes=lanes)
     return launch("class_sort", kernel, (class_t,), out, (pl.cdiv(count, tokens),), cut, architecture)
 
 

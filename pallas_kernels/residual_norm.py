@@ -71,10 +71,7 @@ def residual_norm_forward(
     """
     shape: tuple[int, int] = x.stream_td.shape
     cut = forward_cut(*shape, dtype, architecture)
-    kernel, out = (
-        functools.partial(_forward_kernel, cut, eps),
-        (Out(shape, x.stream_td.dtype), Out(shape, dtype)),
-    )
+    kernel, out = functools.partial(_forward_kernel, cut, eps), (Out(shape, jnp.float32), Out(shape, dtype))
     return launch("residual_norm_forward", kernel, (x,), out, (cut.programs,), cut.tile, architecture)
 
 

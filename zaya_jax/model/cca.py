@@ -105,10 +105,9 @@ class CCA(Attention):
         """Yield the module's tensors in a `transformers` folder."""
         d, c, half = config.hidden_size, config.head_dim, config.kv_size // 2
         k0, k1, heads = config.depthwise_kernel, config.grouped_kernel, config.num_query_heads + config.num_kv_heads
-        widths = (("q_proj", "query", config.query_size), ("k_proj", "key", config.kv_size),
-                  ("v_proj_current", "value_current", half), ("v_proj_delayed", "value_delayed", half))  # fmt: skip
+        names, widths = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed"), (config.query_size, config.kv_size)
         start = 0
-        for name, attribute, width in widths:
+        for name, attribute, width in zip(names, CCA.PROJECTIONS, (*widths, half, half), strict=True):
             yield linear(f"self_attn.qkv_proj.{name}.weight", attribute, width, d)
             if config.attention_bias:
                 part = slice(start, start + width)

@@ -69,8 +69,7 @@ class MixtureOfExperts(nnx.Module):
             routed = real[..., None] & (routing.expert_bs[..., None] == classes)
             counts = routed.reshape(-1, len(classes)).sum(0, dtype=jnp.int32)
             expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)
-        expert_t, weight_t = expert_bs.reshape(-1), routing.weight_bs.reshape(-1)
-        out_td = ops.experts(h_bsd.reshape(b * s, d), expert_t, weight_t, *matrices)
+        out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1), *matrices)
         return out_td.reshape(b, s, d), routing.state_bsr, counts
 
     @staticmethod

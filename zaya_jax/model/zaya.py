@@ -161,8 +161,8 @@ class Zaya(nnx.Module):
         config, dtype = self.config, self.dtype if dtype is None else dtype
         longest = tokens_bs.shape[1] if cache is None else cache.capacity
         if longest > config.max_positions:
-            raise InputError(f"The sequence is {longest} tokens long, but model.max_positions allows at most "
-                             f"{config.max_positions}.")  # fmt: skip
+            most = f"model.max_positions allows at most {config.max_positions}"
+            raise InputError(f"The sequence is {longest} tokens long, but {most}.")
         if cache is not None and tokens_bs.shape[1] > cache.capacity:
             raise InputError(f"{tokens_bs.shape[1]} tokens do not fit in the cache, which holds {cache.capacity}.")
         if segment_ids is None:
@@ -305,6 +305,6 @@ def logits(
 def head(model: Zaya, hidden_bsd: jax.Array) -> jax.Array:
     """Apply the tied head to `hidden_bsd`; returns fp32 logits."""
     with part("loss"):
-        out = jnp.einsum("...d,vd->...v", hidden_bsd, model.embedding[...].astype(hidden_bsd.dtype),
-                         preferred_element_type=accumulation_dtype(hidden_bsd.dtype))  # fmt: skip
+        sums, head_vd = accumulation_dtype(hidden_bsd.dtype), model.embedding[...].astype(hidden_bsd.dtype)
+        out = jnp.einsum("...d,vd->...v", hidden_bsd, head_vd, preferred_element_type=sums)
     return out + model.head_bias[...].astype(out.dtype) if model.config.head_bias else out

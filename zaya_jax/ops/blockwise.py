@@ -245,8 +245,8 @@ def few_queries(x: AttentionInputs) -> tuple[jax.Array, jax.Array]:
     highest = jnp.maximum(scores_bsht.max(-1, keepdims=True), FLOOR)
     p_bsht = jnp.exp(scores_bsht - highest)
     total = p_bsht.sum(-1, keepdims=True)
-    out_bxz = jnp.einsum("bxt,btz->bxz", p_bsht.reshape(b, s * h, t).astype(v_btkc.dtype),
-                         v_btkc.reshape(b, t, num_kv * c), preferred_element_type=sums)  # fmt: skip
+    p_bxt, v_btz = p_bsht.reshape(b, s * h, t).astype(v_btkc.dtype), v_btkc.reshape(b, t, num_kv * c)
+    out_bxz = jnp.einsum("bxt,btz->bxz", p_bxt, v_btz, preferred_element_type=sums)
     out = jnp.einsum("bskgjc,kj->bskgc", out_bxz.reshape(b, s, num_kv, h // num_kv, num_kv, c), own_kj.astype(sums))
     out_bshc = out.reshape(b, s, h, c) / jnp.where(total > 0, total, 1)
     lse = jnp.where(total > 0, highest + jnp.log(jnp.where(total > 0, total, 1)), FLOOR)

@@ -104,17 +104,15 @@ def _unsupported(
         return why
     (t, d), (e, f, _) = h.shape, down.shape
     if gate_up.shape != (e, d, 2 * f) or down.shape[2] != d:
-        return (f"The experts kernels need matrices [e, d, 2f] and [e, f, d], not {gate_up.shape} and {down.shape}, "
-                f"for tokens {h.shape}.")  # fmt: skip
+        shapes = f"{gate_up.shape} and {down.shape}, for tokens {h.shape}"
+        return f"The experts kernels need matrices [e, d, 2f] and [e, f, d], not {shapes}."
     if expert.shape != (t,) or weight.shape != (t,):
         return f"Class and weight of {t} tokens must have shape {(t,)}, not {expert.shape} and {weight.shape}."
     return ""
 
 
-def _kernel(
-    architecture: Architecture, h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: Matrices,
-    down_efd: Matrices, gather: bool = False,
-) -> jax.Array:  # fmt: skip
+def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -> jax.Array:
+    h_td, expert_t, weight_t, gate_up_edf, down_efd = arguments
     experts = down_efd.shape[0]
     with part("dispatch"):
         if expert_t.shape[0] <= MOST_SORTED and experts < MOST_CLASSES:

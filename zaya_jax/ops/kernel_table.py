@@ -84,8 +84,8 @@ class KernelTable:
                 continue
             choice = read_choice(size)
             kernel = kernels.get(choice.kernel)
-            declared = all(kernel and name in kernel.tiles and tile in tiles(name, target.architecture, dtype)
-                           for name, tile in choice.tiles)  # fmt: skip
+            own = tiles_of(kernel, target, dtype) if kernel else {}
+            declared = all(tile in own.get(name, ()) for name, tile in choice.tiles)
             if declared and (kernel or choice.kernel == REFERENCE):
                 measured.append(choice)
             else:

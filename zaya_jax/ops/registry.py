@@ -86,8 +86,8 @@ class KernelSelection:
 
     def without(self, names: Collection[str]) -> "KernelSelection":
         """Return the selection with references for the named operations."""
-        chosen, measured = ({name: choice for name, choice in by_name.items() if name not in names}
-                            for by_name in (self.chosen, self.measured))  # fmt: skip
+        chosen = {name: kernel for name, kernel in self.chosen.items() if name not in names}
+        measured = {name: choices for name, choices in self.measured.items() if name not in names}
         return dataclasses.replace(self, chosen=chosen, measured=measured)
 
     def variants(self, name: str) -> list[Choice]:
@@ -103,27 +103,27 @@ class KernelSelection:
     @property
     def kernels(self) -> dict[str, str]:
         """`chosen`, without operations that only a replaced reference would use."""
-        whole = {part for name in self.chosen for part in OPERATIONS[name].uses
-                 if all(choice.kernel != REFERENCE for choice in self.measured.get(name, ()))}  # fmt: skip
-        return {name: kernel for name, kernel in self.chosen.items() if name not in whole}
+        whole = [name for name in self.chosen if all(x.kernel != REFERENCE for x in self.measured.get(name, ()))]
+        parts = {part for name in whole for part in OPERATIONS[name].uses}
+        return {name: kernel for name, kernel in self.chosen.items() if name not in parts}
 
     def __str__(self) -> str:
         """Describe the selection in one line."""
         if self.target.platform not in PLATFORMS:
             return f"There are no kernels for {self.target.platform}: XLA runs all operations."
-        named = (name if len(OPERATIONS[name].kernels) == 1 else f"{name} ({kernel})"
-                 for name, kernel in self.kernels.items())  # fmt: skip
-        said = [f"Kernels for {self.target.device_kind}: {', '.join(named) or 'none'}."]
+        several = {name for name in self.kernels if len(OPERATIONS[name].kernels) > 1}
+        named = (f"{name} ({kernel})" if name in several else name for name, kernel in self.kernels.items())
+        lines = [f"Kernels for {self.target.device_kind}: {', '.join(named) or 'none'}."]
         if self.pinned:
-            said.append(f"Pinned: {', '.join(f'{name}={kernel}' for name, kernel in self.pinned.items())}.")
+            lines.append(f"Pinned: {', '.join(f'{name}={kernel}' for name, kernel in self.pinned.items())}.")
         if self.table is not None:
-            said.append(f"Measured in {self.table.source}: {', '.join(self.measured) or 'none of these'}.")
-        said += [f"No {kernel} kernel for {name}: {reason}" for (name, kernel), reason in self.reasons.items()]
+            lines.append(f"Measured in {self.table.source}: {', '.join(self.measured) or 'none of these'}.")
+        lines += [f"No {kernel} kernel for {name}: {reason}" for (name, kernel), reason in self.reasons.items()]
         if self.untried:
-            said.append(f"Not checked on arrays above 4 GiB, for lack of memory: {', '.join(self.untried)}.")
+            lines.append(f"Not checked on arrays above 4 GiB, for lack of memory: {', '.join(self.untried)}.")
         if self.notes:
-            said.append(f"{'; '.join(self.notes)}: there the default runs. Measure again with {TUNE}.")
-        return " ".join(said)
+            lines.append(f"{'; '.join(self.notes)}: there the default runs. Measure again with {TUNE}.")
+        return " ".join(lines)
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Ops)}
@@ -157,9 +157,9 @@ def select_kernels(
     pinned = pinned or {}
     check_pinned(pinned)
     for name, operation in OPERATIONS.items():
-        why = {kernel.name: _rejected.get((target, name, kernel.name))
-               or _unsupported(operation, kernel, target, model, dtype)
-               for kernel in operation.kernels_for(target.platform)}  # fmt: skip
+        kernels = operation.kernels_for(target.platform)
+        why = {kernel.name: _unsupported(operation, kernel, target, model, dtype) for kernel in kernels}
+        why |= {kernel: _rejected[target, name, kernel] for kernel in why if (target, name, kernel) in _rejected}
         able = [kernel for kernel in why if not why[kernel]]
         # A pin of an operation holds for those that are its kernels with other outputs.
         pin = pinned.get(name) or pinned.get(operation.measured_as)

@@ -72,8 +72,8 @@ def _unsupported(
     outputs, parameters = ([x for x in arrays if x is not None] for arrays in ((output,), (weight, *(vectors or ()))))
     kinds = [jnp.dtype(kind) for kind in (*(x.dtype for x in outputs), dtype, *(x.dtype for x in parameters))]
     if stream.dtype != jnp.float32 or not {*kinds} <= {*DTYPES}:
-        return (f"The residual-norm kernel supports bfloat16 and float32 with a float32 stream, not {stream.dtype} "
-                f"with {', '.join(kind.name for kind in kinds)} (output, norm, parameters).")  # fmt: skip
+        others = f"{stream.dtype} with {', '.join(kind.name for kind in kinds)} (output, norm, parameters)"
+        return f"The residual-norm kernel supports bfloat16 and float32 with a float32 stream, not {others}."
     if {x.shape for x in outputs} - {stream.shape} or not 1 <= width <= WIDEST or stream.size == 0:
         return (f"The residual-norm kernel needs output and stream of the same shape, with at least one row of 1 to "
                 f"{WIDEST} elements, not {outputs[0].shape if outputs else None} and {stream.shape}.")  # fmt: skip
@@ -146,8 +146,8 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
         rows, vectors = [Input((ROWS, d))] * (1 + merged), [Input((d,), 0.1, 1.0), Input((d,), 0.1)] * 2 * merged
         return Check(functools.partial(run, merged, normed), (*rows, *vectors, *[Input((d,))] * normed), len(rows))
 
-    return {"residual_norm": check(True, True), "residual_norm, merge alone": check(True, False),
-            "residual_norm, norm alone": check(False, True)}  # fmt: skip
+    kinds = {"": (True, True), ", merge alone": (True, False), ", norm alone": (False, True)}
+    return {f"residual_norm{kind}": check(*parts) for kind, parts in kinds.items()}
 
 
 def _shape(_output: Any, stream: jax.Array, *_: Any) -> tuple[int, ...]:

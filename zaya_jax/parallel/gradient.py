@@ -80,8 +80,8 @@ def summed_gradient(
             return local_loss({**frozen_compute, **trained}, constants, micro)
 
         def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
-            return _reduced_gradient(loss, scatter_in_layers(compute, totals, leaves, mesh, micro_batches == 1), micro,
-                                     totals, leaves, mesh)  # fmt: skip
+            parts = scatter_in_layers(compute, totals, leaves, mesh, micro_batches == 1)
+            return _reduced_gradient(loss, parts, micro, totals, leaves, mesh)
 
         accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place)
         if reduce_axes and micro_batches == 1:
@@ -106,8 +106,8 @@ def _accumulated_gradient(
     """Add up the gradients of micro-batches on this device."""
     # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
     # would have to wait for the layer's reduction.
-    large = {name for name, x in compute.items()
-             if is_stacked(name) and x.size > SMALL * x.shape[0] and not leaves[name].by_layer}  # fmt: skip
+    stacked = {name: x for name, x in compute.items() if is_stacked(name) and not leaves[name].by_layer}
+    large = {name for name, x in stacked.items() if x.size > SMALL * x.shape[0]}
     others = {name: x for name, x in compute.items() if name not in large}
     probe = jnp.zeros((), jnp.float32)
 
@@ -182,10 +182,9 @@ def _mapped(
         stored, frozen_stored = ({name: leaves[name].stored for name in names} for names in (params, frozen or {}))
         # check_vma rejects kernels, whose outputs have no varying axes. Without it, a psum transposes to a psum, so no
         # psum may be inside of what is differentiated.
-        mapped_region = jax.shard_map(
-            region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_split, frozen_stored),
-            out_specs=(PartitionSpec(), stored) if gradient else PartitionSpec(), check_vma=False,
-        )  # fmt: skip
+        in_specs = (stored, PartitionSpec(), batch_split, frozen_stored)
+        out_specs = (PartitionSpec(), stored) if gradient else PartitionSpec()
+        mapped_region = jax.shard_map(region, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped_region(params, constants, batch, frozen or {})
 
     return mapped

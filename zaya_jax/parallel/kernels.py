@@ -70,11 +70,8 @@ def _read_table(folder: Path | None, say: Callable[[str], object]) -> KernelTabl
     began = folder is not None and has_checkpoint(folder / CHECKPOINTS)
     table = None if began else find_table(target, say)
     if table is None and target.platform in GPU_PLATFORMS:
-        say(
-            "This run began without measured kernels, and goes on with the default ones."
-            if began
-            else f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
-        )
+        advice = f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
+        say("This run began without measured kernels, and goes on with the default ones." if began else advice)
     return table
 
 
