@@ -101,15 +101,11 @@ def tile_of(kernel: str, architecture: Architecture, q_bshc: jax.Array) -> Tile:
 
 
 def ranges(x: AttentionInputs, sizes: tuple[int, ...], *, of_keys: bool = False) -> jax.Array:
-    """Compute which tiles of keys each tile of rows visits, or the other way round.
+    """Compute which tiles of keys each tile of rows visits, or with `of_keys` the other way round.
 
     Tiles at both ends that share no document, or that causality or the window hides, are skipped. The result is correct
-    for any layout of documents; if documents are contiguous, only tiles that share a document are visited.
-
-    Args:
-      x: the inputs.
-      sizes: size of a tile of rows, and of a tile of keys.
-      of_keys: return tiles of rows for each tile of keys instead.
+    for any layout of documents; if documents are contiguous, only tiles that share a document are visited. `sizes` are
+    those of a tile of rows, and of a tile of keys.
 
     Returns:
       int32 [b, tiles, 4]: low, start, stop, high. Tiles [low, high) are visited; those of [start, stop) are fully

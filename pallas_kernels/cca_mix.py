@@ -78,11 +78,8 @@ def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax
 
 def launch_mix(name: str, kernel: Callable[..., None], x: MixArrays, programs: int, architecture: Architecture) -> Any:
     """Launch a kernel that computes `cca_mix`, with a number of programs for each tile of tokens."""
-    (b, s, n, num_kv, c, *_), cut, dtype = (
-        sizes_of(x),
-        tile(name, architecture, x.packed_bsmc.dtype),
-        x.packed_bsmc.dtype,
-    )
+    (b, s, n, num_kv, c, *_), dtype = sizes_of(x), x.packed_bsmc.dtype
+    cut = tile(name, architecture, dtype)
     tokens, depth = cut.sizes
     out = *(Out((b, s, heads, c), dtype) for heads in (n - num_kv, num_kv, num_kv)), Out((b, n, s), jnp.float32)
     kernel = functools.partial(kernel, tokens=tokens, depth=min(depth, c))
@@ -106,8 +103,7 @@ def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tok
         tables = rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
         parts = rotated([part * (inverse * (c**0.5 * scale))[:, None] for part in parts], *tables)
         for part, column in zip(parts, columns, strict=True):
-            triton.store(ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype),
-                         mask=filled(inside[:, None], *part.shape))  # fmt: skip
+            store_rows(ref, batch, time, number, column, part, inside)
 
     def query(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         head = group * served + i
@@ -124,6 +120,12 @@ def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tok
     scale = temperature(x.temperature_k, group)
     finish([z + m for z, m in zip(mixed, mean, strict=True)], key_head, scale, k_ref, group)
     shift_value(x, v_ref, batch, time, group)
+
+
+def store_rows(ref: Any, batch: Any, time: jax.Array, head: Any, column: jax.Array, value: Any, inside: Any) -> None:
+    """Store some channels of a head, [tokens, channels], at `time`, where `inside` [tokens] is true."""
+    at, value = ref.at[batch, time[:, None], head, column[None, :]], value.astype(ref.dtype)
+    triton.store(at, value, mask=filled(inside[:, None], *value.shape))
 
 
 def convolved(

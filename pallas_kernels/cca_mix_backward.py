@@ -24,6 +24,7 @@ from pallas_kernels.cca_mix import (
     segments_at,
     sizes_of,
     span,
+    store_rows,
     tap_row,
     temperature,
 )
@@ -101,8 +102,7 @@ def _norm_kernel(tokens: int, heads: Any, tables: Any, temperature_ref: Any, z_r
     # Rotations keep dot products, so only the result is turned back.
     cos, sin = rotary_rows(tables, batch, time, inside)
     for part, column in zip(rotated(across, cos, -sin), columns, strict=True):
-        triton.store(z_ref.at[batch, time[:, None], head, column[None, :]], part.astype(z_ref.dtype),
-                     mask=filled(inside[:, None], *part.shape))  # fmt: skip
+        store_rows(z_ref, batch, time, head, column, part, inside)
 
 
 def _through_convolutions(

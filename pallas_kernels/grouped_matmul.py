@@ -46,13 +46,7 @@ class RowTile(NamedTuple):
 
 
 def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int = 0) -> jax.Array:
-    """Split the rows into tiles, each within one group; tiles of rows of no group come last.
-
-    Args:
-      sizes_e: int32 number of rows of each group.
-      rows: total number of rows.
-      block: rows of a tile.
-      layer: index of the layer whose matrices the rows are multiplied by.
+    """Split the rows into tiles of `block` rows, each within one group; tiles of rows of no group come last.
 
     Returns:
       int32 [4, m]: group of each tile (e or more for no group), its first row, the end of its group, and the layer.
@@ -168,19 +162,14 @@ def grouped_product(
     x_tp: jax.Array, w: Layer, sizes_e: jax.Array, transpose: bool = False, moved: Moved = (None, None), *,
     architecture: Architecture,
 ) -> jax.Array:  # fmt: skip
-    """Compute `x_tp[rows of e] @ w_epq[e]` for every group e.
+    """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; with `transpose`, `x_tq @ w_epq[e].T`.
 
-    Args:
-      x_tp: rows sorted by group, bf16 or fp32.
-      w: one matrix for each group, of the same dtype.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-      transpose: whether to multiply by the transposed matrices; x is then [t, q].
-      moved: int32 permutation, by which row i of the result is written to row `order_t[i]`, and fp32 factors of the
-        written rows; None for neither.
-      architecture: see `launch`.
+    Rows are bf16 or fp32 and sorted by group, matrices of the same dtype; `sizes_e` is the int32 number of rows of each
+    group, whose sum is at most t. `moved` is an int32 permutation, by which row i of the result is written to row
+    `order_t[i]`, and fp32 factors of the written rows; None for neither.
 
     Returns:
-      [t, q] (with `transpose` [t, p]) in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
+      [t, q] (with `transpose` [t, p]) in the dtype of the rows, sums in fp32; zero in rows past the groups.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
     (w_lepq, layer), cut = w, tile(name, architecture, x_tp.dtype)

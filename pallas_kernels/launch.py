@@ -21,20 +21,13 @@ def launch(
     name: str, kernel: Callable[..., None], arrays: tuple[Any, ...], out: Any, grid: tuple[int, ...], tile: Tile,
     architecture: Architecture, aliases: Mapping[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """Run one program of `kernel` for each point of `grid`.
+    """Run one program of `kernel` for each point of `grid`, whose first axis varies fastest.
 
-    Args:
-      name: name of the kernel in profilers and lowered programs.
-      kernel: takes `arrays`, then `out`, with a reference in place of each array.
-      arrays: pytrees of arrays; None for one that is missing, which stays None.
-      out: `Out`, or a tuple of them.
-      grid: static numbers of programs; the first axis varies fastest.
-      tile: warps of 32 (NVIDIA) or 64 (AMD) threads in a program, and stages of Triton's software pipeline.
-      architecture: 'interpret' emulates the kernel with jax operations, on any device.
-      aliases: index of an array → index of the output that reuses its memory.
-
-    Returns:
-      Arrays like `out`.
+    The kernel takes `arrays`, pytrees, then `out`, one `Out` or several, with a reference in place of each array. None
+    stands for an array that is missing, and stays None. `name` is that of the kernel in profilers and lowered programs.
+    The `tile` has warps of 32 (NVIDIA) or 64 (AMD) threads in a program, and stages of Triton's software pipeline.
+    `aliases` map the index of an array to that of the output that reuses its memory. The architecture 'interpret'
+    emulates the kernel with jax operations, on any device.
     """
     call = pl.pallas_call(
         kernel,

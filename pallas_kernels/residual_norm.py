@@ -27,12 +27,7 @@ class Cut(NamedTuple):
     steps: int  # steps of a program
     rows: int  # rows of a step; program p starts at row p · steps · rows
     lanes: int  # columns of a part, padded to a power of two
-    warps: int  # warps of a program
-
-    @property
-    def tile(self) -> Tile:
-        """The same, for `launch`."""
-        return Tile((), self.warps)
+    tile: Tile  # warps of a program
 
 
 class Inputs(NamedTuple):
@@ -49,7 +44,7 @@ def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architectu
     (elements,), warps, _ = tile("residual_norm", architecture, dtype)
     lanes = pl.next_power_of_2(width)
     rows = max(elements // lanes, 1)
-    return Cut(1, pl.cdiv(tokens, rows), 1, rows, lanes, warps * max(lanes // elements, 1))
+    return Cut(1, pl.cdiv(tokens, rows), 1, rows, lanes, Tile((), warps * max(lanes // elements, 1)))
 
 
 def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: Architecture) -> Cut:
@@ -59,7 +54,7 @@ def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architect
     rows = max(elements // lanes, 1)
     steps = pl.cdiv(max(pl.cdiv(tokens, programs), fewest), rows)
     cut = pl.cdiv(width, lanes), pl.cdiv(tokens, steps * rows)
-    return Cut(*cut, steps, rows, lanes, warps * max(lanes // elements, 1))
+    return Cut(*cut, steps, rows, lanes, Tile((), warps * max(lanes // elements, 1)))
 
 
 def residual_norm_forward(

@@ -108,7 +108,7 @@ def test_programs_hold_every_row_and_column_and_none_is_idle(tokens, width, plat
         share = cut.steps * cut.rows
         assert (cut.programs - 1) * share < tokens <= cut.programs * share
         assert (cut.parts - 1) * cut.lanes < width <= cut.parts * cut.lanes
-        assert cut.warps * {"cuda": 32, "rocm": 64, "interpret": 1}[platform] <= 1024
+        assert cut.tile.warps * {"cuda": 32, "rocm": 64, "interpret": 1}[platform] <= 1024
 
 
 def shapes(tokens, width, dtype, scaled=True):

@@ -92,18 +92,12 @@ class Attention(nnx.Module):
     def init_cache(
         config: ModelConfig, layer: LayerKind, batch: int, capacity: int, dtype: jax.typing.DTypeLike
     ) -> Any:
-        """Make the decode state of one layer before the first token.
-
-        Args:
-          config: the architecture.
-          layer: kind of the layer; with a window it keeps no more tokens than the window.
-          batch: number of rows.
-          capacity: tokens of a row.
-          dtype: dtype of keys and values.
+        """Make the decode state of one layer before the first token, for `batch` rows of `capacity` tokens.
 
         Returns:
-          A pytree of zeros, [batch, …] each. Leaves that do not grow with `capacity` are what context parallelism
-          sends between neighbours, besides keys and values.
+          A pytree of zeros, [batch, …] each, keys and values in `dtype`. With a window they are no more tokens than
+          that. Leaves that do not grow with `capacity` are what context parallelism sends between neighbours, besides
+          these.
         """
         slots = capacity if layer.window is None else min(layer.window, capacity)
         shape = (batch, slots, config.kv_size)

@@ -88,15 +88,8 @@ def chunked_logprobs(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute log-probabilities of single tokens, without a gradient.
 
-    The time is that of `count` queries, rounded up to whole chunks; the shapes do not depend on it.
-
-    Args:
-      hidden_td: output of the final norm.
-      head_vd: the tied head.
-      bias_v: bias of the head, or None.
-      index_q: int32 row of `hidden_td` of each query.
-      targets_q: int32 token of each query.
-      count: int32 number of queries; what follows them is padding.
+    The time is that of `count` queries, rounded up to whole chunks; the shapes do not depend on it. A query is an int32
+    row of `hidden_td` and an int32 token, its target; what follows the first `count` is padding.
 
     Returns:
       fp32 [q] log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for

@@ -86,12 +86,8 @@ def is_inert(name: str, group: int | None) -> bool:
 def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose the class with the highest biased probability; ties go to the lowest.
 
-    Args:
-      probability: [.., e + 1], or [.., e] for a router that never skips.
-      bias: [e + 1], added for the choice only.
-
-    Returns:
-      The int32 class of each token, and its probability without the bias; 0 for skip.
+    The probabilities are [.., e + 1], or [.., e] for a router that never skips; the bias [e + 1] is for the choice
+    only. Returns the int32 class of each token, and its probability without the bias; 0 for skip.
     """
     classes = jnp.arange(probability.shape[-1], dtype=jnp.int32)
     biased = jax.lax.stop_gradient(probability) + bias[: probability.shape[-1]]

@@ -75,11 +75,8 @@ def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, r
     """Return what is before the first token of a sequence: zeros that belong to no document."""
     b = u_bsnc.shape[0]
     # At least one row of segments, since the value shift always looks one token back.
-    return Halo(
-        jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype),
-        jnp.zeros((b, max(rows, 1)), segments_bs.dtype),
-        jnp.zeros((b, 1, delayed_bsx.shape[2]), delayed_bsx.dtype),
-    )
+    u, segments = jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype), jnp.zeros((b, max(rows, 1)), segments_bs.dtype)
+    return Halo(u, segments, jnp.zeros((b, 1, delayed_bsx.shape[2]), delayed_bsx.dtype))
 
 
 class MixInputs(NamedTuple):
@@ -194,15 +191,15 @@ def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -
     least = 1 if architecture == "interpret" else 16
     rest = c - 2 * pairs
     if any(size & (size - 1) for size in (c, pairs, rest)) or c < 16 or pairs < least or 0 < rest < least:
-        return (f"The cca_mix kernel needs channels, rotary pairs and unrotated channels to be powers of two: at least "
-                f"16 channels, {least} pairs, and 0 or {least} unrotated channels, not {c} channels with {pairs} "
-                "pairs.")  # fmt: skip
+        needs = f"at least 16 channels, {least} pairs, and 0 or {least} unrotated channels"
+        kinds = "channels, rotary pairs and unrotated channels"
+        return f"The cca_mix kernel needs {kinds} to be powers of two: {needs}, not {c} channels with {pairs} pairs."
     taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
     if not (all(taps) and all(parts)):
         return "The cca_mix kernel needs convolutions, QK-mean and value shift."
     if sum(taps) - 2 > _MOST_ROWS:
-        return (f"The cca_mix kernel supports convolutions that together reach {_MOST_ROWS} tokens back, "
-                f"not {sum(taps) - 2} (with {taps[0]} and {taps[1]} taps).")  # fmt: skip
+        reach = f"not {sum(taps) - 2} (with {taps[0]} and {taps[1]} taps)"
+        return f"The cca_mix kernel supports convolutions that together reach {_MOST_ROWS} tokens back, {reach}."
     return ""
 
 

@@ -48,7 +48,7 @@ def dispatch_experts(
       weight_t: fp32 factor of each token's output.
       gate_up_edf: [e, d, 2f], gate then up; here and below also a `StackedLayer`.
       down_efd: [e, f, d].
-      products: implementations of the operations of `grouped_matmul`, by name.
+      **products: implementations of the operations of `grouped_matmul`, by name.
 
     Returns:
       [t, d] in the dtype of `h_td`.

@@ -14,17 +14,10 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 
 def gram_polynomial(x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:
-    """Compute bG + cG² with G = s²XXᵀ; not differentiable.
+    """Compute bG + cG² with G = s²XXᵀ, the matrices X in the last two axes; not differentiable.
 
-    Args:
-      x_xpq: matrices in the last two axes, after any batch axes.
-      b: scalar, in the accumulation dtype.
-      c: scalar, in the accumulation dtype.
-      scale_x: s of each matrix, in the accumulation dtype.
-
-    Returns:
-      [x, p, p] in the dtype of `x_xpq`; exactly symmetric with kernels. G is rounded to that dtype before it is
-      squared.
+    b, c and s of each matrix, `scale_x`, have the accumulation dtype. Returns [x, p, p] in the dtype of `x_xpq`;
+    exactly symmetric with kernels. G is rounded to that dtype before it is squared.
     """
     # Two multiplications, since the square of a scale may overflow.
     scale_x11 = scale_x[..., None, None]

@@ -48,17 +48,11 @@ def grouped_product_transposed(x_tq: jax.Array, w_epq: Matrices, sizes_e: jax.Ar
 def grouped_outer(
     x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, total_lepq: jax.Array | None = None, layer: Any = 0
 ) -> jax.Array:
-    """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e.
-
-    Args:
-      x_tp: rows sorted by group, float.
-      y_tq: as many rows.
-      sizes_e: as for `grouped_product`.
-      total_lepq: fp32 sum of the gradients of all layers, to which the result is added.
-      layer: int32 index of the layer.
+    """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e, with rows sorted by group.
 
     Returns:
-      [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq` its sum with the result.
+      [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq`, the fp32 sum of the gradients of all layers,
+      its sum with the result in the layer of that index.
     """
     if total_lepq is not None:
         return _add_outer_products(x_tp, y_tq, sizes_e, total_lepq, layer)
@@ -175,8 +169,8 @@ def _unsupported(inner: int, _architecture: str, x: jax.Array, w: Matrices, size
         return why
     if x.ndim == 2 and len(w.shape) == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
         return ""
-    return ("The grouped-matmul kernels need rows [t, p], matrices [e, p, q] and sizes [e], "
-            f"not {x.shape}, {w.shape} and {sizes.shape}.")  # fmt: skip
+    shapes = f"{x.shape}, {w.shape} and {sizes.shape}"
+    return f"The grouped-matmul kernels need rows [t, p], matrices [e, p, q] and sizes [e], not {shapes}."
 
 
 def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: jax.Array, **_into: Any) -> str:

@@ -242,16 +242,10 @@ def validate_kernels(
 ) -> KernelSelection:
     """Check each selected kernel once in this process, on its first device, at the widths of `model`.
 
-    A kernel must agree with the reference in double precision, forward and backward, and with itself on arrays above
-    4 GiB, if they fit. A kernel that does not, or that fails to compile or run, is rejected with a `UserWarning`, and
-    the operation's next kernel is checked.
-
-    Args:
-      selection: result of `select_kernels`.
-      model: architecture, for the widths.
-      dtype: the same as in `select_kernels`.
-      training: whether to check gradients and the optimizer's operations, too.
-      large: bytes of the large arrays, 0 for none; None for `selfcheck.LARGE` on GPUs and 0 in emulation.
+    A kernel must agree with the reference in double precision, forward and with `training` backward, and with itself on
+    arrays above 4 GiB, if they fit. A kernel that does not, or that fails to compile or run, is rejected with a
+    `UserWarning`, and the operation's next kernel is checked. `large` are the bytes of the large arrays, 0 for none;
+    None for `selfcheck.LARGE` on GPUs and 0 in emulation.
 
     Returns:
       The selection of kernels that passed.

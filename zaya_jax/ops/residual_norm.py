@@ -58,8 +58,7 @@ def residual_norm(
       dtype: dtype of the norm; the stream is rounded to it first (`rms_norm`).
 
     Returns:
-      The new residual stream in the stream's dtype, and its norm in `dtype`, None without one; both of the stream's
-      shape.
+      The new residual stream in its dtype, and its norm in `dtype`, None without one; both of the stream's shape.
     """
     new_bsd = stream_bsd if output_bsd is None else merge(output_bsd, stream_bsd, vectors)
     return new_bsd, None if weight_d is None else rms_norm(new_bsd, weight_d, eps, dtype)
@@ -111,10 +110,8 @@ def _backward(
     architecture: Architecture, eps: float, _dtype: DTypeLike, saved: tuple[Any, ...], gradients: tuple
 ) -> tuple:
     output, stream, vectors, weight = saved
-    rows = map(_rows, gradients)
-    d_output, d_stream, d_parameters = residual_norm_backward(
-        _inputs(*saved), *rows, eps=eps, architecture=architecture
-    )
+    inputs, rows = _inputs(*saved), map(_rows, gradients)
+    d_output, d_stream, d_parameters = residual_norm_backward(inputs, *rows, eps=eps, architecture=architecture)
     gradient = iter(d_parameters)
     d_weight = None if weight is None else next(gradient).astype(weight.dtype)
     if vectors is not None:

@@ -116,12 +116,8 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """Return a, b, c and d of the momentum m ← am + bg and the direction cm + dg, for the gradient g.
 
-    `sum` is m ← μm + g. `ema` is the mean of `optax.contrib.muon`: m ← μm + (1 − μ)g, divided by 1 − μⁿ at
-    step n; with Nesterov the direction is μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
-
-    Args:
-      config: momentum form, μ, and whether to use Nesterov momentum.
-      steps: n, at least 1; used by `ema` only.
+    `sum` is m ← μm + g. `ema` is the mean of `optax.contrib.muon`: m ← μm + (1 − μ)g, divided by 1 − μⁿ at step n,
+    which is at least 1; with Nesterov the direction is μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
     """
     decay = config.momentum
     if config.momentum_form == "sum":

@@ -66,11 +66,8 @@ def make_halo(config: ParallelConfig) -> Callable[[jax.Array, jax.Array, jax.Arr
         flat = [u[:, u.shape[1] - rows :].reshape(count, -1), delayed[:, -1:].reshape(count, -1)]
         flat = before(jnp.concatenate(flat, 1))
         u_size = rows * u.shape[2] * u.shape[3]
-        return Halo(
-            flat[:, :u_size].reshape(count, rows, *u.shape[2:]),
-            before(segments[:, segments.shape[1] - least :]),
-            flat[:, u_size:].reshape(count, 1, -1),
-        )
+        u_bwnc, first = flat[:, :u_size].reshape(count, rows, *u.shape[2:]), segments.shape[1] - least
+        return Halo(u_bwnc, before(segments[:, first:]), flat[:, u_size:].reshape(count, 1, -1))
 
     return halo
 
@@ -131,16 +128,12 @@ def refuse_cache(query_offset: Any) -> None:
 def tree_attention(partial: Callable[..., PartialAttention], x: AttentionInputs) -> jax.Array:
     """Tree attention: replicated queries attend to keys that are split over devices (arXiv 2408.04093).
 
-    Each device attends to its own keys. The results are combined with one maximum and two sums over devices, whose size
-    does not depend on the number of keys (docs/reference.md §4.5).
+    Each device attends to its own keys, with `ops.attention.partial_attention`. The results are combined with one
+    maximum and two sums over devices, whose size does not depend on the number of keys (docs/reference.md §4.5).
 
-    Args:
-      partial: `ops.attention.partial_attention`.
-      x: queries, the same on all devices; this device's keys and values, where empty places have segment 0; and the
-        index of the first query relative to this device's first key, which may be negative or past the last key.
-
-    Returns:
-      The output [b, s, h, c] in the dtype of the queries, the same on all devices.
+    `x` has queries, the same on all devices; this device's keys and values, where empty places have segment 0; and the
+    index of the first query relative to this device's first key, which may be negative or past the last key. Returns
+    [b, s, h, c] in the dtype of the queries, the same on all devices.
     """
     o, lse = partial(x)
     axis = SEQUENCE_AXIS

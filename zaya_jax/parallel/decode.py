@@ -6,6 +6,7 @@ window, the tail of the convolutions and the logits, is the same on all devices 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,8 +60,9 @@ def _map_layers(
     """Map the keys and values of each layer, and whatever else its decode state has."""
 
     def state(layer: LayerKind, tree: Any) -> Any:
-        return jax.tree.map(lambda x: keys_and_values(layer, x) if isinstance(x, KeyValues) else other(x), tree,
-                            is_leaf=lambda x: isinstance(x, KeyValues))  # fmt: skip
+        mapped = functools.partial(keys_and_values, layer)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, KeyValues))
+        return structure.unflatten([mapped(x) if isinstance(x, KeyValues) else other(x) for x in leaves])
 
     return tuple(map(state, config.layer_kinds * config.num_groups, cache.layers))
 

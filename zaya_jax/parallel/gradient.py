@@ -107,7 +107,7 @@ def _accumulated_gradient(
     # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
     # would have to wait for the layer's reduction.
     stacked = {name: x for name, x in compute.items() if is_stacked(name) and not leaves[name].by_layer}
-    large = {name for name, x in stacked.items() if x.size > SMALL * x.shape[0]}
+    large = [name for name, x in stacked.items() if x.size > SMALL * x.shape[0]]
     others = {name: x for name, x in compute.items() if name not in large}
     probe = jnp.zeros((), jnp.float32)
 

@@ -22,14 +22,9 @@ def validated_kernels(
 ) -> KernelSelection:
     """Select the kernels that exist for the devices and give correct results in every process.
 
-    Process 0 reads the measurements that decide for all processes, and describes the selection, on platforms that have
-    kernels.
-
-    Args:
-      config: configuration of the run.
-      folder: run folder; None if nothing is resumed.
-      training: whether to check gradients and the optimizer's operations, too.
-      say: called with each line for the user.
+    Process 0 reads the measurements that decide for all processes, from the run folder if something is resumed, and
+    describes the selection, on platforms that have kernels. With `training`, gradients and the optimizer's operations
+    are checked, too. `say` is called with each line for the user.
 
     Raises:
       InputError: an implementation of `config.ops` does not exist, or cannot be used.

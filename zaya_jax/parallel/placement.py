@@ -158,16 +158,9 @@ def make_placement(
     parallel: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
     dtype: str, kernels: KernelSelection, exact: Collection[str] = (),
 ) -> Placement:  # fmt: skip
-    """Make the placement of parameters on `mesh`.
+    """Make the placement of parameters, by name, on a mesh with the axis sizes of the layout.
 
-    Args:
-      parallel: the layout.
-      mesh: mesh with the axis sizes of `parallel`.
-      shapes: shape of each parameter, by name.
-      roles: role of each parameter, by name.
-      dtype: the compute dtype.
-      kernels: implementations of the operations, for the devices of `mesh`.
-      exact: names of parameters that compute in fp32 (fp64 if `dtype` is).
+    `dtype` is the compute dtype; the parameters named in `exact` compute in fp32 (fp64 if `dtype` is).
     """
     dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, accumulation_dtype(dtype))}
     leaves = place_leaves(shapes, roles, mesh)
