@@ -11,77 +11,39 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention_tiles import (
-    FLOOR,
-    HIDDEN,
-    LN_2,
-    LOG2_E,
-    Rows,
-    Segments,
-    key_segments,
-    load_keys,
-    load_rows,
-    ranges,
-    rows_of,
-    seen,
-    store_rows,
-    tile_of,
-    visit,
-)
-from pallas_kernels.launch import launch
+from pallas_kernels import attention_tiles as tiles
+from pallas_kernels.attention_tiles import FLOOR, HIDDEN, LN_2, LOG2_E, AttentionInputs, Refs, Rows, Static
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture
 
 
 def attention_forward(
-    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array, *,
-    window: int | None, dtype: jax.typing.DTypeLike, architecture: Architecture,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    x: AttentionInputs, *, dtype: jax.typing.DTypeLike, architecture: Architecture
+) -> tuple[jax.Array, jax.Array]:
     """Compute causal attention.
 
-    Args:
-      q_bshc: queries, bf16 or fp32.
-      k_btkc: keys, of the same dtype.
-      v_btkc: values, of the same dtype.
-      segments: int32 documents of queries [b, s] and keys [b, t], 0 for padding; None for one document per row.
-      offset: int32 scalar, index of the first query among the keys; may be negative.
-      window: number of keys that a query sees, its own included; None for all.
-      dtype: dtype of the output.
-      architecture: see `launch`.
-
     Returns:
-      The output [b, s, h, c], and the log-sum-exp of each query, fp32 [b, s, h]; 0 and `FLOOR` for a query that sees no
-      key.
+      The output [b, s, h, c] in `dtype`, and the log-sum-exp of each query, fp32 [b, s, h]; 0 and `FLOOR` for a query
+      that sees no key.
     """
-    b, s, h, c = q_bshc.shape
-    t, num_kv = k_btkc.shape[1:3]
-    tile = tile_of("attention", architecture, q_bshc)
-    rows, keys = tile.sizes
-    shape = (b, s, t, h // num_kv)
-    bounds = ranges(segments, offset, shape, (rows, keys), window)
-    return launch(
-        functools.partial(_kernel, shape=shape, sizes=(rows, keys), window=window),
-        offset[None], bounds, q_bshc, k_btkc, v_btkc, *(segments or ()),
-        name="attention",
-        grid=(b * num_kv, bounds.shape[1]),
-        out_shape=(jax.ShapeDtypeStruct((b, s, h, c), dtype), jax.ShapeDtypeStruct((b, s, h), jnp.float32)),
-        warps=tile.warps, stages=tile.stages, architecture=architecture,
-    )  # fmt: skip
+    (b, s, h, c), num_kv = x.q_bshc.shape, x.k_btkc.shape[2]
+    tile = tiles.tile_of("attention", architecture, x.q_bshc)
+    bounds = tiles.ranges(x, tile.sizes)
+    kernel = functools.partial(_kernel, static=Static.of(tile, x))
+    out, grid = (Out((b, s, h, c), dtype), Out((b, s, h), jnp.float32)), (b * num_kv, bounds.shape[1])
+    return launch("attention", kernel, (x.query_offset[None], bounds, Refs.of(x)), out, grid, tile, architecture)
 
 
-def _kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any,
-            shape: tuple[int, int, int, int], sizes: tuple[int, int], window: int | None) -> None:  # fmt: skip
-    *segments, o_ref, lse_ref = refs
-    q_seg_ref, k_seg_ref = segments or (None, None)
-    num_kv = k_ref.shape[2]
-    batch, kv_head = pl.program_id(0) // num_kv, pl.program_id(0) % num_kv
+def _kernel(offset_ref: Any, bounds_ref: Any, x: Refs, o_ref: Any, lse_ref: Any, *, static: Static) -> None:
+    head = tiles.key_head(x, 0)
     index = pl.num_programs(1) - 1 - pl.program_id(1)  # longest programs first: the last rows see the most keys
-    rows = rows_of(index, sizes[0], shape, batch, kv_head, offset_ref[0], q_seg_ref)
-    bounds = tuple(bounds_ref[batch, index, i] for i in range(4))
-    step = functools.partial(attend, rows, load_rows(q_ref, rows), k_ref, v_ref, k_seg_ref, kv_head, sizes[1], window)
-    o, lse = finish(visit(bounds, step, nothing(sizes[0], q_ref.shape[3])))
-    store_rows(o_ref, rows, o)
-    store_rows(lse_ref, rows, lse)
+    rows = tiles.rows_of(x, head, index, static.rows, offset_ref[0])
+    bounds = tiles.bounds_of(bounds_ref, head, index)
+    step = functools.partial(attend, x, rows, tiles.load_rows(x.q, rows), static)
+    o, lse = finish(tiles.visit(bounds, step, nothing(static.rows, x.q.shape[3])))
+    tiles.store_rows(o_ref, rows, o)
+    tiles.store_rows(lse_ref, rows, lse)
 
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # online softmax, fp32: maximum [r], sum [r], output [r, c]
@@ -92,20 +54,19 @@ def nothing(rows: int, c: int) -> State:
     return jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, c), jnp.float32)
 
 
-def attend(rows: Rows, q: jax.Array, k_ref: Any, v_ref: Any, k_seg_ref: Any, kv_head: Any, size: int,
-           window: int | None, index: Any, state: State, masked: bool) -> State:  # fmt: skip
+def attend(x: Refs, rows: Rows, q: jax.Array, static: Static, index: Any, state: State, masked: bool) -> State:
     """Update the state with tile `index` of keys. Scores are to base 2, since GPUs have an instruction for 2ˣ."""
     top, total, acc = state
-    keys = index * size + jnp.arange(size, dtype=jnp.int32)
-    k = load_keys(k_ref, rows.batch, keys, kv_head, bounded=masked)
+    keys = index * static.keys + jnp.arange(static.keys, dtype=jnp.int32)
+    k = tiles.load_keys(x.k, rows.head, keys, bounded=masked)
     scores = product(q, k, (1, 1)) * (LOG2_E * q.shape[1] ** -0.5)
     if masked:
-        segments = key_segments(k_seg_ref, rows.batch, keys)
-        scores = jnp.where(seen(rows, keys, segments, k_ref.shape[1], window), scores, HIDDEN)
+        segments = tiles.key_segments(x, rows.head, keys)
+        scores = jnp.where(tiles.seen(x, rows, keys, segments, static.window), scores, HIDDEN)
     new_top = jnp.maximum(top, scores.max(1))
     p = jnp.exp2(scores - new_top[:, None])
     keep = jnp.exp2(top - new_top)
-    v = load_keys(v_ref, rows.batch, keys, kv_head, bounded=masked)
+    v = tiles.load_keys(x.v, rows.head, keys, bounded=masked)
     acc = acc * keep[:, None] + product(p.astype(v.dtype), v)
     return new_top, total * keep + p.sum(1), acc
 

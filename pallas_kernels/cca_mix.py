@@ -5,7 +5,7 @@ couples them. Projections are read from memory once; the taps read rows before t
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
 
@@ -64,50 +64,29 @@ def sizes_of(x: Any) -> Sizes:
     return Sizes(b, s, heads - num_kv, num_kv, c, num_kv * c // 2, before)
 
 
-def without_none(arrays: tuple[Any, ...]) -> tuple[list[Any], tuple[bool, ...]]:
-    """Return the arrays that are not None, which a kernel takes, and which those are."""
-    return [x for x in arrays if x is not None], tuple(x is not None for x in arrays)
-
-
-def with_none(kind: Any, present: tuple[bool, ...], refs: Any) -> Any:
-    """Undo `without_none` for references: take those that are `present` from an iterator, for a named tuple."""
-    return kind(*(next(refs) if there else None for there in present))
-
-
 def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
 
-    Args:
-      x: the inputs; c, p and c − 2p are powers of two, and the last may be 0.
-      architecture: see `launch`.
+    c, p and c − 2p are powers of two, and the last may be 0.
 
     Returns:
       q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`; and the inverse norm of each head of queries
       and keys before QK-norm, fp32 [b, n, s], from which `cca_mix_backward` computes the gradients.
     """
-    b, s, n, num_kv, c, *_ = sizes_of(x)
-    (tokens, depth), warps, stages = tile("cca_mix", architecture, x.packed_bsmc.dtype)
-    arrays, present = without_none(x)
-
-    def out(heads: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((b, s, heads, c), x.packed_bsmc.dtype)
-
-    return launch(
-        functools.partial(_kernel, present=present, tokens=tokens, depth=min(depth, c)),
-        *arrays,
-        name="cca_mix",
-        grid=(num_kv, pl.cdiv(s, tokens), b),
-        out_shape=(out(n - num_kv), out(num_kv), out(num_kv), jax.ShapeDtypeStruct((b, n, s), jnp.float32)),
-        warps=warps,
-        stages=stages,
-        architecture=architecture,
-    )
+    return launch_mix("cca_mix", _kernel, x, x.temperature_k.shape[0], architecture)
 
 
-def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> None:
-    rest = iter(refs)
-    x = with_none(MixArrays, present, rest)
-    q_ref, k_ref, v_ref, inverse_ref = rest
+def launch_mix(name: str, kernel: Callable[..., None], x: MixArrays, programs: int, architecture: Architecture) -> Any:
+    """Launch a kernel that computes `cca_mix`, with a number of programs for each tile of tokens."""
+    (b, s, n, num_kv, c, *_), dtype = sizes_of(x), x.packed_bsmc.dtype
+    cut = tile(name, architecture, dtype)
+    tokens, depth = cut.sizes
+    out = *(Out((b, s, heads, c), dtype) for heads in (n - num_kv, num_kv, num_kv)), Out((b, n, s), jnp.float32)
+    kernel = functools.partial(kernel, tokens=tokens, depth=min(depth, c))
+    return launch(name, kernel, (x,), out, (programs, pl.cdiv(s, tokens), b), cut, architecture)
+
+
+def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tokens: int, depth: int) -> None:
     _, s, n, num_kv, c, *_ = sizes_of(x)
     group, batch = pl.program_id(0), pl.program_id(2)
     served = (n - num_kv) // num_kv
@@ -124,8 +103,7 @@ def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> N
         tables = rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
         parts = rotated([part * (inverse * (c**0.5 * scale))[:, None] for part in parts], *tables)
         for part, column in zip(parts, columns, strict=True):
-            triton.store(ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype),
-                         mask=filled(inside[:, None], *part.shape))  # fmt: skip
+            store_rows(ref, batch, time, number, column, part, inside)
 
     def query(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         head = group * served + i
@@ -144,8 +122,15 @@ def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> N
     shift_value(x, v_ref, batch, time, group)
 
 
-def convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
-           depth: int) -> list[jax.Array]:  # fmt: skip
+def store_rows(ref: Any, batch: Any, time: jax.Array, head: Any, column: jax.Array, value: Any, inside: Any) -> None:
+    """Store some channels of a head, [tokens, channels], at `time`, where `inside` [tokens] is true."""
+    at, value = ref.at[batch, time[:, None], head, column[None, :]], value.astype(ref.dtype)
+    triton.store(at, value, mask=filled(inside[:, None], *value.shape))
+
+
+def convolved(
+    x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array], depth: int
+) -> list[jax.Array]:
     """Compute both convolutions of a head, for each range of output channels; fp32, rounded like the reference."""
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -185,17 +170,12 @@ def shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: ja
     triton.store(v_ref.at[batch, time[:, None], group, channel[None, :]], value, mask=inside)
 
 
-def tap_row(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array,
-            back: jax.Array | int) -> jax.Array:  # fmt: skip
+def tap_row(
+    x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array, back: jax.Array | int
+) -> jax.Array:
     """Compute the depthwise output `back` rows before each token, as it sees it: [tokens, channels] in its dtype.
 
-    Args:
-      x: references to the arrays.
-      batch: row of the batch.
-      time: [tokens], indices of the tokens in the piece.
-      head: index of the head, queries before keys.
-      channels: channels of the head.
-      back: number of rows.
+    `time` are indices of the tokens in the piece, `channels` are some of the head, of which queries are before keys.
     """
     taps, here = x.depthwise_wnc.shape[0], time - back
     segment = segments_at(x, batch, here)

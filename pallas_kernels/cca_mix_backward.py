@@ -24,29 +24,14 @@ from pallas_kernels.cca_mix import (
     segments_at,
     sizes_of,
     span,
+    store_rows,
     tap_row,
     temperature,
-    with_none,
-    without_none,
 )
 from pallas_kernels.cca_mix_by_head import partners
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
-
-
-class MixGradients(NamedTuple):
-    """Gradients of the arrays of `MixArrays`, those of parameters in fp32; None of an array that is None."""
-
-    packed_bsmc: jax.Array
-    halo_u_bwnc: jax.Array | None
-    halo_delayed_b1x: jax.Array | None
-    depthwise_wnc: jax.Array
-    depthwise_bias_nc: jax.Array
-    grouped_wncc: jax.Array
-    grouped_bias_nc: jax.Array
-    temperature_k: jax.Array
-    start_x: jax.Array | None
 
 
 class _RowOutputs(NamedTuple):
@@ -59,15 +44,12 @@ class _RowOutputs(NamedTuple):
     start_ix: jax.Array | None
 
 
-def cca_mix_backward(x: MixArrays, results: tuple[jax.Array, ...], gradients: tuple[jax.Array, ...], *,
-                     architecture: Architecture) -> MixGradients:  # fmt: skip
-    """Compute the gradients of the inputs of `cca_mix`.
+def cca_mix_backward(
+    x: MixArrays, results: tuple[jax.Array, ...], gradients: tuple[jax.Array, ...], *, architecture: Architecture
+) -> MixArrays:
+    """Compute the gradients of the inputs of `cca_mix`, those of parameters in fp32; None for documents and tables.
 
-    Args:
-      x: inputs of `cca_mix`.
-      results: queries, keys and inverse norms that `cca_mix` returned.
-      gradients: gradients of queries, keys and values, in the dtype of `packed_bsmc`.
-      architecture: see `launch`.
+    `results` are the queries, keys and inverse norms of `cca_mix`; `gradients` those of queries, keys and values.
     """
     *d_heads, d_v = gradients
     z_bsnc, temperature_ni = _through_norm(x, results, d_heads, architecture)
@@ -75,32 +57,31 @@ def cca_mix_backward(x: MixArrays, results: tuple[jax.Array, ...], gradients: tu
     *depthwise, bias_nc = rows.vectors_iwnc.sum(0)
     # The depthwise bias reaches every token through all taps, also across document boundaries.
     depthwise_bias = jnp.einsum("wnxc,nc->nx", x.grouped_wncc.astype(jnp.float32), bias_nc, precision="highest")
-    return MixGradients(
-        rows.packed_bsmc, rows.halo_u_bwnc, rows.halo_delayed_b1x, jnp.stack(depthwise), depthwise_bias,
-        _through_products(x, z_bsnc, architecture), bias_nc, temperature_ni[-x.temperature_k.shape[0] :].sum(1),
-        None if rows.start_ix is None else rows.start_ix.sum(0),
-    )  # fmt: skip
+    weights = jnp.stack(depthwise), depthwise_bias, _through_products(x, z_bsnc, architecture), bias_nc
+    temperature_k = temperature_ni[-x.temperature_k.shape[0] :].sum(1)
+    start = None if rows.start_ix is None else rows.start_ix.sum(0)
+    values: Any = (*rows[:3], *(None,) * 4, *weights, temperature_k, start)
+    return MixArrays(*values)
 
 
-def _through_norm(x: MixArrays, results: tuple[jax.Array, ...], d_heads: list[jax.Array],
-                  architecture: Architecture) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+def _through_norm(
+    x: MixArrays, results: tuple[jax.Array, ...], d_heads: list[jax.Array], architecture: Architecture
+) -> tuple[jax.Array, jax.Array]:
     """Return z [b, s, n, c] in the dtype of u, and tiles' gradients of each head's factor after QK-norm, [n, tiles]."""
-    b, s, n, _, c, *_ = sizes_of(x)
-    (tokens,), warps, stages = tile("cca_mix_backward_norm", architecture, x.packed_bsmc.dtype)
+    (b, s, n, _, c, *_), name = sizes_of(x), "cca_mix_backward_norm"
+    cut = tile(name, architecture, x.packed_bsmc.dtype)
+    (tokens,) = cut.sizes
     tiles = pl.cdiv(s, tokens)
-    shapes = jax.ShapeDtypeStruct((b, s, n, c), x.packed_bsmc.dtype), jax.ShapeDtypeStruct((n, b * tiles), jnp.float32)
-    return launch(
-        functools.partial(_norm_kernel, tokens=tokens), *results, *d_heads, x.cos_bsp, x.sin_bsp, x.temperature_k,
-        name="cca_mix_backward_norm", grid=(n, tiles, b), out_shape=shapes, warps=warps, stages=stages,
-        architecture=architecture,
-    )  # fmt: skip
+    out = Out((b, s, n, c), x.packed_bsmc.dtype), Out((n, b * tiles), jnp.float32)
+    arrays = ((results, d_heads), (x.cos_bsp, x.sin_bsp), x.temperature_k)
+    return launch(name, functools.partial(_norm_kernel, tokens), arrays, out, (n, tiles, b), cut, architecture)
 
 
-def _norm_kernel(*refs: Any, tokens: int) -> None:
-    q_ref, k_ref, inverse_ref, d_q_ref, d_k_ref, cos_ref, sin_ref, temperature_ref, z_ref, factor_ref = refs
+def _norm_kernel(tokens: int, heads: Any, tables: Any, temperature_ref: Any, z_ref: Any, factor_ref: Any) -> None:
+    (q_ref, k_ref, inverse_ref), (d_q_ref, d_k_ref) = heads
     (_, s, queries, c), head, number, batch = q_ref.shape, pl.program_id(0), pl.program_id(1), pl.program_id(2)
     time, query, group = number * tokens + span(0, tokens), head < queries, jnp.maximum(head - queries, 0)
-    columns, inside = rotary_columns(c, cos_ref.shape[2]), time < s
+    columns, inside = rotary_columns(c, tables[0].shape[2]), time < s
 
     def load(of_queries: Any, of_keys: Any) -> list[jax.Array]:
         def part(ref: Any, number: jax.Array, of_kind: jax.Array, column: jax.Array) -> jax.Array:
@@ -119,36 +100,28 @@ def _norm_kernel(*refs: Any, tokens: int) -> None:
     outer = triton.load(inverse_ref.at[batch, head, time], mask=inside, other=0.0) * (c**0.5 * scale)
     across = [(g - a * (along * (1 / c))[:, None]) * outer[:, None] for a, g in zip(normed, gradient, strict=True)]
     # Rotations keep dot products, so only the result is turned back.
-    cos, sin = rotary_rows((cos_ref, sin_ref), batch, time, inside)
+    cos, sin = rotary_rows(tables, batch, time, inside)
     for part, column in zip(rotated(across, cos, -sin), columns, strict=True):
-        triton.store(z_ref.at[batch, time[:, None], head, column[None, :]], part.astype(z_ref.dtype),
-                     mask=filled(inside[:, None], *part.shape))  # fmt: skip
+        store_rows(z_ref, batch, time, head, column, part, inside)
 
 
 def _through_convolutions(
     x: MixArrays, z_bsnc: jax.Array, d_v_bskc: jax.Array, architecture: Architecture
 ) -> _RowOutputs:
-    b, s, n, num_kv, c, _, before = sizes_of(x)
-    (tokens, depth), warps, stages = tile("cca_mix_backward_rows", architecture, x.packed_bsmc.dtype)
+    (b, s, n, num_kv, c, _, before), name = sizes_of(x), "cca_mix_backward_rows"
+    cut = tile(name, architecture, x.packed_bsmc.dtype)
+    tokens, depth = cut.sizes
     tiles = pl.cdiv(s + before, tokens)
-    alike = (None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
-             for a in (x.packed_bsmc, x.halo_u_bwnc, x.halo_delayed_b1x))  # fmt: skip
-    vectors = jax.ShapeDtypeStruct((b * tiles, x.depthwise_wnc.shape[0] + 1, n, c), jnp.float32)
-    start = None if x.start_x is None else jax.ShapeDtypeStruct((b * tiles, *x.start_x.shape), jnp.float32)
-    shapes, made = without_none((*alike, vectors, start))
-    arrays, present = without_none(x)
-    results = launch(
-        functools.partial(_rows_kernel, present=(present, made), tokens=tokens, depth=min(depth, c)),
-        *arrays, z_bsnc, d_v_bskc, name="cca_mix_backward_rows", grid=(n + num_kv, tiles, b), out_shape=shapes,
-        warps=warps, stages=stages, architecture=architecture,
-    )  # fmt: skip
-    return with_none(_RowOutputs, made, iter(results))
+    alike = jax.tree.map(lambda a: Out(a.shape, a.dtype), (x.packed_bsmc, x.halo_u_bwnc, x.halo_delayed_b1x))
+    vectors = Out((b * tiles, x.depthwise_wnc.shape[0] + 1, n, c), jnp.float32)
+    start = None if x.start_x is None else Out((b * tiles, *x.start_x.shape), jnp.float32)
+    kernel = functools.partial(_rows_kernel, tokens=tokens, depth=min(depth, c))
+    out, grid = (*alike, vectors, start), (n + num_kv, tiles, b)
+    return _RowOutputs(*launch(name, kernel, (x, z_bsnc, d_v_bskc), out, grid, cut, architecture))
 
 
-def _rows_kernel(*refs: Any, present: tuple[tuple[bool, ...], tuple[bool, ...]], tokens: int, depth: int) -> None:
-    rest = iter(refs)
-    x, z_ref, d_v_ref = with_none(MixArrays, present[0], rest), next(rest), next(rest)
-    out = with_none(_RowOutputs, present[1], rest)
+def _rows_kernel(x: Any, z_ref: Any, d_v_ref: Any, *outputs: Any, tokens: int, depth: int) -> None:
+    out = _RowOutputs(*outputs)
     head, batch = pl.program_id(0), pl.program_id(2)
     # Rows of the halo are treated like others: time starts at minus their number.
     time = pl.program_id(1) * tokens - sizes_of(x).halo + span(0, tokens)
@@ -156,16 +129,19 @@ def _rows_kernel(*refs: Any, present: tuple[tuple[bool, ...], tuple[bool, ...]],
 
     @pl.when(head < z_ref.shape[2])
     def _() -> None:
-        _finish_head(x, z_ref, out, number, batch, time, head, depth)
+        _finish_head(x, z_ref, out, (number, batch, time, head), depth)
 
     @pl.when(head >= z_ref.shape[2])
     def _() -> None:
-        _shift_back(x, d_v_ref, out, number, batch, time, head - z_ref.shape[2])
+        _shift_back(x, d_v_ref, out, (number, batch, time, head - z_ref.shape[2]))
 
 
-def _finish_head(x: Any, z_ref: Any, out: Any, number: jax.Array, batch: jax.Array, time: jax.Array, head: jax.Array,
-                 depth: int) -> None:  # fmt: skip
+_Place = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # number of the tile, batch, time, head
+
+
+def _finish_head(x: Any, z_ref: Any, out: Any, place: _Place, depth: int) -> None:
     """Write the gradient of a head of u, and the tile's sums for the vectors of the convolutions."""
+    number, batch, time, head = place
     (_, _, n, num_kv, c, *_), channels = sizes_of(x), span(0, x.grouped_wncc.shape[2])
     taps0, taps1 = x.depthwise_wnc.shape[0], x.grouped_wncc.shape[0]
     segment = segments_at(x, batch, time)
@@ -178,8 +154,7 @@ def _finish_head(x: Any, z_ref: Any, out: Any, number: jax.Array, batch: jax.Arr
             after = later + (taps1 - 1 - tap1)
             same = segments_at(x, batch, after) == segment_later
 
-            def add(i: jax.Array, y: jax.Array, tap1: int = tap1, after: jax.Array = after,
-                    same: jax.Array = same) -> jax.Array:  # fmt: skip
+            def add(i: Any, y: jax.Array, tap1: int = tap1, after: Any = after, same: Any = same) -> jax.Array:
                 deep = i * depth + span(0, depth)
                 kernel = triton.load(x.grouped_wncc.at[tap1, head, channels[:, None], deep[None, :]])
                 return y + product(_rows(z_ref, batch, after, head, deep, same), kernel, (1, 1))
@@ -206,9 +181,9 @@ def _finish_head(x: Any, z_ref: Any, out: Any, number: jax.Array, batch: jax.Arr
         _store(out.halo_u_bwnc, batch, time + out.halo_u_bwnc.shape[1], (head, channels[None, :]), total)
 
 
-def _shift_back(x: Any, d_v_ref: Any, out: Any, number: jax.Array, batch: jax.Array, time: jax.Array,
-                group: jax.Array) -> None:  # fmt: skip
+def _shift_back(x: Any, d_v_ref: Any, out: Any, place: _Place) -> None:
     """Write the gradients of both halves of the value, and of the delayed value at the start of a document."""
+    number, batch, time, group = place
     _, _, n, _, c, half, *_ = sizes_of(x)
     channel, segment = span(0, c), segments_at(x, batch, time)
     at = group * c + channel
@@ -224,15 +199,15 @@ def _shift_back(x: Any, d_v_ref: Any, out: Any, number: jax.Array, batch: jax.Ar
         triton.store(out.start_ix.at[number, column], jnp.sum(starts, axis=0), mask=late)
 
 
-def _rows(ref: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array,
-          chosen: jax.Array | bool = True) -> jax.Array:  # fmt: skip
+def _rows(
+    ref: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array, chosen: jax.Array | bool = True
+) -> jax.Array:
     """Load the `chosen` rows of a head, [tokens, channels] in their dtype; zero elsewhere and outside of the piece."""
     mask = filled((chosen & (time >= 0) & (time < ref.shape[1]))[:, None], time.size, channels.size)
     return triton.load(ref.at[batch, time[:, None], head, channels[None, :]], mask=mask, other=0.0)
 
 
-def _store(ref: Any, batch: jax.Array, row: jax.Array, rest: tuple[jax.Array, ...], value: jax.Array,
-           columns: jax.Array | bool = True) -> None:  # fmt: skip
+def _store(ref: Any, batch: Any, row: jax.Array, rest: tuple[Any, ...], value: jax.Array, columns: Any = True) -> None:
     mask = filled(((row >= 0) & (row < ref.shape[1]))[:, None] & columns, *value.shape)
     # Masked rows get an index past the end: interpreted, a negative index would count from the end.
     at = (batch, jnp.where(row < 0, ref.shape[1], row)[:, None], *rest)
@@ -241,24 +216,18 @@ def _store(ref: Any, batch: jax.Array, row: jax.Array, rest: tuple[jax.Array, ..
 
 def _through_products(x: MixArrays, z_bsnc: jax.Array, architecture: Architecture) -> jax.Array:
     """Return the gradient of the matrices, fp32 [k1, n, c in, c out]."""
-    b, s, n, _, c, *_ = sizes_of(x)
-    (tokens, most), warps, stages = tile("cca_mix_backward_matrices", architecture, x.packed_bsmc.dtype)
+    (b, s, n, _, c, *_), name = sizes_of(x), "cca_mix_backward_matrices"
+    cut = tile(name, architecture, x.packed_bsmc.dtype)
+    tokens, most = cut.sizes
     taps, parts = x.grouped_wncc.shape[0], min(most, b * pl.cdiv(s, tokens))
-    arrays, present = without_none(x)
-    sums_jwncc = launch(
-        functools.partial(_matrices_kernel, present=present, tokens=tokens), *arrays, z_bsnc,
-        name="cca_mix_backward_matrices", grid=(n * taps, parts),
-        out_shape=jax.ShapeDtypeStruct((parts, taps, n, c, c), jnp.float32), warps=warps, stages=stages,
-        architecture=architecture,
-    )  # fmt: skip
+    kernel, out = functools.partial(_matrices_kernel, tokens=tokens), Out((parts, taps, n, c, c), jnp.float32)
+    sums_jwncc = launch(name, kernel, (x, z_bsnc), out, (n * taps, parts), cut, architecture)
     # Few large parts: add them elementwise, so that XLA fuses the cast into the same pass.
     return functools.reduce(jnp.add, sums_jwncc)
 
 
-def _matrices_kernel(*refs: Any, present: tuple[bool, ...], tokens: int) -> None:
+def _matrices_kernel(x: Any, z_ref: Any, out_ref: Any, *, tokens: int) -> None:
     """Sum the gradient of one matrix over a part of the tokens."""
-    rest = iter(refs)
-    x, z_ref, out_ref = with_none(MixArrays, present, rest), next(rest), next(rest)
     (b, s, n, c), taps, part = z_ref.shape, x.grouped_wncc.shape[0], pl.program_id(1)
     head, tap, channels = jax.lax.rem(pl.program_id(0), n), jax.lax.div(pl.program_id(0), n), span(0, c)
     in_row = pl.cdiv(s, tokens)

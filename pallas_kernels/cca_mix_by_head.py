@@ -4,7 +4,6 @@ Programs of the same tokens run together: projections are read from memory once,
 QK-mean, which couples heads.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -12,50 +11,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.cca_mix import (
-    MixArrays,
-    convolved,
-    filled,
-    rotary_columns,
-    rotary_rows,
-    rotated,
-    rows_at,
-    shift_value,
-    sizes_of,
-    span,
-    temperature,
-    with_none,
-    without_none,
-)
-from pallas_kernels.launch import launch
-from pallas_kernels.tiles import Architecture, tile
+from pallas_kernels import cca_mix as mix
+from pallas_kernels.cca_mix import MixArrays, rows_at, sizes_of, span
+from pallas_kernels.tiles import Architecture
 
 
 def cca_mix_by_head(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute `cca_mix` with a program for each head; arguments and results are the same."""
-    b, s, n, num_kv, c, *_ = sizes_of(x)
-    (tokens, depth), warps, stages = tile("cca_mix_by_head", architecture, x.packed_bsmc.dtype)
-    arrays, present = without_none(x)
-
-    def out(heads: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((b, s, heads, c), x.packed_bsmc.dtype)
-
-    return launch(
-        functools.partial(_kernel, present=present, tokens=tokens, depth=min(depth, c)),
-        *arrays,
-        name="cca_mix_by_head",
-        grid=(n + num_kv, pl.cdiv(s, tokens), b),
-        out_shape=(out(n - num_kv), out(num_kv), out(num_kv), jax.ShapeDtypeStruct((b, n, s), jnp.float32)),
-        warps=warps,
-        stages=stages,
-        architecture=architecture,
-    )
+    return mix.launch_mix("cca_mix_by_head", _kernel, x, x.packed_bsmc.shape[2], architecture)
 
 
-def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> None:
-    rest = iter(refs)
-    x = with_none(MixArrays, present, rest)
-    q_ref, k_ref, v_ref, inverse_ref = rest
+def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tokens: int, depth: int) -> None:
     head, batch = pl.program_id(0), pl.program_id(2)
     time = pl.program_id(1) * tokens + span(0, tokens)
     heads = x.packed_bsmc.shape[2] - x.temperature_k.shape[0]
@@ -66,15 +32,16 @@ def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> N
 
     @pl.when(head >= heads)
     def _() -> None:
-        shift_value(x, v_ref, batch, time, head - heads)
+        mix.shift_value(x, v_ref, batch, time, head - heads)
 
 
-def _mix_head(x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Array, head: jax.Array,
-              depth: int) -> None:  # fmt: skip
+def _mix_head(
+    x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Array, head: jax.Array, depth: int
+) -> None:
     (q_ref, k_ref, inverse_ref), (_, s, n, num_kv, c, *_) = out, sizes_of(x)
     inside, query, group = time < s, head < n - num_kv, jnp.maximum(head - (n - num_kv), 0)
-    columns = rotary_columns(c, x.cos_bsp.shape[2])
-    parts = convolved(x, batch, time, head, columns, depth)
+    columns = mix.rotary_columns(c, x.cos_bsp.shape[2])
+    parts = mix.convolved(x, batch, time, head, columns, depth)
     # Loaded after the matmul, since registers cannot hold them: 0.5 of the head, and of the mean of its partners.
     first, count = partners(head, n - num_kv, num_kv)
     share = 0.5 / count.astype(jnp.float32)
@@ -87,13 +54,12 @@ def _mix_head(x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Arr
     parts = jax.lax.fori_loop(0, count, add, [part + 0.5 * row for part, row in zip(parts, own, strict=True)])
     inverse = jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1) for part in parts) + 1e-12)
     triton.store(inverse_ref.at[batch, head, time], inverse, mask=inside)
-    scale = c**0.5 * jnp.where(query, 1.0, temperature(x.temperature_k, group))
-    tables = rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
-    turned = rotated([part * (inverse * scale)[:, None] for part in parts], *tables)
+    scale = c**0.5 * jnp.where(query, 1.0, mix.temperature(x.temperature_k, group))
+    tables = mix.rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
+    turned = mix.rotated([part * (inverse * scale)[:, None] for part in parts], *tables)
     for part, column in zip(turned, columns, strict=True):
         for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
-            triton.store(ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype),
-                         mask=filled((inside & own_kind)[:, None], *part.shape))  # fmt: skip
+            mix.store_rows(ref, batch, time, number, column, part, inside & own_kind)
 
 
 def partners(head: jax.Array, queries: int, num_kv: int) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.tiles import Architecture, tile
 
 _MOST = 2**19  # tokens × classes² of a program, whose counts, one for each token and class, are in registers
@@ -24,27 +24,19 @@ def class_sort(
 ) -> tuple[jax.Array, jax.Array]:
     """Sort tokens by class.
 
-    Args:
-      class_t: int32 class of each token; values of `classes` and more are one more class, the last.
-      classes: number of classes without the last.
-      dtype: dtype of activations, with which tiles are measured.
-      architecture: see `launch`.
+    The int32 class of a token may be `classes` or more, which is one more class, the last. `dtype` is that of
+    activations, with which tiles are measured.
 
     Returns:
       int32 [t], the tokens in the order of their classes, otherwise in their own; and int32 [classes], the number of
       tokens of each class.
     """
-    (tokens,), warps, _ = tile("class_sort", architecture, dtype)
+    cut = tile("class_sort", architecture, dtype)
     lanes, count = pl.next_power_of_2(classes), class_t.shape[0]
-    tokens = min(tokens, max(_MOST // lanes**2, 1))
-    order_t, sizes = launch(
-        functools.partial(_kernel, tokens=tokens, lanes=lanes),
-        class_t,
-        name="class_sort", grid=(pl.cdiv(count, tokens),),
-        out_shape=(jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((classes,), jnp.int32)),
-        warps=warps, architecture=architecture,
-    )  # fmt: skip
-    return order_t, sizes
+    tokens = min(cut.sizes[0], max(_MOST // lanes**2, 1))
+    out = Out((count,), jnp.int32), Out((classes,), jnp.int32)
+    kernel = functools.partial(_kernel, tokens=tokens, lanes=lanes)
+    return launch("class_sort", kernel, (class_t,), out, (pl.cdiv(count, tokens),), cut, architecture)
 
 
 def _kernel(class_ref: Any, order_ref: Any, sizes_ref: Any, *, tokens: int, lanes: int) -> None:

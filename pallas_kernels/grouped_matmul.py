@@ -21,12 +21,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, platform, tile
 
 TOGETHER = 8  # tiles of rows that run concurrently, so that a matrix is read from memory once for all of them
 CHIPLETS = 8  # of an MI300X or MI355X, each with its own cache; program i runs on chiplet i mod 8
+
+
+Static = tuple[tuple[int, ...], Architecture]  # sizes of the tile, for static arguments of kernels
+
+
+Layer = tuple[jax.Array, jax.Array | int]  # matrices of all layers [l, e, p, q], and the index of one, int32
+Moved = tuple[jax.Array | None, jax.Array | None]
 
 
 class RowTile(NamedTuple):
@@ -39,13 +46,7 @@ class RowTile(NamedTuple):
 
 
 def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int = 0) -> jax.Array:
-    """Split the rows into tiles, each within one group; tiles of rows of no group come last.
-
-    Args:
-      sizes_e: int32 number of rows of each group.
-      rows: total number of rows.
-      block: rows of a tile.
-      layer: index of the layer whose matrices the rows are multiplied by.
+    """Split the rows into tiles of `block` rows, each within one group; tiles of rows of no group come last.
 
     Returns:
       int32 [4, m]: group of each tile (e or more for no group), its first row, the end of its group, and the layer.
@@ -109,20 +110,16 @@ def load(ref: Any, *index: Any, mask: jax.Array | None) -> jax.Array:
     return triton.load(ref.at[index], mask=mask, other=0)
 
 
-def rows_times_matrix(
-    x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Sequence[tuple[jax.Array, jax.Array | None]],
-    depth: int, transpose: bool = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Compute `x[rows] @ w[matrix][:, columns]` in fp32, for each of `columns`.
+Columns = Sequence[tuple[jax.Array, jax.Array | None]]  # indices, and mask of the valid ones; None if all are
 
-    Args:
-      x_ref: [t, p].
-      rows: indices into its rows, all valid.
-      w_ref: [l, e, p, q], or [l, e, q, p] with `transpose`.
-      own: tile of the rows.
-      columns: pairs of indices among q, and mask of the valid ones.
-      depth: length of the piece of p in each step.
-      transpose: whether to multiply by `w[matrix].T`.
+
+def rows_times_matrix(
+    x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Columns, depth: int, transpose: bool = False
+) -> tuple[jax.Array, ...]:
+    """Compute `x[rows] @ w[matrix][:, columns]` in fp32, for each of `columns`; with `transpose`, `w[matrix].T`.
+
+    `x_ref` is [t, p] and `w_ref` [l, e, p, q], or [l, e, q, p] with `transpose`. All `rows` must be valid; `own` is
+    their tile. Each step multiplies a piece of p of length `depth`.
     """
     p = x_ref.shape[1]
 
@@ -143,72 +140,51 @@ def rows_times_matrix(
 
 
 def _product_kernel(
-    tiles_ref: Any, x_ref: Any, w_ref: Any, *refs: Any, sizes: tuple[int, ...], transpose: bool,
-    architecture: Architecture,
-) -> None:  # fmt: skip
-    m, n, depth = sizes
-    *moved, out_ref = refs
+    static: Static, transpose: bool, tiles_ref: Any, x_ref: Any, w_ref: Any, moved: tuple[Any, Any], out_ref: Any
+) -> None:
+    (m, n, depth), architecture = static
+    order_ref, scale_ref = moved
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
     column, fits = piece(column_index, n, out_ref.shape[1])
     rows = jnp.where(own.inside, own.rows, 0)
     (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
     written = own.rows
-    if moved:
+    if order_ref is not None:
         # Masked rows get an index past the end: an emulated store would otherwise overwrite rows of this tile.
-        written = triton.load(moved[0].at[own.rows], mask=own.inside, other=out_ref.shape[0])
-    for scale_ref in moved[1:]:
+        written = triton.load(order_ref.at[own.rows], mask=own.inside, other=out_ref.shape[0])
+    if scale_ref is not None:
         out = out * triton.load(scale_ref.at[written], mask=own.inside, other=0)[:, None]
     triton.store(out_ref.at[written[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
 
 
 def grouped_product(
-    x_tp: jax.Array,
-    w_lepq: jax.Array,
-    sizes_e: jax.Array,
-    *,
-    layer: jax.Array | int = 0,
-    transpose: bool = False,
-    order_t: jax.Array | None = None,
-    scale_t: jax.Array | None = None,
+    x_tp: jax.Array, w: Layer, sizes_e: jax.Array, transpose: bool = False, moved: Moved = (None, None), *,
     architecture: Architecture,
-) -> jax.Array:
-    """Compute `x_tp[rows of e] @ w_lepq[layer, e]` for every group e.
+) -> jax.Array:  # fmt: skip
+    """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; with `transpose`, `x_tq @ w_epq[e].T`.
 
-    Args:
-      x_tp: rows sorted by group, bf16 or fp32.
-      w_lepq: one matrix for each layer and group, of the same dtype.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-      layer: int32 index of the layer.
-      transpose: whether to multiply by the transposed matrices; x is then [t, q].
-      order_t: int32 permutation: row i of the result is written to row `order_t[i]`.
-      scale_t: fp32 factors of the written rows; requires `order_t`.
-      architecture: see `launch`.
+    Rows are bf16 or fp32 and sorted by group, matrices of the same dtype; `sizes_e` is the int32 number of rows of each
+    group, whose sum is at most t. `moved` is an int32 permutation, by which row i of the result is written to row
+    `order_t[i]`, and fp32 factors of the written rows; None for neither.
 
     Returns:
-      [t, q] (with `transpose` [t, p]) in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
+      [t, q] (with `transpose` [t, p]) in the dtype of the rows, sums in fp32; zero in rows past the groups.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
-    chosen = tile(name, architecture, x_tp.dtype)
-    m, n, _ = chosen.sizes
+    (w_lepq, layer), cut = w, tile(name, architecture, x_tp.dtype)
     t, width = x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
+    m, n, _ = cut.sizes
     tiles = row_tiles(sizes_e, t, m, layer)
-    moved = [array for array in (order_t, scale_t) if array is not None]
-    return launch(
-        functools.partial(_product_kernel, sizes=chosen.sizes, transpose=transpose, architecture=architecture),
-        tiles, x_tp, w_lepq, *moved,
-        name=name,
-        grid=(tiles.shape[1] * pl.cdiv(width, n),),
-        out_shape=jax.ShapeDtypeStruct((t, width), x_tp.dtype),
-        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
-    )  # fmt: skip
+    kernel = functools.partial(_product_kernel, (cut.sizes, architecture), transpose)
+    out, grid = Out((t, width), x_tp.dtype), (tiles.shape[1] * pl.cdiv(width, n),)
+    return launch(name, kernel, (tiles, x_tp, w_lepq, moved), out, grid, cut, architecture)
 
 
 def _outer_kernel(
-    bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, architecture: Architecture
+    static: Static, moved: str, bounds_ref: Any, x_ref: Any, y_ref: Any, order_ref: Any, total_ref: Any, out_ref: Any
 ) -> None:
-    m, n, depth = sizes
-    *inputs, out_ref = refs
+    (m, n, depth), architecture = static
     p, q = out_ref.shape[2:]
     down, across = pl.cdiv(p, m), pl.cdiv(q, n)
     program = pl.program_id(0)
@@ -221,7 +197,7 @@ def _outer_kernel(
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         rows = first + i * depth + jnp.arange(depth, dtype=jnp.int32)
         inside = rows < end
-        place = triton.load(inputs[0].at[rows], mask=inside, other=0) if moved else rows
+        place = triton.load(order_ref.at[rows], mask=inside, other=0) if moved else rows
         x_rows, y_rows = place if moved == "x" else rows, place if moved == "y" else rows
         # Rows of other groups are masked in both, since they may not be finite. x is loaded transposed, which AMD's
         # compiler does on the way to shared memory; it cannot do that for a tile transposed after loading.
@@ -232,51 +208,31 @@ def _outer_kernel(
     steps = jax.lax.div(end - first + (depth - 1), depth)
     out = jax.lax.fori_loop(0, steps, step, jnp.zeros((m, n), jnp.float32))
     here, mask = (layer, group, x_column[:, None], y_column[None, :]), both(x_fits, y_fits)
-    for total_ref in inputs[bool(moved) :]:
+    if total_ref is not None:
         out += load(total_ref, *here, mask=mask)
     triton.store(out_ref.at[here], out.astype(out_ref.dtype), mask=mask)
 
 
 def grouped_outer(
-    x_tp: jax.Array,
-    y_tq: jax.Array,
-    sizes_e: jax.Array,
-    *,
-    order_t: jax.Array | None = None,
-    moved: str = "",
-    total_lepq: jax.Array | None = None,
-    layer: jax.Array | int = 0,
-    architecture: Architecture,
-) -> jax.Array:
+    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, order_t: Any = None, moved: str = "", total_lepq: Any = None,
+    layer: Any = 0, *, architecture: Architecture,
+) -> jax.Array:  # fmt: skip
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 
-    Args:
-      x_tp: rows sorted by group, bf16 or fp32.
-      y_tq: rows sorted by group, of the same dtype.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-      order_t: int32 permutation: sorted row i of the `moved` array is its row `order_t[i]`.
-      moved: 'x', 'y', or '' for neither.
-      total_lepq: what to add the result to, in place; fp32.
-      layer: int32 index of the layer in `total_lepq`.
-      architecture: see `launch`.
+    Rows are bf16 or fp32, sorted by group; sorted row i of the array that is `moved` ('x', 'y', or '' for neither) is
+    its row `order_t[i]`. With `total_lepq`, fp32, the result is added to its `layer` in place.
 
     Returns:
       `total_lepq` with the sum in its layer; without it, the products alone [1, e, p, q] in the dtype of `x_tp`, zero
       for empty groups. Sums are in fp32.
     """
-    chosen = tile("grouped_outer", architecture, x_tp.dtype)
-    m, n, _ = chosen.sizes
+    cut = tile("grouped_outer", architecture, x_tp.dtype)
+    m, n, _ = cut.sizes
     e, p, q = sizes_e.shape[0], x_tp.shape[1], y_tq.shape[1]
     ends = jnp.cumsum(sizes_e)
     bounds = jnp.stack([ends - sizes_e, ends, jnp.full_like(ends, layer)]).astype(jnp.int32)
-    arrays = [bounds, x_tp, y_tq, *(array for array in (order_t, total_lepq) if array is not None)]
-    out = jax.ShapeDtypeStruct((1, e, p, q), x_tp.dtype) if total_lepq is None else total_lepq
-    return launch(
-        functools.partial(_outer_kernel, sizes=chosen.sizes, moved=moved, architecture=architecture),
-        *arrays,
-        name="grouped_outer",
-        grid=(e * pl.cdiv(p, m) * pl.cdiv(q, n),),
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-        aliases={} if total_lepq is None else {len(arrays) - 1: 0},
-        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
-    )  # fmt: skip
+    out = Out((1, e, p, q), x_tp.dtype) if total_lepq is None else Out(total_lepq.shape, total_lepq.dtype)
+    arrays, grid = (bounds, x_tp, y_tq, order_t, total_lepq), (e * pl.cdiv(p, m) * pl.cdiv(q, n),)
+    kernel = functools.partial(_outer_kernel, (cut.sizes, architecture), moved)
+    aliases = {} if total_lepq is None else {len(jax.tree.leaves(arrays)) - 1: 0}
+    return launch("grouped_outer", kernel, arrays, out, grid, cut, architecture, aliases)

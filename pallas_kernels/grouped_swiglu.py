@@ -13,18 +13,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.grouped_matmul import both, load, piece, place, row_tile, row_tiles, rows_times_matrix
-from pallas_kernels.launch import launch
+from pallas_kernels.grouped_matmul import (
+    Layer,
+    Static,
+    both,
+    load,
+    piece,
+    place,
+    row_tile,
+    row_tiles,
+    rows_times_matrix,
+)
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.tiles import Architecture, tile
 
 HALVES = 2  # parts of a tile that the backward kernel processes in turn, since registers cannot hold it whole
 
 
 def _forward_kernel(
-    tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, *kept: Any, sizes: tuple[int, ...],
-    architecture: Architecture,
-) -> None:  # fmt: skip
-    m, n, depth = sizes
+    static: Static, tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, gate_up_ref: Any = None
+) -> None:
+    (m, n, depth), architecture = static
     f = hidden_ref.shape[1]
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
@@ -34,7 +43,7 @@ def _forward_kernel(
     # Rounded before SwiGLU, which the backward pass recomputes from the rounded values.
     gate, up = gate.astype(hidden_ref.dtype), up.astype(hidden_ref.dtype)
     mask = both(own.inside, fits)
-    for gate_up_ref in kept:
+    if gate_up_ref is not None:
         triton.store(gate_up_ref.at[own.rows[:, None], column[None, :]], gate, mask=mask)
         triton.store(gate_up_ref.at[own.rows[:, None], f + column[None, :]], up, mask=mask)
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
@@ -47,44 +56,32 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def grouped_swiglu(
-    x_td: jax.Array, order_t: jax.Array, gate_up_ledf: jax.Array, sizes_e: jax.Array, *, layer: jax.Array | int = 0,
-    keep: bool, architecture: Architecture,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    x_td: jax.Array, order_t: jax.Array, gate_up: Layer, sizes_e: jax.Array, *, keep: bool, architecture: Architecture
+) -> tuple[jax.Array, ...]:
     """Multiply sorted rows by the gate and up matrices of their group, and apply SwiGLU.
 
-    Args:
-      x_td: rows in any order, bf16 or fp32.
-      order_t: int32 permutation that sorts them by group.
-      gate_up_ledf: [l, e, d, 2f], gate then up, of the same dtype.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-      layer: int32 index of the layer.
-      keep: whether to return gate and up, too.
-      architecture: see `launch`.
+    Rows of `x_td`, bf16 or fp32, are in any order; `order_t`, int32, sorts them by group. `gate_up` is [e, d, 2f], gate
+    then up, of the same dtype; `sizes_e` is the int32 number of rows of each group, whose sum is at most t.
 
     Returns:
       The hidden rows [t, f], and with `keep` gate and up [t, 2f], for the sorted rows in the dtype of `x_td`, with sums
       in fp32; zero in rows past the groups.
     """
-    chosen = tile("grouped_swiglu", architecture, x_td.dtype)
-    m, n, _ = chosen.sizes
+    (gate_up_ledf, layer), cut = gate_up, tile("grouped_swiglu", architecture, x_td.dtype)
     t, f = x_td.shape[0], gate_up_ledf.shape[3] // 2
+    m, n, _ = cut.sizes
     tiles = row_tiles(sizes_e, t, m, layer)
-    widths = (f, 2 * f) if keep else (f,)
-    return launch(
-        functools.partial(_forward_kernel, sizes=chosen.sizes, architecture=architecture),
-        tiles, order_t, x_td, gate_up_ledf,
-        name="grouped_swiglu",
-        grid=(tiles.shape[1] * pl.cdiv(f, n),),
-        out_shape=tuple(jax.ShapeDtypeStruct((t, width), x_td.dtype) for width in widths),
-        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
-    )  # fmt: skip
+    kernel = functools.partial(_forward_kernel, (cut.sizes, architecture))
+    out = tuple(Out((t, width), x_td.dtype) for width in ((f, 2 * f) if keep else (f,)))
+    arrays, grid = (tiles, order_t, x_td, gate_up_ledf), (tiles.shape[1] * pl.cdiv(f, n),)
+    return launch("grouped_swiglu", kernel, arrays, out, grid, cut, architecture)
 
 
 def _backward_kernel(
-    tiles_ref: Any, order_ref: Any, scale_ref: Any, dout_ref: Any, down_ref: Any, gate_up_ref: Any, dgate_up_ref: Any,
-    hidden_ref: Any, dscale_ref: Any, *, sizes: tuple[int, ...], architecture: Architecture,
-) -> None:  # fmt: skip
-    m, n, depth = sizes
+    static: Static, inputs: tuple[Any, ...], dgate_up_ref: Any, hidden_ref: Any, dscale_ref: Any
+) -> None:
+    (m, n, depth), architecture = static
+    tiles_ref, order_ref, scale_ref, dout_ref, down_ref, gate_up_ref = inputs
     f = hidden_ref.shape[1]
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], architecture)
     own = row_tile(tiles_ref, row_index, m, down_ref.shape[1])
@@ -111,48 +108,25 @@ def _backward_kernel(
 
 
 def grouped_swiglu_backward(
-    dout_td: jax.Array,
-    order_t: jax.Array,
-    scale_t: jax.Array,
-    down_lefd: jax.Array,
-    gate_up_tf: jax.Array,
-    sizes_e: jax.Array,
-    *,
-    layer: jax.Array | int = 0,
+    dout_td: jax.Array, order_t: jax.Array, scale_t: jax.Array, down: Layer, gate_up_tf: jax.Array, sizes_e: Any,
     architecture: Architecture,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute the gradient of gate and up from the gradient of `scale_t · (hidden @ down)`.
 
-    Args:
-      dout_td: rows in any order, bf16 or fp32.
-      order_t: int32 permutation that sorts them by group.
-      scale_t: fp32 factors of the rows of `dout_td`.
-      down_lefd: [l, e, f, d], of the same dtype.
-      gate_up_tf: [t, 2f] of the sorted rows, as `grouped_swiglu` kept them.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-      layer: int32 index of the layer.
-      architecture: see `launch`.
+    Rows of `dout_td` and of the fp32 `scale_t` are in any order; `order_t` sorts them by group. `down` is [e, f, d],
+    and `gate_up_tf` what `grouped_swiglu` kept.
 
     Returns:
       For the sorted rows: the gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with
       `dout_td` is the gradient of the down matrices; and the gradient of scale, fp32 [t].
     """
-    chosen = tile("grouped_swiglu_backward", architecture, dout_td.dtype)
-    m, n, _ = chosen.sizes
+    (down_lefd, layer), dtype = down, dout_td.dtype
+    cut = tile("grouped_swiglu_backward", architecture, dtype)
+    m, n, _ = cut.sizes
     t, f = gate_up_tf.shape[0], down_lefd.shape[2]
-    tiles = row_tiles(sizes_e, t, m, layer)
-    columns = pl.cdiv(f, HALVES * n)
-    like = dout_td.dtype
-    dgate_up, hidden, dscale = launch(
-        functools.partial(_backward_kernel, sizes=chosen.sizes, architecture=architecture),
-        tiles, order_t, scale_t, dout_td, down_lefd, gate_up_tf,
-        name="grouped_swiglu_backward",
-        grid=(tiles.shape[1] * columns,),
-        out_shape=(
-            jax.ShapeDtypeStruct((t, 2 * f), like),
-            jax.ShapeDtypeStruct((t, f), like),
-            jax.ShapeDtypeStruct((columns, t), jnp.float32),
-        ),
-        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
-    )  # fmt: skip
+    tiles, columns = row_tiles(sizes_e, t, m, layer), pl.cdiv(f, HALVES * n)
+    kernel = functools.partial(_backward_kernel, (cut.sizes, architecture))
+    out = Out((t, 2 * f), dtype), Out((t, f), dtype), Out((columns, t), jnp.float32)
+    arrays, grid = ((tiles, order_t, scale_t, dout_td, down_lefd, gate_up_tf),), (tiles.shape[1] * columns,)
+    dgate_up, hidden, dscale = launch("grouped_swiglu_backward", kernel, arrays, out, grid, cut, architecture)
     return dgate_up, hidden, dscale.sum(0)

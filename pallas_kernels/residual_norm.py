@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import launch
-from pallas_kernels.tiles import Architecture, tile
+from pallas_kernels.launch import Out, launch
+from pallas_kernels.tiles import Architecture, Tile, tile
 
 WIDEST = 8192  # maximum lanes that a program of 1,024 threads can hold in registers
 
@@ -27,7 +27,16 @@ class Cut(NamedTuple):
     steps: int  # steps of a program
     rows: int  # rows of a step; program p starts at row p · steps · rows
     lanes: int  # columns of a part, padded to a power of two
-    warps: int  # warps of a program
+    tile: Tile  # warps of a program
+
+
+class Inputs(NamedTuple):
+    """Arrays of the forward pass, or references to them in a kernel."""
+
+    output_td: Any  # output of a sublayer, bf16 or fp32; None if the new stream is the stream
+    stream_td: Any  # residual stream, fp32
+    vectors_d: Any  # scale and bias of the output, scale and bias of the stream; empty for a plain sum
+    weight_d: Any  # weight of the norm; None without a norm
 
 
 def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: Architecture) -> Cut:
@@ -35,7 +44,7 @@ def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architectu
     (elements,), warps, _ = tile("residual_norm", architecture, dtype)
     lanes = pl.next_power_of_2(width)
     rows = max(elements // lanes, 1)
-    return Cut(1, pl.cdiv(tokens, rows), 1, rows, lanes, warps * max(lanes // elements, 1))
+    return Cut(1, pl.cdiv(tokens, rows), 1, rows, lanes, Tile((), warps * max(lanes // elements, 1)))
 
 
 def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: Architecture) -> Cut:
@@ -45,101 +54,51 @@ def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architect
     rows = max(elements // lanes, 1)
     steps = pl.cdiv(max(pl.cdiv(tokens, programs), fewest), rows)
     cut = pl.cdiv(width, lanes), pl.cdiv(tokens, steps * rows)
-    return Cut(*cut, steps, rows, lanes, warps * max(lanes // elements, 1))
+    return Cut(*cut, steps, rows, lanes, Tile((), warps * max(lanes // elements, 1)))
 
 
 def residual_norm_forward(
-    output_td: jax.Array,
-    stream_td: jax.Array,
-    vectors_d: tuple[jax.Array, ...],
-    weight_d: jax.Array,
-    *,
-    eps: float,
-    dtype: jax.typing.DTypeLike,
-    architecture: Architecture,
+    x: Inputs, *, eps: float, dtype: jax.typing.DTypeLike, architecture: Architecture
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the new residual stream and its norm.
+    """Compute the new residual stream [t, d], fp32, and its norm [t, d] in `dtype`, bf16 or fp32.
 
-    Args:
-      output_td: output of a sublayer, bf16 or fp32.
-      stream_td: residual stream, fp32.
-      vectors_d: scale and bias of the output, scale and bias of the stream; empty for a plain sum.
-      weight_d: weight of the norm.
-      eps: added to the mean square.
-      dtype: dtype of the norm, bf16 or fp32.
-      architecture: see `launch`.
-
-    Returns:
-      The new residual stream [t, d], fp32, and its norm [t, d] in `dtype`.
+    No input may be None; `eps` is added to the mean square.
     """
-    tokens, width = output_td.shape
-    cut = forward_cut(tokens, width, dtype, architecture)
-    return launch(
-        functools.partial(_forward_kernel, cut=cut, eps=eps),
-        output_td, stream_td, *vectors_d, weight_d,
-        name="residual_norm_forward",
-        grid=(cut.programs,),
-        out_shape=(_like(stream_td, stream_td.dtype), _like(stream_td, dtype)),
-        warps=cut.warps,
-        architecture=architecture,
-    )  # fmt: skip
+    shape: tuple[int, int] = x.stream_td.shape
+    cut = forward_cut(*shape, dtype, architecture)
+    kernel, out = functools.partial(_forward_kernel, cut, eps), (Out(shape, jnp.float32), Out(shape, dtype))
+    return launch("residual_norm_forward", kernel, (x,), out, (cut.programs,), cut.tile, architecture)
 
 
 def residual_norm_backward(
-    output_td: jax.Array | None,
-    stream_td: jax.Array,
-    vectors_d: tuple[jax.Array, ...],
-    weight_d: jax.Array | None,
-    d_new_td: jax.Array,
-    d_normed_td: jax.Array | None,
-    *,
-    eps: float,
-    architecture: Architecture,
+    x: Inputs, d_new_td: jax.Array, d_normed_td: jax.Array | None, *, eps: float, architecture: Architecture
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Compute the gradients of the inputs of `residual_norm_forward`, also without an output, or without a norm.
 
-    Args:
-      output_td: as in the forward pass; None if the new stream is the stream.
-      stream_td: as in the forward pass.
-      vectors_d: as in the forward pass.
-      weight_d: as in the forward pass; None without a norm.
-      d_new_td: gradient of the new stream, fp32.
-      d_normed_td: gradient of the norm, in its dtype; None without a norm.
-      eps: as in the forward pass.
-      architecture: see `launch`.
+    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm.
 
     Returns:
       Gradients of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight,
       then `vectors_d` in order. Without a norm its weight is left out, for a plain sum the vectors are.
     """
-    tokens, width = stream_td.shape
-    elements = output_td if d_normed_td is None else d_normed_td
-    cut = backward_cut(tokens, width, stream_td.dtype if elements is None else elements.dtype, architecture)
-    norm = weight_d is not None
-    partial = jax.ShapeDtypeStruct((cut.programs, norm + (3 if vectors_d else 0), width), jnp.float32)
-    arrays = (output_td, stream_td, *vectors_d, weight_d, d_new_td, d_normed_td)
-    like = [_like(array, array.dtype) for array in (output_td, stream_td) if array is not None]
-    *d_arrays, partial_psd = launch(
-        functools.partial(_backward_kernel, cut=cut, eps=eps, merge=output_td is not None, norm=norm),
-        *(array for array in arrays if array is not None),
-        name="residual_norm_backward",
-        grid=(cut.parts, cut.programs),
-        out_shape=(*like, partial),
-        warps=cut.warps,
-        architecture=architecture,
+    tokens, width = x.stream_td.shape
+    elements = x.output_td if d_normed_td is None else d_normed_td
+    cut = backward_cut(tokens, width, (x.stream_td if elements is None else elements).dtype, architecture)
+    sums = (x.weight_d is not None) + (3 if x.vectors_d else 0)
+    like = jax.tree.map(lambda array: Out(array.shape, array.dtype), (x.output_td, x.stream_td))
+    out = (like, Out((cut.programs, sums, width), jnp.float32))
+    kernel, arrays = functools.partial(_backward_kernel, cut, eps), (x, d_new_td, d_normed_td)
+    grid = (cut.parts, cut.programs)
+    (d_output, d_stream), partial_psd = launch(
+        "residual_norm_backward", kernel, arrays, out, grid, cut.tile, architecture
     )
     sums_sd = partial_psd.sum(0)
-    if vectors_d:
+    if x.vectors_d:
         # The gradient of a bias is the sum of its term's gradient, times the scale.
         *d_weight, d_output_scale, d_stream_scale, d_sum = sums_sd
-        output_scale, _, stream_scale, _ = (v.astype(jnp.float32) for v in vectors_d)
+        output_scale, _, stream_scale, _ = (v.astype(jnp.float32) for v in x.vectors_d)
         sums_sd = jnp.stack([*d_weight, d_output_scale, d_sum * output_scale, d_stream_scale, d_sum * stream_scale])
-    d_output, d_stream = d_arrays if output_td is not None else (None, *d_arrays)
     return d_output, d_stream, sums_sd
-
-
-def _like(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, dtype)
 
 
 class _Place(NamedTuple):
@@ -212,25 +171,21 @@ class _Part(NamedTuple):
     norm: _Norm | None  # None without one
 
 
-def _forward_kernel(output_ref: Any, stream_ref: Any, *refs: Any, cut: Cut, eps: float) -> None:
-    *vector_refs, weight_ref, new_ref, normed_ref = refs
+def _forward_kernel(cut: Cut, eps: float, x: Inputs, new_ref: Any, normed_ref: Any) -> None:
     dtype = normed_ref.dtype
-    place = _place(pl.program_id(0), 0, cut, output_ref.shape)
-    vectors = [place.vector(ref) for ref in vector_refs]
-    _, _, new = _terms(place.load(output_ref), place.load(stream_ref), vectors)
+    place = _place(pl.program_id(0), 0, cut, x.stream_td.shape)
+    vectors = [place.vector(ref) for ref in x.vectors_d]
+    _, _, new = _terms(place.load(x.output_td), place.load(x.stream_td), vectors)
     place.store(new_ref, new)
     exact = _rounded(new, dtype)
-    root = jax.lax.rsqrt(_mean(exact * exact, output_ref.shape[1]) + eps)
-    place.store(normed_ref, _rounded(place.vector(weight_ref), dtype) * _rounded(exact * root, dtype))
+    root = jax.lax.rsqrt(_mean(exact * exact, x.stream_td.shape[1]) + eps)
+    place.store(normed_ref, _rounded(place.vector(x.weight_d), dtype) * _rounded(exact * root, dtype))
 
 
-def _backward_kernel(*refs: Any, cut: Cut, eps: float, merge: bool, norm: bool) -> None:
-    inputs, (*d_output_refs, d_stream_ref, partial_ref) = refs[: -2 - merge], refs[-2 - merge :]
-    d_normed_ref: Any = inputs[-1] if norm else None
-    *inputs, d_new_ref = inputs[:-1] if norm else inputs
-    weight_ref = inputs.pop() if norm else None
-    output_ref = inputs.pop(0) if merge else None
-    stream_ref, *vector_refs = inputs
+def _backward_kernel(
+    cut: Cut, eps: float, x: Inputs, d_new_ref: Any, d_normed_ref: Any, d_terms: Any, partial_ref: Any
+) -> None:
+    (output_ref, stream_ref, vector_refs, weight_ref), (d_output_ref, d_stream_ref) = x, d_terms
     width = stream_ref.shape[1]
     own, program = pl.program_id(0), pl.program_id(1)
 
@@ -255,7 +210,7 @@ def _backward_kernel(*refs: Any, cut: Cut, eps: float, merge: bool, norm: bool) 
             return means[0] + other.square, means[1] + other.along
 
         none, terms = jnp.zeros((cut.rows, 1), jnp.float32), ()
-        square, along = jax.lax.fori_loop(1, cut.parts, add, (none, none)) if norm else (none, none)
+        square, along = jax.lax.fori_loop(1, cut.parts, add, (none, none)) if weight_ref is not None else (none, none)
         part = read(number, own)
         d_sum = part.d_new
         if part.norm is not None:
@@ -266,8 +221,8 @@ def _backward_kernel(*refs: Any, cut: Cut, eps: float, merge: bool, norm: bool) 
         scales = (part.vectors[0], part.vectors[2]) if part.vectors else (1.0, 1.0)
         if part.vectors:
             terms = (*terms, d_sum * part.output, d_sum * part.stream, d_sum)
-        for ref in d_output_refs:
-            part.place.store(ref, d_sum * scales[0])
+        if d_output_ref is not None:
+            part.place.store(d_output_ref, d_sum * scales[0])
         part.place.store(d_stream_ref, d_sum * scales[1])
         return tuple(total + term for total, term in zip(sums, terms, strict=True))
 

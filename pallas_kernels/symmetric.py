@@ -6,6 +6,7 @@ matrix itself, the other Newton–Schulz' polynomial of it.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,46 +14,38 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import Out, launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, Tile, tile
+
+Epilogue = Callable[..., jax.Array]  # sum of a tile, its matrix and place, then references → the tile to store
 
 
 def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Compute G = s² X Xᵀ for each matrix, in the form that `polynomial` takes.
 
-    Args:
-      x_npq: n matrices, bf16 or fp32.
-      scale_n: s of each matrix, fp32.
-      architecture: see `launch`.
+    X is in bf16 or fp32, s of each matrix in fp32.
 
     Returns:
       G, [n, p, p] in the dtype of X and exactly symmetric; and its unrounded tiles on and above the diagonal, fp32
       [n, tiles, rows, rows] in the order of `upper_tiles`, zero outside of the matrix.
     """
     (n, p, _), cut = x_npq.shape, _tile(x_npq, architecture)
-    exact = jax.ShapeDtypeStruct((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)
-    low, kept = _symmetric(_gram_epilogue, x_npq, (scale_n,), (exact,), "gram", cut.sizes[1], architecture)
-    return low, kept
+    exact = Out((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)
+    return _symmetric("gram", _gram_epilogue, x_npq, (scale_n,), exact, cut.sizes[1], architecture)
 
 
 def polynomial(
     low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *, architecture: Architecture
 ) -> jax.Array:
-    """Compute b G + c G² for each symmetric matrix.
+    """Compute b G + c G² for each symmetric matrix; exactly symmetric, in the dtype of `low_npp`.
 
-    Args:
-      low_npp: G, rounded, for the square.
-      exact: its unrounded tiles, for the linear term.
-      coefficients: b and c, fp32 [2].
-      architecture: see `launch`.
-
-    Returns:
-      [n, p, p] in the dtype of `low_npp`, exactly symmetric.
+    G² is that of `low_npp`, which is rounded; the linear term is that of `exact`, its unrounded tiles. The coefficients
+    b and c are fp32 [2].
     """
     depth = _tile(low_npp, architecture).sizes[2]
     operands = exact, coefficients
-    return _symmetric(_polynomial_epilogue, low_npp, operands, (), "gram_polynomial", depth, architecture)[0]
+    return _symmetric("gram_polynomial", _polynomial_epilogue, low_npp, operands, None, depth, architecture)[0]
 
 
 def upper_tiles(p: int, cut: Tile) -> tuple[np.ndarray, np.ndarray]:
@@ -66,28 +59,22 @@ def _tile(x: jax.Array, architecture: Architecture) -> Tile:
 
 
 def _symmetric(
-    epilogue: Callable[..., jax.Array], x_npq: jax.Array, operands: tuple[jax.Array, ...],
-    further: tuple[jax.ShapeDtypeStruct, ...], name: str, depth: int, architecture: Architecture,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    name: str, epilogue: Epilogue, x_npq: jax.Array, operands: Any, further: Any, depth: int, architecture: Architecture
+) -> tuple[jax.Array, Any]:
     """Apply `epilogue` to every upper tile of X Xᵀ, in chunks of `depth` columns of X.
 
-    `further` are outputs that the epilogue stores itself.
+    `further` is an output that the epilogue stores itself.
     """
-    (n, p, q), cut = x_npq.shape, _tile(x_npq, architecture)
-    rows, columns = upper_tiles(p, cut)
-    return launch(
-        functools.partial(_kernel, epilogue, len(operands), (p, q), (cut.sizes[0], depth)),
-        x_npq, jnp.asarray(rows), jnp.asarray(columns), *operands,
-        name=name, grid=(len(rows), n), out_shape=(jax.ShapeDtypeStruct((n, p, p), x_npq.dtype), *further),
-        warps=cut.warps, stages=cut.stages, architecture=architecture,
-    )  # fmt: skip
+    (n, p, _), cut = x_npq.shape, _tile(x_npq, architecture)
+    rows, columns = (jnp.asarray(index) for index in upper_tiles(p, cut))
+    kernel, out = functools.partial(_kernel, epilogue, cut.sizes[0], depth), (Out((n, p, p), x_npq.dtype), further)
+    arrays = ((x_npq, rows, columns, operands),)
+    return launch(name, kernel, arrays, out, (len(rows), n), cut, architecture)
 
 
-def _kernel(
-    epilogue: Callable[..., jax.Array], operands: int, shape: tuple[int, int], cut: tuple[int, int],
-    x, rows_of, columns_of, *rest,
-) -> None:  # fmt: skip
-    (p, q), (size, depth) = shape, cut
+def _kernel(epilogue: Epilogue, size: int, depth: int, inputs: tuple[Any, ...], out: Any, further: Any) -> None:
+    x, rows_of, columns_of, operands = inputs
+    _, p, q = x.shape
     place, matrix = pl.program_id(0), pl.program_id(1)
     i, j = rows_of[place], columns_of[place]
     rows, columns = (block * size + jnp.arange(size, dtype=jnp.int32) for block in (i, j))
@@ -102,8 +89,7 @@ def _kernel(
         return total + product(block(rows), block(columns), (1, 1))
 
     total = jax.lax.fori_loop(0, pl.cdiv(q, depth), chunk, jnp.zeros((size, size), jnp.float32))
-    out, further = rest[operands], rest[operands + 1 :]
-    value = epilogue(total, matrix, place, *rest[:operands], *further).astype(out.dtype)
+    value = epilogue(total, matrix, place, *operands, further).astype(out.dtype)
     # Both halves of a diagonal tile are summed in different orders, so one is replaced by the mirror of the other.
     value = jnp.where(rows[:, None] <= columns[None, :], value, value.T)
     triton.store(out.at[matrix, rows[:, None], columns[None, :]], value,
@@ -112,11 +98,13 @@ def _kernel(
                  mask=((columns < p) & (i < j))[:, None] & (rows < p)[None, :])  # fmt: skip
 
 
-def _gram_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, scale, exact) -> jax.Array:
+def _gram_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, scale: Any, exact: Any) -> jax.Array:
     value = total * scale[matrix] * scale[matrix]  # two multiplications, since the square of a scale may overflow
     exact[matrix, place] = value
     return value
 
 
-def _polynomial_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, exact, coefficients) -> jax.Array:
-    return coefficients[0] * exact[matrix, place] + coefficients[1] * total
+def _polynomial_epilogue(
+    total: jax.Array, matrix: jax.Array, place: jax.Array, exact: Any, ab: Any, _: Any
+) -> jax.Array:
+    return ab[0] * exact[matrix, place] + ab[1] * total

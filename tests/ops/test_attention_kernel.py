@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.attention_tiles import ranges
+from pallas_kernels.attention_tiles import AttentionInputs, ranges
 from pallas_kernels.decode import decodes
 from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import kernel, lowered_kernels, shape
@@ -132,25 +132,25 @@ joined = jit(combine)
 
 
 @functools.cache
-def partial(window):
+def partial():
     """Jitted kernels, then references, of a part and of its gradient."""
     names = ("partial_attention", "partial_attention_gradient")
     functions = (*(kernel(name, "interpret") for name in names), partial_attention, partial_attention_gradient)
-    return [jit(lambda *x, f=f: f(*x[:6], window, *x[6:])) for f in functions]
+    return [jit(f) for f in functions]
 
 
 @settings(max_examples=3)
 @given(data=st.data(), seed=seeds())
 def test_parts_of_the_keys_join_to_the_whole(data, seed):
     case = Case(1, 42, 40, 2, 1, 16, None)
-    part, gradient, part_reference, gradient_reference = partial(case.window)
+    part, gradient, part_reference, gradient_reference = partial()
     q, k, v, do = map(np.asarray, draw_arrays(seed, case))
     segments = data.draw(documents(1, case.s))
     halves = [(k, v, segments[:, : case.t], np.int32(0)), (k[:, ::-1], v, segments[:, 2:], np.int32(-2)),
               (v, k, segments[:, : case.t], np.int32(-case.t))]  # fmt: skip
     whole = PartialAttention(np.zeros_like(q), np.full(q.shape[:3], FLOOR, np.float32))
     for key, value, key_segments, offset in halves:
-        arguments = (q, key, value, segments, key_segments, offset)
+        arguments = (AttentionInputs(q, key, value, segments, key_segments, offset, case.window),)
         ours = jax.device_get(part(*arguments))
         chex.assert_type([*ours], jnp.float32)
         with jax.enable_x64(True):
@@ -161,7 +161,7 @@ def test_parts_of_the_keys_join_to_the_whole(data, seed):
         assert (ours.lse_bsh[~seen] <= FLOOR / 2).all()
         whole = joined(whole, ours)
     for key, value, key_segments, offset in halves:
-        arguments = (q, key, value, segments, key_segments, offset, whole, do)
+        arguments = (AttentionInputs(q, key, value, segments, key_segments, offset, case.window), whole, do)
         with jax.enable_x64(True):
             expected = exact(gradient_reference(*exact(arguments)))
         for ours, theirs in zip(gradient(*arguments), expected, strict=True):
@@ -186,7 +186,7 @@ def decoded(emulated, window):
 def test_a_decode_reads_what_is_written_and_visible_alone(window, data, seed):
     case = Case(2, 3, 150, 6, 2, 16, window)
     q, k, v, _ = draw_arrays(seed, case)
-    assert decodes(q, k)
+    assert decodes(AttentionInputs(q, k, v))
     offset = data.draw(st.sampled_from([0, 1, TILE - 2, TILE, 70, case.t - case.s]))
     key_segments = data.draw(documents(case.b, case.t))
     query_segments = key_segments[:, offset : offset + case.s]
@@ -203,7 +203,11 @@ def test_a_decode_reads_what_is_written_and_visible_alone(window, data, seed):
 
 @functools.cache
 def jitted_ranges(sizes, window, of_keys):
-    return jit(lambda q, k, offset: ranges((q, k), offset, (2, 33, 40, 3), sizes, window, of_keys=of_keys))
+    def tiles(q_seg, k_seg, offset):
+        q, k = np.zeros((2, 33, 3, 1)), np.zeros((2, 40, 1, 1))
+        return ranges(AttentionInputs(q, k, k, q_seg, k_seg, offset, window), sizes, of_keys=of_keys)
+
+    return jit(tiles)
 
 
 @pytest.mark.parametrize("window", [None, 5, *(pytest.param(w, marks=pytest.mark.soak) for w in (1, 3, 4, 90))])
@@ -233,7 +237,8 @@ def test_tiles_that_are_visited_are_those_with_something_to_see(window, data):
 
 def test_of_contiguous_documents_no_tile_of_another_is_visited():
     segments = np.repeat(np.arange(1, 5), 32)[None].astype(np.int32)
-    found = jit(lambda x, offset: ranges((x, x), offset, (1, 128, 128, 4), (32, 8), None))(segments, np.int32(0))
+    q, k = np.zeros((1, 128, 4, 1)), np.zeros((1, 128, 1, 1))
+    found = jit(lambda x: ranges(AttentionInputs(q, k, k, x, x), (32, 8)))(segments)
     first = np.arange(16) * 8  # a tile of rows spans 8 queries
     low, start, stop, high = np.asarray(found[0]).T
     np.testing.assert_array_equal(low, first // 32 * 4)
@@ -287,6 +292,6 @@ def test_segments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="or neither"):
         EMULATED(q, q, q, query_segments_bs=segments)
     with pytest.raises(ValueError, match=r"Segments .* do not match"):
-        kernel("partial_attention", "interpret")(q, q, q, segments, segments[:, :3], 0, None)
+        kernel("partial_attention", "interpret")(AttentionInputs(q, q, q, segments, segments[:, :3]))
     with pytest.raises(ValueError, match="all in float32"):
         EMULATED(q, q.astype(jnp.bfloat16), q)

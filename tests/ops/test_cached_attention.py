@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close
-from zaya_jax.ops.attention import attention
+from zaya_jax.ops.attention import AttentionInputs, attention
 from zaya_jax.ops.cached_attention import cached_attention
 
 B, T, H, K, C = 2, 24, 4, 2, 8
 whole = jax.jit(attention, static_argnames="window")
-step = jax.jit(cached_attention, static_argnames=("attention", "window"))
+step = jax.jit(cached_attention, static_argnames="attention")
 
 
 def drawn(seed):
@@ -35,8 +35,9 @@ def test_a_ring_gives_what_the_whole_sequence_gives(window, seed, sizes):
     seen, parts, start = np.zeros((B, T), np.int32), [], 0
     for size in sizes:
         new = slice(start, start + size)
-        out, cache = step(attention, q[:, new], (k[:, new], v[:, new]), cache, segments_bs=segments[:, new],
-                          cached_segments_bt=seen, length=start, window=window)  # fmt: skip
+        out, cache = step(
+            attention, AttentionInputs(*(x[:, new] for x in (q, k, v, segments)), seen, start, window), cache
+        )
         parts.append(out)
         seen[:, new] = segments[:, new]
         start += size
@@ -53,8 +54,9 @@ def test_a_cache_holds_the_last_tokens_at_their_slots(window):
     seen = np.zeros((B, T), np.int32)
     for start, size in ((0, 7), (7, 4), (11, 1)):
         new = slice(start, start + size)
-        _, cache = step(attention, q[:, new], (k[:, new], v[:, new]), cache, segments_bs=segments[:, new],
-                        cached_segments_bt=seen, length=start, window=window)  # fmt: skip
+        _, cache = step(
+            attention, AttentionInputs(*(x[:, new] for x in (q, k, v, segments)), seen, start, window), cache
+        )
         seen[:, new] = segments[:, new]
     cache = jax.device_get(cache)
     for token in range(12 - slots if window else 0, 12):

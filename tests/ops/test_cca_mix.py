@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, packed_rows, seeds
-from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixParts, MixWeights, cca_mix, rotate
+from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixInputs, MixParts, MixWeights, cca_mix, rotate
 
 B, S, C = 2, 13, 4
 # (k0, k1, query heads, key heads)
@@ -76,7 +76,7 @@ def on_host(function):
 
 
 def mixed(halo, u, current, delayed, segments, rotary, weights, start, parts=ALL_PARTS):
-    return cca_mix(pack(u, current, delayed), halo, segments, rotary, weights, start, parts)
+    return cca_mix(MixInputs(pack(u, current, delayed), halo, segments, rotary, weights, start), parts)
 
 
 whole = on_host(functools.partial(mixed, None))

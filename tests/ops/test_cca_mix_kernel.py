@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, packed_rows, seeds
 from tests.kernel_helpers import kernel, lowered_kernels, shape, traced_kernels
-from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix
+from zaya_jax.ops.cca_mix import Halo, MixInputs, MixWeights, cca_mix
 from zaya_jax.ops.names import MATMUL_OUTPUT
 
 # Kernel of the operation → what it launches, forward and backward.
@@ -60,7 +60,7 @@ def both(mix, dtype, given_, rest, cotangents):
 
     def call(packed, weights, before, start):
         halo = None if before is None else Halo(before[0].astype(dtype), rest[0], before[1].astype(dtype))
-        return mix(packed.astype(dtype), halo, rest[1], rest[2], weights, start)
+        return mix(MixInputs(packed.astype(dtype), halo, rest[1], rest[2], weights, start))
 
     out, back = jax.vjp(call, *given_)
     return out, back(tuple(g.astype(y.dtype) for g, y in zip(cotangents, out, strict=True)))
@@ -117,7 +117,7 @@ def test_nothing_is_before_a_sequence_without_a_halo_in_bfloat16(implementation)
     segments = np.tile(np.repeat([9, 1, 2], [3, 20, 17]).astype(np.int32), (2, 1))
     (packed, weights, halo, start), rest, cotangents = draw("taps", 1, segments)
     packed = packed.astype(jnp.bfloat16)
-    found = jit(kernel("cca_mix", "interpret", implementation))(packed, None, rest[1], rest[2], weights, None)
+    found = jit(kernel("cca_mix", "interpret", implementation))(MixInputs(packed, None, rest[1], rest[2], weights))
     chex.assert_type([*found], jnp.bfloat16)
     inputs = (packed.astype(np.float32), weights, halo, np.zeros_like(start)), rest, cotangents
     expected, _ = ours(implementation, jnp.float32)(*jax.tree.map(jnp.asarray, inputs))
@@ -159,7 +159,7 @@ def trained(packed, halo, segments, rotary, weights, *, platform, implementation
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*saved))
     def mix(packed, weights):
-        results = kernel("cca_mix", platform, implementation)(packed, halo, segments, rotary, weights, None)
+        results = kernel("cca_mix", platform, implementation)(MixInputs(packed, halo, segments, rotary, weights))
         return [jnp.square(x.astype(jnp.float32)).sum() for x in results]
 
     return jax.value_and_grad(lambda *given_: sum(mix(*given_)), argnums=(0, 1))(packed, weights)

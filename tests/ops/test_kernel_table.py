@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.tiles import ALTERNATIVES, TILES, Tile, tile, tiles
+from pallas_kernels.tiles import TILES, Tile, tile, tiles
 from tests.kernel_helpers import traced_kernels
 from zaya_jax.errors import InputError
 from zaya_jax.ops import kernel_table, registry
@@ -262,7 +262,6 @@ def test_kernels_declare_few_tiles_each_once_and_the_default_first():
             declared = tiles(name, architecture, "bfloat16")
             assert len(set(declared)) == len(declared) <= 12
             assert declared[0] == tile(name, architecture, "bfloat16")
-    assert {kernel for by_kernel in ALTERNATIVES.values() for kernel in by_kernel} <= TILES.keys()
     for operation in OPERATIONS.values():
         for kernel in operation.kernels:
             assert {*kernel.tiles} <= TILES.keys()

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.residual_norm import backward_cut, forward_cut, residual_norm_backward, residual_norm_forward
+from pallas_kernels.residual_norm import (
+    Inputs,
+    backward_cut,
+    forward_cut,
+    residual_norm_backward,
+    residual_norm_forward,
+)
 from pallas_kernels.tiles import PLATFORMS
 from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import equations, kernel, lowered_kernels, shape
@@ -102,7 +108,7 @@ def test_programs_hold_every_row_and_column_and_none_is_idle(tokens, width, plat
         share = cut.steps * cut.rows
         assert (cut.programs - 1) * share < tokens <= cut.programs * share
         assert (cut.parts - 1) * cut.lanes < width <= cut.parts * cut.lanes
-        assert cut.warps * {"cuda": 32, "rocm": 64, "interpret": 1}[platform] <= 1024
+        assert cut.tile.warps * {"cuda": 32, "rocm": 64, "interpret": 1}[platform] <= 1024
 
 
 def shapes(tokens, width, dtype, scaled=True):
@@ -218,7 +224,8 @@ def test_little_more_is_moved_than_must_be(platform, dtype, tokens):
     assert vectors is not None
     out = jax.eval_shape(functools.partial(forward, platform=platform), *arrays)
     ahead = functools.partial(residual_norm_forward, eps=EPS, dtype=dtype, architecture=platform)
-    assert moved(ahead, o, x, tuple(vectors), weight) == size(arrays, out)
+    inputs = Inputs(o, x, tuple(vectors), weight)
+    assert moved(ahead, inputs) == size(arrays, out)
     # The scales' gradients need o and x; the new stream follows from those.
     back = functools.partial(residual_norm_backward, eps=EPS, architecture=platform)
-    assert moved(back, o, x, tuple(vectors), weight, *out) <= 1.16 * size(arrays, out, arrays)
+    assert moved(back, inputs, *out) <= 1.16 * size(arrays, out, arrays)

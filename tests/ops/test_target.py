@@ -3,7 +3,7 @@ import types
 import jax
 import pytest
 
-from pallas_kernels.tiles import TILES, tile
+from pallas_kernels.tiles import TILES, tile, tiles
 from zaya_jax.ops.target import Target, current_target
 
 
@@ -45,7 +45,8 @@ def test_every_kernel_has_a_tile_for_any_architecture_that_fits_smaller_gpus():
 def test_tiles_are_powers_of_two_but_for_limits_of_programs_rows_and_tokens():
     limits = {"residual_norm_backward": (1, 2), "cca_mix_backward_matrices": (1,)}  # which sizes
     for name, architectures in TILES.items():
-        for cut in (cut for by_size in architectures.values() for cut in by_size.values()):
+        for cut in (cut for architecture in architectures for dtype in ("bfloat16", "float32")
+                    for cut in tiles(name, architecture, dtype)):  # fmt: skip
             sizes = [size for index, size in enumerate(cut.sizes) if index not in limits.get(name, ())]
             assert all(size.bit_count() == 1 for size in (*sizes, cut.warps)), (name, cut)
 

@@ -12,10 +12,16 @@ from jax.sharding import PartitionSpec
 from tests.helpers import assert_close
 from tests.train_helpers import fast_jit, on_devices
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.attention import attention, combine, partial_attention, partial_attention_gradient
+from zaya_jax.ops.attention import (
+    AttentionInputs,
+    attention,
+    combine,
+    partial_attention,
+    partial_attention_gradient,
+)
 from zaya_jax.parallel.context import device_pieces, gathered_attention, sequence_order, tree_attention
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.ring import ring_attention
+from zaya_jax.parallel.ring import Ring, ring_attention
 
 configs = st.builds(ParallelConfig, context=st.sampled_from([1, 2, 3, 4, 8]),
                     context_layout=st.sampled_from(["contiguous", "zigzag"]))  # fmt: skip
@@ -47,8 +53,8 @@ def test_parts_of_the_keys_join_to_all_of_them():
 
     @fast_jit
     def both(q, k, v, q_seg, k_seg):
-        first = partial_attention(q, k[:, :cut], v[:, :cut], q_seg, k_seg[:, :cut], 0, window)
-        second = partial_attention(q, k[:, cut:], v[:, cut:], q_seg, k_seg[:, cut:], -cut, window)
+        first = partial_attention(AttentionInputs(q, k[:, :cut], v[:, :cut], q_seg, k_seg[:, :cut], 0, window))
+        second = partial_attention(AttentionInputs(q, k[:, cut:], v[:, cut:], q_seg, k_seg[:, cut:], -cut, window))
         whole = attention(q, k, v, query_segments_bs=q_seg, key_segments_bt=k_seg, window=window)
         return combine(first, second).o_bshc, whole
 
@@ -62,7 +68,8 @@ def trees(window, seeds):
     mesh, pairs = make_mesh(ParallelConfig(context=4), jax.devices()[:4]), []
 
     def region(q, k, v, q_seg, k_seg, start, length):
-        return tree_attention(partial_attention, q, k, v, q_seg, k_seg, length - 3 - start[0], window)
+        x = AttentionInputs(q, k, v, q_seg, k_seg, length - 3 - start[0], window)
+        return tree_attention(partial_attention, x)
 
     none, split = PartitionSpec(), PartitionSpec(None, "context")
     specs = (none, split, split, none, split, PartitionSpec("context"), none)
@@ -109,7 +116,7 @@ def test_a_cache_is_refused_where_a_sequence_lies_over_devices(kind):
     config = ParallelConfig(context=2)
     attend = gathered_attention(config, attention)
     if kind == "ring":
-        attend = ring_attention(config, partial_attention, partial_attention_gradient)
+        attend = ring_attention(Ring(config, partial_attention, partial_attention_gradient))
     q, k, v, q_seg, k_seg = problem(0)
     with pytest.raises(ValueError, match="cache"):
         attend(q, k, v, query_segments_bs=q_seg, key_segments_bt=k_seg, query_offset=1)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from tests.helpers import assert_close
 from tests.train_helpers import fast_jit, on_devices
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.attention import attention, partial_attention
+from zaya_jax.ops.attention import AttentionInputs, attention, partial_attention
 from zaya_jax.ops.cached_attention import cached_attention
 from zaya_jax.parallel.decode import tree_cached_attention
 from zaya_jax.parallel.mesh import make_mesh
@@ -37,8 +37,7 @@ def step_by_step(sizes):
                        in_specs=(none, none, none, split, none, none, none))  # fmt: skip
     def step(q, k, v, cache, segments, seen, length):
         ours = tree_cached_attention(partial_attention, cached_attention)
-        return ours(attention, q, (k, v), cache, segments_bs=segments, cached_segments_bt=seen, length=length,
-                    window=None)  # fmt: skip
+        return ours(attention, AttentionInputs(q, k, v, segments, seen, length), cache)
 
     outs, seen = [], np.zeros((B, T), np.int32)
     cache = tuple(np.zeros((B, DEVICES * SLOTS, K * C), np.float32) for _ in range(2))

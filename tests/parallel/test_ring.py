@@ -11,7 +11,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import attention, partial_attention, partial_attention_gradient
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, sequence_order
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.ring import ring_attention
+from zaya_jax.parallel.ring import Ring, ring_attention
 
 B, S, H, K, C = 2, 24, 4, 2, 8
 
@@ -49,7 +49,7 @@ def over_devices(cases, names):
                 return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
 
             def ring(q, k, v, segments, config=config, window=window):
-                attend = ring_attention(config, partial_attention, partial_attention_gradient)
+                attend = ring_attention(Ring(config, partial_attention, partial_attention_gradient))
                 return attend(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
 
             def gather(q, k, v, segments, config=config, window=window):

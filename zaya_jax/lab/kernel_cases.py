@@ -13,7 +13,7 @@ import optax
 
 from zaya_jax.config import ModelConfig, MuonConfig
 from zaya_jax.model.layers import recomputed
-from zaya_jax.ops.cca_mix import MixWeights
+from zaya_jax.ops.cca_mix import MixInputs, MixWeights
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection
 from zaya_jax.ops.residual_norm import MergeVectors
@@ -193,7 +193,7 @@ def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
     def run(kernels: KernelSelection, packed: jax.Array, *others: jax.Array) -> Any:
         *weights, segments, cos, sin = others
-        return kernels.ops.cca_mix(packed, None, segments, (cos, sin), MixWeights(*weights), None)
+        return kernels.ops.cca_mix(MixInputs(packed, None, segments, (cos, sin), MixWeights(*weights)))
 
     flops = 2.0 * b * s * n * c * c * TAPS
     moved = _size(*floats, *integers, *(_array(b, s, heads, c, dtype=dtype) for heads in (h, k, k)))

@@ -47,12 +47,9 @@ def _idle(config: ModelConfig) -> int:
 
 
 def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True) -> float:
-    """Count the FLOPs per token of a forward pass, averaged over a sequence.
+    """Count the FLOPs per token of a forward pass, averaged over a sequence of `context` tokens.
 
-    Args:
-      config: the architecture.
-      context: length of the sequence, in tokens.
-      head: whether to count the logits of every token.
+    With `head`, the logits of every token count.
     """
     sizes = _sizes(config)
     multiplied = sum(sizes.get(role, 0) for role in _MULTIPLIED) - _idle(config) + head * sizes["embedding"]
@@ -91,13 +88,9 @@ def cached_values(config: ModelConfig, tokens: int) -> int:
 def newton_schulz_flops(config: ModelConfig, steps: int, split: bool, repeats: Mapping[str, int]) -> float:
     """Count the FLOPs of Muon's orthogonalization of all matrices in one training step (docs/reference.md §3.1).
 
-    Each iteration on a p × q matrix (p ≤ q) takes p²q + p³ + p²q multiply-adds, without exploiting symmetry.
-
-    Args:
-      config: the architecture.
-      steps: number of Newton–Schulz iterations.
-      split: whether an expert's gate and up projections are two matrices.
-      repeats: how many groups of devices do the same work on a parameter, by name; one without an entry.
+    Each iteration on a p × q matrix (p ≤ q) takes p²q + p³ + p²q multiply-adds, without exploiting symmetry. With
+    `split`, an expert's gate and up projections are two matrices. `repeats` tells how many groups of devices do the
+    same work on a parameter, by name; one without an entry.
     """
     model, total = abstract_model(config), 0
     role_by_name, parts = roles(model), fused(model) if split else {}

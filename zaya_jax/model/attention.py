@@ -14,6 +14,7 @@ from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.hf_names import no_form
 from zaya_jax.model.layers import matrix, param
 from zaya_jax.ops import Ops
+from zaya_jax.ops.attention import AttentionInputs
 from zaya_jax.ops.names import MATMUL_OUTPUT
 
 
@@ -61,27 +62,23 @@ class Attention(nnx.Module):
         return packed + self.projection_bias[...].astype(dtype) if self.config.attention_bias else packed
 
     def attend(
-        self, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, cache: KeyValues | None, context: Context,
-        ops: Ops,
-    ) -> tuple[jax.Array, KeyValues | None]:  # fmt: skip
+        self, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, cache: Any, context: Context, ops: Ops
+    ) -> tuple[jax.Array, KeyValues | None]:
         """Apply attention and the output projection.
 
         Returns:
           [b, s, d] in the dtype of the queries, and the cache with the new keys and values (None without one).
         """
-        b, s, dtype = *q_bshc.shape[:2], q_bshc.dtype
-        if cache is None or context.cached_segments_bt is None:
-            out_bshc = ops.attention(
-                q_bshc, k_bskc, v_bskc, query_segments_bs=context.segments_bs, key_segments_bt=context.key_segments_bt,
-                query_offset=context.length, window=self.layer.window,
-            )  # fmt: skip
-        else:
-            out_bshc, kv = ops.cached_attention(
-                ops.attention, q_bshc, (k_bskc, v_bskc), cache, segments_bs=context.segments_bs,
-                cached_segments_bt=context.cached_segments_bt, length=context.length, window=self.layer.window,
-            )  # fmt: skip
+        cached = cache is not None and context.cached_segments_bt is not None
+        keys = context.cached_segments_bt if cached else context.key_segments_bt
+        x = AttentionInputs(q_bshc, k_bskc, v_bskc, context.segments_bs, keys, context.length, self.layer.window)
+        if cached:
+            out_bshc, kv = ops.cached_attention(ops.attention, x, cache)
             cache = KeyValues(*kv)
-        out_bsd = checkpoint_name(out_bshc.reshape(b, s, -1) @ self.output[...].astype(dtype), MATMUL_OUTPUT)
+        else:
+            out_bshc = x.call(ops.attention)
+        merged, dtype = out_bshc.reshape(*q_bshc.shape[:2], -1), q_bshc.dtype
+        out_bsd = checkpoint_name(merged @ self.output[...].astype(dtype), MATMUL_OUTPUT)
         if self.config.attention_bias:
             out_bsd = out_bsd + self.output_bias[...].astype(dtype)
         return out_bsd, cache
@@ -95,18 +92,12 @@ class Attention(nnx.Module):
     def init_cache(
         config: ModelConfig, layer: LayerKind, batch: int, capacity: int, dtype: jax.typing.DTypeLike
     ) -> Any:
-        """Make the decode state of one layer before the first token.
-
-        Args:
-          config: the architecture.
-          layer: kind of the layer; with a window it keeps no more tokens than the window.
-          batch: number of rows.
-          capacity: tokens of a row.
-          dtype: dtype of keys and values.
+        """Make the decode state of one layer before the first token, for `batch` rows of `capacity` tokens.
 
         Returns:
-          A pytree of zeros, [batch, …] each. Leaves that do not grow with `capacity` are what context parallelism
-          sends between neighbours, besides keys and values.
+          A pytree of zeros, [batch, …] each, keys and values in `dtype`. With a window they are no more tokens than
+          that. Leaves that do not grow with `capacity` are what context parallelism sends between neighbours, besides
+          these.
         """
         slots = capacity if layer.window is None else min(layer.window, capacity)
         shape = (batch, slots, config.kv_size)

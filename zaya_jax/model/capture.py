@@ -22,18 +22,14 @@ from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.parts import LAYERS
 
+Maybe = jax.Array | None
 Note = Callable[[str, Any], None]
 
 
 def capture(
-    model: Zaya,
-    tokens_bs: jax.Array,
-    names: str | Sequence[str],
-    segment_ids: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    *,
-    ops: Ops = LOCAL,
-) -> dict[str, jax.Array]:
+    model: Zaya, tokens_bs: jax.Array, names: str | Sequence[str], segment_ids: Maybe = None, positions: Maybe = None,
+    *, ops: Ops = LOCAL,
+) -> dict[str, jax.Array]:  # fmt: skip
     """Run the model and return intermediate values.
 
     Names follow the attributes of the modules, with `layers` for a layer:
@@ -63,7 +59,7 @@ def capture(
       InputError: no value has one of the names; the message lists those there are. See also `Zaya.__call__`.
     """
     patterns = (names,) if isinstance(names, str) else tuple(names)
-    values = _run(model, tokens_bs, patterns, segment_ids, positions, ops)
+    values = _run(patterns, ops, model, tokens_bs, segment_ids, positions)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in values):
             known = ", ".join(capture_shapes(model, tokens_bs, segment_ids, positions, ops=ops))
@@ -72,21 +68,13 @@ def capture(
 
 
 def capture_shapes(
-    model: Zaya,
-    tokens_bs: jax.Array | jax.ShapeDtypeStruct,
-    segment_ids: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    *,
-    ops: Ops = LOCAL,
+    model: Zaya, tokens_bs: Any, segment_ids: Maybe = None, positions: Maybe = None, *, ops: Ops = LOCAL
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape and dtype of every value that `capture` can return, by name, without computing anything."""
-    run = functools.partial(_run, patterns=("*",), ops=ops)
-    return jax.eval_shape(lambda *args: run(*args[:2], segment_ids=args[2], positions=args[3]), model, tokens_bs,
-                          segment_ids, positions)  # fmt: skip
+    return jax.eval_shape(functools.partial(_run, ("*",), ops), model, tokens_bs, segment_ids, positions)
 
 
-def _run(model: Zaya, tokens_bs: jax.Array, patterns: tuple[str, ...], segment_ids: jax.Array | None,
-         positions: jax.Array | None, ops: Ops) -> dict[str, jax.Array]:  # fmt: skip
+def _run(patterns: tuple[str, ...], ops: Ops, model: Zaya, *inputs: Maybe) -> dict[str, jax.Array]:
     whole: dict[str, jax.Array] = {}
     layers: list[dict[str, jax.Array]] = []  # of the layers that one step of the scan runs
 
@@ -104,9 +92,8 @@ def _run(model: Zaya, tokens_bs: jax.Array, patterns: tuple[str, ...], segment_i
         whole.update({name: x.reshape(-1, *x.shape[2:]) for name, x in values.items()})
         return carry, out
 
-    recorded = _Recorded(model, "", functools.partial(_note, whole, patterns))
-    recorded(tokens_bs, segment_ids, positions,
-             ops=dataclasses.replace(ops, gather_layer=gather_layer, scan_layers=scan_layers))  # fmt: skip
+    recording = dataclasses.replace(ops, gather_layer=gather_layer, scan_layers=scan_layers)
+    _Recorded(model, "", functools.partial(_note, whole, patterns))(*inputs, ops=recording)
     return whole
 
 

@@ -10,10 +10,10 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
 from zaya_jax.model.attention import Attention, Context
 from zaya_jax.model.cache import KeyValues
-from zaya_jax.model.hf_names import HfTensor, linear, same
+from zaya_jax.model.hf_names import HfTensor, linear, reshaped, same
 from zaya_jax.model.layers import param
 from zaya_jax.ops import Ops
-from zaya_jax.ops.cca_mix import Halo, MixParts, MixWeights, unpacked
+from zaya_jax.ops.cca_mix import Halo, MixInputs, MixParts, MixWeights, unpacked
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -34,8 +34,8 @@ class CCACache(NamedTuple):
     def advance(self, kv: KeyValues, u_bsnc: jax.Array, delayed_bsx: jax.Array) -> "CCACache":
         """Return the state after new tokens, whose keys and values are already in `kv`."""
         tail = jnp.concatenate([self.u_bwnc, u_bsnc.astype(self.u_bwnc.dtype)], 1)
-        return CCACache(kv, tail[:, tail.shape[1] - self.u_bwnc.shape[1] :],
-                        delayed_bsx[:, -1:].astype(self.delayed_b1x.dtype))  # fmt: skip
+        tail = tail[:, tail.shape[1] - self.u_bwnc.shape[1] :]
+        return CCACache(kv, tail, delayed_bsx[:, -1:].astype(self.delayed_b1x.dtype))
 
 
 class CCA(Attention):
@@ -73,11 +73,9 @@ class CCA(Attention):
                 halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, config.convolution_reach)
             else:
                 halo = cache.halo(context.cached_segments_bt, context.length)
-            parts = MixParts(config.query_key_mean, config.value_shift)
-            q, k, v = ops.cca_mix(
-                packed_bsy, halo, context.segments_bs, context.rotary[self.layer.rope_base], self._weights(),
-                delayed_bias, parts,
-            )  # fmt: skip
+            rotary = context.rotary[self.layer.rope_base]
+            x = MixInputs(packed_bsy, halo, context.segments_bs, rotary, self._weights(), delayed_bias)
+            q, k, v = ops.cca_mix(x, MixParts(config.query_key_mean, config.value_shift))
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
         if cache is not None and kv is not None:
             cache = cache.advance(kv, u_bsnc, delayed_bsx)
@@ -85,12 +83,12 @@ class CCA(Attention):
 
     def _weights(self) -> MixWeights:
         if self.config.convolutions:
-            return MixWeights(self.depthwise[...], self.depthwise_bias[...], self.grouped[...],
-                              self.grouped_bias[...], self.temperature[...])  # fmt: skip
+            names = ("depthwise", "depthwise_bias", "grouped", "grouped_bias", "temperature")
+            return MixWeights(*(getattr(self, name)[...] for name in names))
         heads, c = self.config.num_query_heads + self.config.num_kv_heads, self.config.head_dim
         none_nc, exact = jnp.zeros((heads, c)), self.temperature.dtype
-        return MixWeights(jnp.zeros((0, heads, c), exact), none_nc, jnp.zeros((0, heads, c, c), exact), none_nc,
-                          self.temperature[...])  # fmt: skip
+        taps, matrices = jnp.zeros((0, heads, c), exact), jnp.zeros((0, heads, c, c), exact)
+        return MixWeights(taps, none_nc, matrices, none_nc, self.temperature[...])
 
     @staticmethod
     def init_cache(
@@ -98,19 +96,18 @@ class CCA(Attention):
     ) -> CCACache:
         """See `Attention.init_cache`."""
         exact, heads = accumulation_dtype(dtype), config.num_query_heads + config.num_kv_heads
-        return CCACache(Attention.init_cache(config, layer, batch, capacity, dtype),
-                        jnp.zeros((batch, config.convolution_reach, heads, config.head_dim), exact),
-                        jnp.zeros((batch, 1, config.kv_size // 2), exact))  # fmt: skip
+        kv, shape = Attention.init_cache(config, layer, batch, capacity, dtype), (heads, config.head_dim)
+        inputs, delayed = (batch, config.convolution_reach, *shape), (batch, 1, config.kv_size // 2)
+        return CCACache(kv, jnp.zeros(inputs, exact), jnp.zeros(delayed, exact))
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
         """Yield the module's tensors in a `transformers` folder."""
         d, c, half = config.hidden_size, config.head_dim, config.kv_size // 2
         k0, k1, heads = config.depthwise_kernel, config.grouped_kernel, config.num_query_heads + config.num_kv_heads
-        widths = (("q_proj", "query", config.query_size), ("k_proj", "key", config.kv_size),
-                  ("v_proj_current", "value_current", half), ("v_proj_delayed", "value_delayed", half))  # fmt: skip
+        names, widths = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed"), (config.query_size, config.kv_size)
         start = 0
-        for name, attribute, width in widths:
+        for name, attribute, width in zip(names, CCA.PROJECTIONS, (*widths, half, half), strict=True):
             yield linear(f"self_attn.qkv_proj.{name}.weight", attribute, width, d)
             if config.attention_bias:
                 part = slice(start, start + width)
@@ -119,17 +116,9 @@ class CCA(Attention):
         yield linear("self_attn.o_proj.weight", "output", d, config.query_size)
         if config.attention_bias:
             yield same("self_attn.o_proj.bias", "output_bias", d)
-        yield HfTensor(
-            "self_attn.qkv_proj.conv_qk_depthwise.weight", ("depthwise",), (heads * c, 1, k0),
-            lambda x: x.reshape(heads, c, k0).transpose(2, 0, 1),
-            lambda x: x.transpose(1, 2, 0).reshape(heads * c, 1, k0),
-        )  # fmt: skip
-        yield HfTensor(
-            "self_attn.qkv_proj.conv_qk_grouped.weight", ("grouped",), (heads * c, c, k1),
-            lambda x: x.reshape(heads, c, c, k1).transpose(3, 0, 2, 1),  # theirs is [head·out, in, tap]
-            lambda x: x.transpose(1, 3, 2, 0).reshape(heads * c, c, k1),
-        )  # fmt: skip
+        convolution, grouped = "self_attn.qkv_proj.conv_qk", (heads, c, c, k1)  # theirs is [head, out, in, tap]
+        yield reshaped(f"{convolution}_depthwise.weight", "depthwise", (heads * c, 1, k0), (heads, c, k0), (2, 0, 1))
+        yield reshaped(f"{convolution}_grouped.weight", "grouped", (heads * c, c, k1), grouped, (3, 0, 2, 1))
         for name in ("depthwise", "grouped"):
-            yield HfTensor(f"self_attn.qkv_proj.conv_qk_{name}.bias", (f"{name}_bias",), (heads * c,),
-                           lambda x: x.reshape(heads, c), lambda x: x.reshape(heads * c))  # fmt: skip
+            yield reshaped(f"{convolution}_{name}.bias", f"{name}_bias", (heads * c,), (heads, c), (0, 1))
         yield same("self_attn.qk_norm.temp", "temperature", config.num_kv_heads)

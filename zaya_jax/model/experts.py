@@ -62,15 +62,14 @@ class MixtureOfExperts(nnx.Module):
         b, s, d = h_bsd.shape
         with part("router"):
             routing = self.router(h_bsd, state_bsr, ops)
-        gate_up, down = (matrices.get_value() for matrices in (self.experts.gate_up, self.experts.down))
+        matrices = (x.get_value().astype(h_bsd.dtype) for x in (self.experts.gate_up, self.experts.down))
         with part("dispatch"):
             real = segments_bs != 0
             classes = jnp.arange(self.num_experts + 1, dtype=jnp.int32)
             routed = real[..., None] & (routing.expert_bs[..., None] == classes)
             counts = routed.reshape(-1, len(classes)).sum(0, dtype=jnp.int32)
             expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)
-        out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1),
-                             gate_up.astype(h_bsd.dtype), down.astype(h_bsd.dtype))  # fmt: skip
+        out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1), *matrices)
         return out_td.reshape(b, s, d), routing.state_bsr, counts
 
     @staticmethod

@@ -52,6 +52,13 @@ def linear(name: str, path: str, *shape: int) -> HfTensor:
     return HfTensor(name, tuple(path.split(".")), shape, transposed, transposed)
 
 
+def reshaped(name: str, path: str, theirs: tuple[int, ...], split: tuple[int, ...], order: tuple[int, ...]) -> HfTensor:
+    """Describe a tensor of shape `theirs` whose axes, once it is reshaped to `split`, are in this `order` here."""
+    back = np.argsort(order)
+    return HfTensor(name, (path,), theirs, lambda x: x.reshape(split).transpose(order),
+                    lambda x: x.transpose(back).reshape(theirs))  # fmt: skip
+
+
 def within(attribute: str, tensor: HfTensor) -> HfTensor:
     """Prefix the path of a submodule's `tensor` with `attribute`, under which its parent holds it."""
     return tensor._replace(path=(attribute, *tensor.path))

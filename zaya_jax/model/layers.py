@@ -11,12 +11,10 @@ from zaya_jax.model.hf_names import HfTensor, same
 from zaya_jax.ops import Ops
 from zaya_jax.ops.residual_norm import MergeVectors, merge
 
-Role = Literal[
-    "attention", "router", "expert",  # matrices
-    "embedding", "convolution", "norm", "scale", "temperature", "bias",
-]  # fmt: skip
+MatrixRole = Literal["attention", "router", "expert"]
+Role = Literal[MatrixRole, "embedding", "convolution", "norm", "scale", "temperature", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
-MATRIX_ROLES: tuple[Role, ...] = ("attention", "router", "expert")
+MATRIX_ROLES: tuple[Role, ...] = get_args(MatrixRole)
 
 
 class BalancingBias(nnx.Variable):
@@ -79,8 +77,8 @@ class ResidualScaling(nnx.Module):
     @property
     def vectors(self) -> MergeVectors:
         """The parameters, as `ops.residual_norm` takes them."""
-        return MergeVectors(self.hidden_scale[...], self.hidden_bias[...], self.residual_scale[...],
-                            self.residual_bias[...])  # fmt: skip
+        vectors = (self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias)
+        return MergeVectors(*(vector[...] for vector in vectors))
 
     def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array, ops: Ops) -> jax.Array:
         """The new stream, fp32."""
@@ -90,9 +88,9 @@ class ResidualScaling(nnx.Module):
     @staticmethod
     def hf_tensors(sublayer: str, size: int) -> Iterator[HfTensor]:
         """Yield the module's tensors in a `transformers` folder; their names contain `sublayer`."""
-        for name, attribute in (("hidden_states_scale", "hidden_scale"), ("hidden_states_bias", "hidden_bias"),
-                                ("residual_scale", "residual_scale"), ("residual_bias", "residual_bias")):  # fmt: skip
-            yield same(f"post_{sublayer}_residual_scale.{name}", attribute, size)
+        for term, theirs in (("hidden", "hidden_states"), ("residual", "residual")):
+            for kind in ("scale", "bias"):
+                yield same(f"post_{sublayer}_residual_scale.{theirs}_{kind}", f"{term}_{kind}", size)
 
 
 class PlainSum(nnx.Module):
@@ -107,18 +105,11 @@ class PlainSum(nnx.Module):
 
 
 def merged_and_normed(
-    into: ResidualScaling | PlainSum | None, norm: RMSNorm, output_bsd: jax.Array | None, stream_bsd: jax.Array,
-    dtype: jax.typing.DTypeLike, ops: Ops,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    into: Any, norm: RMSNorm, output_bsd: jax.Array | None, stream_bsd: jax.Array, dtype: Any, ops: Ops
+) -> tuple[jax.Array, jax.Array]:
     """Merge an output into the residual stream and normalize the result, as one operation.
 
-    Args:
-      into: how to merge; None for no merge.
-      norm: the norm of the next sublayer.
-      output_bsd: output of the sublayer; None for no merge.
-      stream_bsd: residual stream, fp32.
-      dtype: dtype of the normalized result.
-      ops: implementations of the operations.
+    `into` is a `ResidualScaling` or `PlainSum`; None, like the output, for no merge.
 
     Returns:
       The new residual stream, fp32, and its norm in `dtype`.

@@ -27,9 +27,8 @@ class LinearRouter(nnx.Module):
 
     def probabilities(self, h_bsd: jax.Array) -> jax.Array:
         """Compute the fp32 softmax over the e experts; the matmul is in the dtype of `h_bsd` with fp32 sums."""
-        logits = jnp.matmul(
-            h_bsd, self.output[...].astype(h_bsd.dtype), preferred_element_type=accumulation_dtype(h_bsd.dtype)
-        )
+        output_de, sums = self.output[...].astype(h_bsd.dtype), accumulation_dtype(h_bsd.dtype)
+        logits = jnp.matmul(h_bsd, output_de, preferred_element_type=sums)
         return jax.nn.softmax(logits, axis=-1)
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:

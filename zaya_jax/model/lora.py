@@ -63,12 +63,7 @@ def draw_adapters(
 
 
 def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
-    """Pair each parameter that has adapters with them, as `Adapted`.
-
-    Args:
-      params: parameters and adapters, by name.
-      scale: alpha / rank.
-    """
+    """Pair each parameter that has adapters, both by name, with them, as `Adapted`; `scale` is alpha / rank."""
     adapters = {adapter for name in params for adapter in adapter_names(name)}
 
     def attach(name: str, x: jax.Array) -> jax.Array | Adapted:
@@ -89,12 +84,8 @@ def merge(matrix: Adapted) -> jax.Array:
 def merged(params: Arrays, adapters: Arrays, scale: float) -> dict[str, jax.Array]:
     """Merge the adapters into the parameters of a model; returns them by name, in the dtype of `params`.
 
-    At most one layer of one matrix is in fp32 at a time.
-
-    Args:
-      params: parameters that the adapters were trained on, in the dtype of that training.
-      adapters: by name.
-      scale: alpha / rank.
+    The parameters must have the dtype in which the adapters were trained. At most one layer of one matrix is in fp32 at
+    a time. `scale` is alpha / rank.
     """
     return {name: jax.lax.map(merge, x) if isinstance(x, Adapted) else x
             for name, x in adapted({**params, **adapters}, scale).items()}  # fmt: skip

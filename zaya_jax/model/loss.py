@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
@@ -40,7 +39,18 @@ def chunked_loss(
       fp32 [t], which are not differentiable.
     """
     del frozen_head
-    return _loss(hidden_td, head_vd, bias_v, targets_t, weights_t)
+    head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
+
+    def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        h, targets, weights = arrays
+        loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
+        return total + loss.sum(), loss
+
+    zero = jnp.zeros((), accumulation_dtype(hidden_td.dtype))
+    chunk = chunk_tokens(len(hidden_td), *head_vd.shape, frozen_head=True)
+    with part("loss"):
+        total, losses = jax.lax.scan(body, zero, _chunks(chunk, hidden_td, targets_t, weights_t))
+    return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
 
 def chunk_tokens(tokens: int, vocab_size: int, width: int, frozen_head: bool) -> int:
@@ -72,39 +82,14 @@ def _chunk_loss(z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array) -> 
     return weights_t * (lse_t - right_t), lse_t
 
 
-def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
-          weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
-
-    def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        h, targets, weights = arrays
-        loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
-        return total + loss.sum(), loss
-
-    zero, chunk = (
-        jnp.zeros((), accumulation_dtype(hidden_td.dtype)),
-        chunk_tokens(len(hidden_td), *head_vd.shape, frozen_head=True),
-    )
-    with part("loss"):
-        total, losses = jax.lax.scan(body, zero, _chunks(chunk, hidden_td, targets_t, weights_t))
-    return total, losses.reshape(-1)[: hidden_td.shape[0]]
-
-
 def chunked_logprobs(
     hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, index_q: jax.Array, targets_q: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute log-probabilities of single tokens, without a gradient.
 
-    The time is that of `count` queries, rounded up to whole chunks; the shapes do not depend on it.
-
-    Args:
-      hidden_td: output of the final norm.
-      head_vd: the tied head.
-      bias_v: bias of the head, or None.
-      index_q: int32 row of `hidden_td` of each query.
-      targets_q: int32 token of each query.
-      count: int32 number of queries; what follows them is padding.
+    The time is that of `count` queries, rounded up to whole chunks; the shapes do not depend on it. A query is an int32
+    row of `hidden_td` and an int32 token, its target; what follows the first `count` is padding.
 
     Returns:
       fp32 [q] log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for
@@ -126,8 +111,8 @@ def chunked_logprobs(
     return logprobs.reshape(-1)[: len(index_q)], greedy.reshape(-1)[: len(index_q)]
 
 
-def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
-             weights_t: jax.Array, frozen_head: bool = False) -> tuple[tuple[jax.Array, jax.Array], Any]:  # fmt: skip
+def _forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    hidden_td, head_vd, bias_v, targets_t, weights_t, frozen_head = arguments
     v, d = head_vd.shape
     dtype, sums = hidden_td.dtype, accumulation_dtype(hidden_td.dtype)
     chunk = chunk_tokens(len(hidden_td), v, d, frozen_head)
@@ -149,8 +134,9 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
         db_v = None if db_v is None else db_v + dz.sum(0)
         return (total + loss.sum(), dw_dv, db_v), (dh.astype(dtype), loss)
 
-    start = (jnp.zeros((), sums), None if frozen_head else jnp.zeros((d, v), sums),
-             None if frozen_head or bias_v is None else jnp.zeros(v, sums))  # fmt: skip
+    dw_dv = None if frozen_head else jnp.zeros((d, v), sums)
+    db_v = None if frozen_head or bias_v is None else jnp.zeros(v, sums)
+    start = jnp.zeros((), sums), dw_dv, db_v
     h, targets, weights = _chunks(chunk, hidden_td, targets_t, weights_t)
     with part("loss"):
         (total, dw_dv, db_v), (dh, losses) = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
@@ -161,14 +147,13 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
     return (total, losses.reshape(-1)[: hidden_td.shape[0]]), (dh_td, dw_vd, db_v, weights_t)
 
 
-def _backward(frozen_head: bool, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    del frozen_head  # its gradients are None, which means zero
+def _backward(_frozen_head: bool, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    # The gradients of a frozen head are None, which means zero.
     g, _ = cotangents
     dh_td, dw_vd, db_v, weights_t = saved
-    no_targets = np.zeros(dh_td.shape[:1], jax.dtypes.float0)
-    no_weights = jnp.zeros_like(weights_t)  # weights are data and get no gradient
+    no_weights = jnp.zeros_like(weights_t)  # targets and weights are data
     scaled = [None if x is None else (x * g).astype(x.dtype) for x in (dh_td, dw_vd, db_v)]
-    return (*scaled, no_targets, no_weights)
+    return (*scaled, None, no_weights)
 
 
 chunked_loss.defvjp(_forward, _backward)

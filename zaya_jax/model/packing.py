@@ -20,9 +20,6 @@ SMALL = 2**17  # elements of a layer's parameter up to which it is packed, and a
 def pack_small(blocks: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Pack the small arrays of a pytree of arrays [l, …] and `Accumulated` stacks, which are left as they are.
 
-    Args:
-      blocks: stacked layers.
-
     Returns:
       Arrays [l, …] and [l, k, …], and a function from one layer of these, without the axis l, to one layer of `blocks`.
     """

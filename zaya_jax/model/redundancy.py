@@ -42,11 +42,7 @@ def expert_redundancy(model: Zaya, rank: int = 128) -> Redundancy:
     """Measure the overlap of the experts of each layer; one layer at a time is in fp32.
 
     The report uses rank 128 and gives, averaged over pairs and layers, 0.0904 (input) and 0.0990 (output) for ZAYA1-8B,
-    whose floor is 0.0625.
-
-    Args:
-      model: the model.
-      rank: number of leading singular directions of a matrix.
+    whose floor is 0.0625. `rank` is the number of leading singular directions of a matrix.
 
     Raises:
       InputError: `rank` exceeds the rank of an expert's matrices, or there is only one expert.

@@ -1,7 +1,7 @@
 """The ZAYA1 router: down-projection, depth averaging, three-layer MLP, biased top-1 (docs/reference.md §1.4, §1.5)."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,14 @@ class Router(nnx.Module):
     def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
         """Compute the fp32 softmax over the e + 1 classes, and the state for the next layer."""
         dtype = h_bsd.dtype
-        hidden: list[jax.Array | None] = [None] * 4
+        hidden: list[Any] = []
         for index in range(1, self.router_layers):
-            matrix, bias = getattr(self, f"hidden{index}"), getattr(self, f"hidden{index}_bias")
-            hidden[2 * index - 2 : 2 * index] = matrix[...].astype(dtype), bias[...]
+            hidden += getattr(self, f"hidden{index}")[...].astype(dtype), getattr(self, f"hidden{index}_bias")[...]
+        hidden += [None] * (4 - len(hidden))
         scale_r = self.state_scale[...] if self.depth_averaging else jnp.zeros(self.down_bias.shape)
-        first, first_bias, second, second_bias = hidden
-        weights = RouterWeights(self.down_bias[...], scale_r, self.norm.weight[...], first, first_bias, second,
-                                second_bias, self.output[...].astype(dtype))  # fmt: skip
+        vectors = self.down_bias[...], scale_r, self.norm.weight[...]
+        values: Any = (*vectors, *hidden, self.output[...].astype(dtype))
+        weights = RouterWeights(*values)
         return ops.router(matmul(h_bsd, self.down[...]), state_bsr, weights, self.norm.eps, dtype)
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
@@ -86,12 +86,8 @@ def is_inert(name: str, group: int | None) -> bool:
 def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose the class with the highest biased probability; ties go to the lowest.
 
-    Args:
-      probability: [.., e + 1], or [.., e] for a router that never skips.
-      bias: [e + 1], added for the choice only.
-
-    Returns:
-      The int32 class of each token, and its probability without the bias; 0 for skip.
+    The probabilities are [.., e + 1], or [.., e] for a router that never skips; the bias [e + 1] is for the choice
+    only. Returns the int32 class of each token, and its probability without the bias; 0 for skip.
     """
     classes = jnp.arange(probability.shape[-1], dtype=jnp.int32)
     biased = jax.lax.stop_gradient(probability) + bias[: probability.shape[-1]]

@@ -134,16 +134,9 @@ class Zaya(nnx.Module):
         return self.embedding.dtype
 
     def __call__(
-        self,
-        tokens_bs: jax.Array,
-        segment_ids: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        *,
-        ops: Ops = LOCAL,
-        cache: Cache | None = None,
-        remat: Remat = "none",
-        dtype: DTypeLike | None = None,
-    ) -> ModelOutput:
+        self, tokens_bs: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None, *,
+        ops: Ops = LOCAL, cache: Cache | None = None, remat: Remat = "none", dtype: DTypeLike | None = None,
+    ) -> ModelOutput:  # fmt: skip
         """Run the model.
 
         Args:
@@ -168,53 +161,28 @@ class Zaya(nnx.Module):
         config, dtype = self.config, self.dtype if dtype is None else dtype
         longest = tokens_bs.shape[1] if cache is None else cache.capacity
         if longest > config.max_positions:
-            raise InputError(f"The sequence is {longest} tokens long, but model.max_positions allows at most "
-                             f"{config.max_positions}.")  # fmt: skip
+            most = f"model.max_positions allows at most {config.max_positions}"
+            raise InputError(f"The sequence is {longest} tokens long, but {most}.")
         if cache is not None and tokens_bs.shape[1] > cache.capacity:
             raise InputError(f"{tokens_bs.shape[1]} tokens do not fit in the cache, which holds {cache.capacity}.")
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
-        context, new_cache = self._context(segment_ids, positions, cache, ops)
+        context, cache = self._context(segment_ids, positions, cache, ops)
         with part("embedding"):
             x_bsd = embed(self.embedding[...], tokens_bs).astype(dtype)
             x_bsd = x_bsd.astype(accumulation_dtype(dtype))
             if config.residual_scaling:
                 x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
-        state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
-
-        def apply_block(block: Block, x: jax.Array, state: jax.Array, layer: Any) -> tuple:
-            return ops.gather_layer(block)(x, state, context, layer, ops)
-
-        def apply_packed(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> tuple:
-            return apply_block(unpack(packed), x, state, None)[:3]
-
+        start = x_bsd, jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
         with part(LAYERS):
-            if new_cache is None:
-                packed, unpack = zip(*map(pack_small, self.blocks), strict=True)
-                layers = [functools.partial(apply_packed, function) for function in unpack]
-                if remat != "none":  # unpacked again in the backward pass, so that only the scanned arrays are kept
-                    layers = [jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False) for layer in layers]
-
-                def group(carry: tuple, packed: tuple) -> tuple[tuple, jax.Array]:
-                    (x, state), counts = carry, []
-                    for layer, parameters in zip(layers, packed, strict=True):
-                        x, state, count = layer(parameters, x, state)
-                        counts.append(count)
-                    return (x, state), jnp.stack(counts)
-
-                (x_bsd, _), counts = ops.scan_layers(group, (x_bsd, state_bsr), packed)
-            else:  # unrolled: a scan would copy each layer's parameters and cache at each step
-                counts, caches = [], []
-                for block, before in zip(layer_blocks(self), new_cache.layers, strict=True):
-                    x_bsd, state_bsr, count, after = apply_block(block, x_bsd, state_bsr, before)
-                    counts.append(count)
-                    caches.append(after)
-                counts = jnp.stack(counts)
-                new_cache = dataclasses.replace(new_cache, layers=tuple(caches))
+            if cache is None:
+                x_bsd, counts = _scan(self.blocks, start, context, ops, remat)
+            else:
+                x_bsd, counts, cache = _decode(layer_blocks(self), start, context, ops, cache)
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
         with part("norm"):
             hidden_bsd = self.norm(x_bsd, dtype, ops)
-        return ModelOutput(hidden_bsd, stats, new_cache)
+        return ModelOutput(hidden_bsd, stats, cache)
 
     def _context(
         self, segments_bs: jax.Array, positions_bs: jax.Array | None, cache: Cache | None, ops: Ops
@@ -246,6 +214,43 @@ class Zaya(nnx.Module):
         yield same("model.norm.weight", "norm.weight", d)
         if config.head_bias:
             yield same("lm_head.bias", "head_bias", config.vocab_size)
+
+
+Carry = tuple[jax.Array, jax.Array]  # residual stream and the router's state
+
+
+def _scan(blocks: Any, start: Carry, context: Context, ops: Ops, remat: Remat) -> tuple[jax.Array, jax.Array]:
+    """Run the stacked layers; returns the residual stream and the tokens per expert, [groups, layers of one, e + 1]."""
+    packed, unpack = zip(*map(pack_small, blocks), strict=True)
+
+    def apply(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> tuple:
+        return ops.gather_layer(unpack(packed))(x, state, context, None, ops)[:3]
+
+    layers = [functools.partial(apply, function) for function in unpack]
+    if remat != "none":  # unpacked again in the backward pass, so that only the scanned arrays are kept
+        layers = [jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False) for layer in layers]
+
+    def group(carry: Carry, packed: tuple) -> tuple[Carry, jax.Array]:
+        (x, state), counts = carry, []
+        for layer, parameters in zip(layers, packed, strict=True):
+            x, state, count = layer(parameters, x, state)
+            counts.append(count)
+        return (x, state), jnp.stack(counts)
+
+    (x_bsd, _), counts = ops.scan_layers(group, start, packed)
+    return x_bsd, counts
+
+
+def _decode(
+    blocks: list[Block], start: Carry, context: Context, ops: Ops, cache: Cache
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Run the layers one after another, since a scan would copy each layer's parameters and cache at each step."""
+    (x_bsd, state_bsr), counts, layers = start, [], []
+    for block, before in zip(blocks, cache.layers, strict=True):
+        x_bsd, state_bsr, count, after = ops.gather_layer(block)(x_bsd, state_bsr, context, before, ops)
+        counts.append(count)
+        layers.append(after)
+    return x_bsd, jnp.stack(counts), dataclasses.replace(cache, layers=tuple(layers))
 
 
 def abstract_model(config: ModelConfig) -> Zaya:
@@ -300,6 +305,6 @@ def logits(
 def head(model: Zaya, hidden_bsd: jax.Array) -> jax.Array:
     """Apply the tied head to `hidden_bsd`; returns fp32 logits."""
     with part("loss"):
-        out = jnp.einsum("...d,vd->...v", hidden_bsd, model.embedding[...].astype(hidden_bsd.dtype),
-                         preferred_element_type=accumulation_dtype(hidden_bsd.dtype))  # fmt: skip
+        sums, head_vd = accumulation_dtype(hidden_bsd.dtype), model.embedding[...].astype(hidden_bsd.dtype)
+        out = jnp.einsum("...d,vd->...v", hidden_bsd, head_vd, preferred_element_type=sums)
     return out + model.head_bias[...].astype(out.dtype) if model.config.head_bias else out

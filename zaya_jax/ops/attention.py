@@ -5,58 +5,71 @@ keys for the few queries of a decode step, and two for the gradient. Remateriali
 if its output and log-sum-exp, named `MATMUL_OUTPUT`, are saved. Sums and statistics are in fp32.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import attention_forward
 from pallas_kernels.attention_backward import attention_backward, backward_ranges
+from pallas_kernels.attention_tiles import AttentionInputs
 from pallas_kernels.decode import attention_decode, decodes
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
-from zaya_jax.ops.blockwise import FLOOR, backward, blockwise, fold, fold_queries, forward, unfold
-from zaya_jax.ops.few_queries import MAX_QUERIES, few_queries
+from zaya_jax.ops.blockwise import (
+    FLOOR,
+    MAX_QUERIES,
+    backward,
+    blockwise,
+    few_queries,
+    fold,
+    fold_queries,
+    forward,
+    unfold,
+)
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 
 
-def attention(
-    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array | None = None,
-    key_segments_bt: jax.Array | None = None, query_offset: jax.Array | int = 0, window: int | None = None,
-) -> jax.Array:  # fmt: skip
+def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, **options: Any) -> jax.Array:
     """Causal attention of every query to the keys of its document (docs/reference.md §1.3).
 
     Args:
-      q_bshc: queries, float; the scale 1/√c is applied here.
-      k_btkc: keys; each key head is shared by h / k query heads.
+      q_bshc: queries.
+      k_btkc: keys.
       v_btkc: values.
-      query_segments_bs: int32 document of each query; 0 is padding, which attends to nothing. None, with
-        `key_segments_bt`, for one document per row.
-      key_segments_bt: int32 document of each key.
-      query_offset: index of the first query among the keys; query i sees key j if j <= query_offset + i.
-      window: number of keys that a query sees, its own included; None for all.
+      **options: the other fields of `AttentionInputs`.
 
     Returns:
       [b, s, h, c] in the dtype of the queries; softmax and sums are in fp32. Rows of padding are 0.
     """
-    if (query_segments_bs is None) != (key_segments_bt is None):
-        raise ValueError("Pass both query_segments_bs and key_segments_bt, or neither.")
-    if query_segments_bs is None or key_segments_bt is None:
-        query_segments_bs = jnp.ones(q_bshc.shape[:2], jnp.int32)
-        key_segments_bt = jnp.ones(k_btkc.shape[:2], jnp.int32)
+    x = AttentionInputs(q_bshc, k_btkc, v_btkc, **options)
+    if why := _other_segments(x):
+        raise ValueError(why)
+    x = _with_segments(x)
     if q_bshc.shape[1] <= MAX_QUERIES:
-        o, _ = few_queries(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
-        return o.astype(q_bshc.dtype)
-    blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
-    o_bkgsc: jax.Array = blockwise(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
+        return few_queries(x)[0].astype(q_bshc.dtype)
+    o_bkgsc: jax.Array = blockwise(*fold(x))
     return unfold(o_bkgsc, q_bshc.shape)
+
+
+def _other_segments(x: AttentionInputs) -> str:
+    """Return '' if there are segments of queries and keys, or neither, else a sentence."""
+    both = (x.query_segments_bs is None) == (x.key_segments_bt is None)
+    return "" if both else "Pass both query_segments_bs and key_segments_bt, or neither."
+
+
+def _with_segments(x: AttentionInputs) -> AttentionInputs:
+    if x.query_segments_bs is not None:
+        return x
+    ones = (jnp.ones(array.shape[:2], jnp.int32) for array in (x.q_bshc, x.k_btkc))
+    return dataclasses.replace(x, **dict(zip(("query_segments_bs", "key_segments_bt"), ones, strict=True)))
 
 
 class PartialAttention(NamedTuple):
@@ -70,37 +83,31 @@ class PartialAttention(NamedTuple):
     lse_bsh: jax.Array
 
 
-def partial_attention(
-    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
-    query_offset: jax.Array | int, window: int | None,
-) -> PartialAttention:  # fmt: skip
+def partial_attention(x: AttentionInputs) -> PartialAttention:
     """Compute `attention` to some of the keys; not differentiable, see `partial_attention_gradient`.
 
     `query_offset` is negative if the keys come after the queries.
     """
-    if q_bshc.shape[1] <= MAX_QUERIES:
-        return PartialAttention(
-            *few_queries(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
-        )
-    blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
-    o, lse = forward(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
-    return PartialAttention(unfold(o, q_bshc.shape), unfold(lse[..., None], (*q_bshc.shape[:3], 1))[..., 0])
+    shape = x.q_bshc.shape
+    if shape[1] <= MAX_QUERIES:
+        return PartialAttention(*few_queries(x))
+    o, lse = forward(*fold(x))
+    return PartialAttention(unfold(o, shape), unfold(lse[..., None], (*shape[:3], 1))[..., 0])
 
 
 def partial_attention_gradient(
-    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
-    query_offset: jax.Array | int, window: int | None, whole: PartialAttention, do_bshc: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    x: AttentionInputs, whole: PartialAttention, do_bshc: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the contribution of some of the keys to the gradients of q, k and v, in fp32.
 
-    The arguments are those of `partial_attention`, then the attention to all keys and the gradient of its output.
+    `whole` is the attention to all keys, `do_bshc` the gradient of its output.
     """
-    blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
-    o, lse, do = (fold_queries(x, k.shape[1], q.shape[3]) for x in (whole.o_bshc, whole.lse_bsh[..., None], do_bshc))
-    saved = (q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32), o, lse[..., 0])
-    dq, dk, dv = backward(blocks, saved, do)
-    t = k_btkc.shape[1]
-    return unfold(dq, q_bshc.shape), dk[:, :, :t].transpose(0, 2, 1, 3), dv[:, :, :t].transpose(0, 2, 1, 3)
+    blocks, folded = fold(x)
+    num_kv, length = folded.k.shape[1], folded.q.shape[3]
+    o, lse, do = (fold_queries(x, num_kv, length) for x in (whole.o_bshc, whole.lse_bsh[..., None], do_bshc))
+    dq, dk, dv = backward(blocks, folded, o, lse[..., 0], do)
+    t = x.k_btkc.shape[1]
+    return unfold(dq, x.q_bshc.shape), dk[:, :, :t].transpose(0, 2, 1, 3), dv[:, :, :t].transpose(0, 2, 1, 3)
 
 
 def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
@@ -113,10 +120,8 @@ def combine(first: PartialAttention, second: PartialAttention) -> PartialAttenti
 # --- the kernels -----------------------------------------------------------------------------------------------
 
 
-def _unsupported(
-    _architecture: str, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array | None = None,
-    key_segments_bt: jax.Array | None = None, *_: Any, **_options: Any,
-) -> str:  # fmt: skip
+def _unsupported(_architecture: str, x: AttentionInputs, *_: Any) -> str:
+    q, k, v, queries, keys = x.q_bshc, x.k_btkc, x.v_btkc, x.query_segments_bs, x.key_segments_bt
     if why := other_dtypes("attention", q, k, v):
         return why
     b, s, h, c = q.shape
@@ -126,84 +131,62 @@ def _unsupported(
         return f"Queries {q.shape} do not match keys {k.shape} and values {v.shape}."
     if not (s and k.shape[1]):
         return "The attention kernels need at least one query and one key."
-    if (query_segments_bs is None) != (key_segments_bt is None):
-        return "Pass both query_segments_bs and key_segments_bt, or neither."
-    if query_segments_bs is None or key_segments_bt is None:
-        return ""
-    fits = (query_segments_bs.shape, key_segments_bt.shape) == (q.shape[:2], k.shape[:2])
-    return "" if fits else (f"Segments {query_segments_bs.shape} and {key_segments_bt.shape} do not match queries "
-                            f"{q.shape} and keys {k.shape}.")  # fmt: skip
+    if queries is None or keys is None or (queries.shape, keys.shape) == (q.shape[:2], k.shape[:2]):
+        return _other_segments(x)
+    return f"Segments {queries.shape} and {keys.shape} do not match queries {q.shape} and keys {k.shape}."
 
 
-def _attention_kernel(
-    architecture: Architecture, q: jax.Array, k: jax.Array, v: jax.Array, *, query_segments_bs: jax.Array | None = None,
-    key_segments_bt: jax.Array | None = None, query_offset: jax.Array | int = 0, window: int | None = None,
-) -> jax.Array:  # fmt: skip
-    segments, offset = _integers(query_segments_bs, key_segments_bt, query_offset)
-    return _attention(_Static(window, architecture), q, k, v, segments, offset)
+def _attention_kernel(architecture: Architecture, *qkv: Any, **options: Any) -> jax.Array:
+    return _attention(architecture, _integers(AttentionInputs(*qkv, **options)))
 
 
-def _partial_kernel(
-    architecture: Architecture, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array,
-    key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None,
-) -> PartialAttention:  # fmt: skip
-    integers = _integers(query_segments_bs, key_segments_bt, query_offset)
-    run = attention_decode if decodes(q, k) else attention_forward
-    return PartialAttention(*run(q, k, v, *integers, window=window, dtype=jnp.float32, architecture=architecture))
+def _partial_kernel(architecture: Architecture, x: AttentionInputs) -> PartialAttention:
+    return PartialAttention(*_forward(architecture, _integers(x), jnp.float32))
 
 
 def _partial_gradient_kernel(
-    architecture: Architecture, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array,
-    key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None, whole: PartialAttention,
-    do_bshc: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    integers = _integers(query_segments_bs, key_segments_bt, query_offset)
-    bounds = backward_ranges(q, k, *integers, window=window, architecture=architecture)
-    return _gradient(_Static(window, architecture), q, k, v, *integers, bounds, whole, do_bshc, jnp.float32)
+    architecture: Architecture, x: AttentionInputs, whole: PartialAttention, do_bshc: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x = _integers(x)
+    return _gradient(architecture, x, backward_ranges(x, architecture=architecture), whole, do_bshc, jnp.float32)
 
 
-class _Static(NamedTuple):
-    window: int | None
-    architecture: Architecture
-
-
-def _integers(queries: jax.Array | None, keys: jax.Array | None, offset: jax.Array | int) -> tuple[Any, jax.Array]:
+def _integers(x: AttentionInputs) -> AttentionInputs:
     """Convert segments (or None) and offset to int32."""
-    segments = None if queries is None or keys is None else (queries.astype(jnp.int32), keys.astype(jnp.int32))
-    return segments, jnp.asarray(offset, jnp.int32)
+    integers = (x.query_segments_bs, x.key_segments_bt, jnp.asarray(x.query_offset, jnp.int32))
+    queries, keys, offset = jax.tree.map(lambda integer: integer.astype(jnp.int32), integers)
+    return dataclasses.replace(x, query_segments_bs=queries, key_segments_bt=keys, query_offset=offset)
+
+
+def _forward(architecture: Architecture, x: AttentionInputs, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return (attention_decode if decodes(x) else attention_forward)(x, dtype=dtype, architecture=architecture)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any,
-               offset: jax.Array) -> jax.Array:  # fmt: skip
-    run = attention_decode if decodes(q, k) else attention_forward
-    return run(q, k, v, segments, offset, window=static.window, dtype=q.dtype, architecture=static.architecture)[0]
+def _attention(architecture: Architecture, x: AttentionInputs) -> jax.Array:
+    return _forward(architecture, x, x.q_bshc.dtype)[0]
 
 
-def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any,
-                  offset: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
-    o, lse = attention_forward(
-        q, k, v, segments, offset, window=static.window, dtype=q.dtype, architecture=static.architecture
-    )
-    bounds = backward_ranges(q, k, segments, offset, window=static.window, architecture=static.architecture)
+def _forward_rule(architecture: Architecture, x: AttentionInputs) -> tuple[jax.Array, Any]:
+    o, lse = attention_forward(x, dtype=x.q_bshc.dtype, architecture=architecture)
+    bounds = backward_ranges(x, architecture=architecture)
     # The bounds are the same for all layers: saved, they are computed once, before the loop over layers.
     o, lse, bounds = checkpoint_name((o, lse, bounds), MATMUL_OUTPUT)
-    return o, (q, k, v, segments, offset, bounds, o, lse)
+    return o, (x, bounds, PartialAttention(o, lse))
 
 
-def _backward_rule(static: _Static, saved: Any, do: jax.Array) -> tuple[Any, ...]:
-    q, k, v, segments, offset, bounds, o, lse = saved
-    gradients = _gradient(static, q, k, v, segments, offset, bounds, PartialAttention(o, lse), do, q.dtype)
-    return (*gradients, *jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (segments, offset)))
+def _backward_rule(architecture: Architecture, saved: Any, do: jax.Array) -> tuple[AttentionInputs]:
+    x, bounds, whole = saved
+    gradients = _gradient(architecture, x, bounds, whole, do, x.q_bshc.dtype)
+    return (AttentionInputs(*gradients, query_offset=None, window=x.window),)  # None means zero
 
 
 def _gradient(
-    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, offset: jax.Array,
-    bounds: tuple[jax.Array, jax.Array], whole: PartialAttention, do: jax.Array, dtype: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    architecture: Architecture, x: AttentionInputs, bounds: Any, whole: PartialAttention, do: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     delta = (do.astype(jnp.float32) * whole.o_bshc.astype(jnp.float32)).sum(-1)
-    return attention_backward(q, k, v, segments, offset, bounds, whole.lse_bsh, delta, do.astype(q.dtype),
-                              window=static.window, dtype=dtype, architecture=static.architecture)  # fmt: skip
+    saved = do.astype(x.q_bshc.dtype), whole.lse_bsh, delta
+    return attention_backward(x, bounds, saved, dtype=dtype, architecture=architecture)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
@@ -218,71 +201,88 @@ def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
         return attention(*qkv, query_segments_bs=segments, key_segments_bt=segments, window=window)
 
     def decode(attention: Callable[..., jax.Array], *qkv: jax.Array) -> jax.Array:
-        segments, place = documents(qkv[0].shape[0]), 349
-        return attention(*qkv, query_segments_bs=segments[:, [place]], key_segments_bt=segments, query_offset=place)
+        x = _decoded(*qkv)
+        return attention(*qkv, query_segments_bs=x.query_segments_bs, key_segments_bt=x.key_segments_bt,
+                         query_offset=x.query_offset)  # fmt: skip
 
-    queries, keys = _heads(model)
+    token, queries, keys = _heads(model)
     checks = {name: Check(functools.partial(run, window), (queries, keys, keys), 3)
               for name, window in (("attention", None), ("attention, window", 100))}  # fmt: skip
     if not training:
-        token = Input((2, 1, *queries.shape[2:]))
         checks["attention, decode"] = Check(decode, (token, keys, keys), 3, gradient=False)
     return checks
 
 
-def _heads(model: ModelConfig) -> tuple[Input, Input]:
-    """Return the shapes of queries and keys."""
-    heads = (model.num_query_heads, model.num_kv_heads)
-    queries, keys = (Input((2, ROWS, number, model.head_dim)) for number in heads)
-    return queries, keys
+def _packed(*qkv: Any) -> AttentionInputs:
+    """Return the inputs of a check with several documents a row."""
+    segments = documents(qkv[0].shape[0])
+    return AttentionInputs(*qkv, query_segments_bs=segments, key_segments_bt=segments)
+
+
+def _decoded(q: jax.Array, k: jax.Array, v: jax.Array) -> AttentionInputs:
+    """Return the inputs of a check with one query a row."""
+    segments, place = documents(q.shape[0]), 349
+    return AttentionInputs(q, k, v, segments[:, [place]], segments, place)
+
+
+def _heads(model: ModelConfig) -> tuple[Input, Input, Input]:
+    """Return the shapes of one query a row, of queries and of keys."""
+    sizes = ((1, model.num_query_heads), (ROWS, model.num_query_heads), (ROWS, model.num_kv_heads))
+    token, queries, keys = (Input((2, *size, model.head_dim)) for size in sizes)
+    return token, queries, keys
 
 
 def _partial_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     def run(partial_attention: Callable[..., PartialAttention], *qkv: jax.Array) -> tuple[jax.Array, ...]:
-        segments = documents(qkv[0].shape[0])
-        o, lse = partial_attention(*qkv, segments, segments, 0, None)
+        o, lse = partial_attention(_packed(*qkv))
         return o, jnp.where(lse > FLOOR / 2, lse, 0)
 
     def decode(partial_attention: Callable[..., PartialAttention], *qkv: jax.Array) -> tuple[jax.Array, ...]:
-        segments, place = documents(qkv[0].shape[0]), 349
-        return partial_attention(*qkv, segments[:, [place]], segments, place, None)
+        return partial_attention(_decoded(*qkv))
 
-    queries, keys = _heads(model)
+    token, queries, keys = _heads(model)
     if training:
         return {"partial_attention": Check(run, (queries, keys, keys), 3, gradient=False)}
-    token = Input((2, 1, *queries.shape[2:]))
     return {"partial_attention, decode": Check(decode, (token, keys, keys), 3, gradient=False)}
 
 
 def _partial_gradient_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     def run(gradient: Callable[..., Any], *arrays: jax.Array) -> Any:
-        arguments: Any = (*arrays[:3], *(documents(arrays[0].shape[0]),) * 2, 0, None)
-        return gradient(*arguments, partial_attention(*arguments), arrays[3])
+        x = _packed(*arrays[:3])
+        return gradient(x, partial_attention(x), arrays[3])
 
-    queries, keys = _heads(model)
+    _, queries, keys = _heads(model)
     check = Check(run, (queries, keys, keys, queries), 4, gradient=False)
     return {"partial_attention_gradient": check} if training else {}
 
 
-def _shape(
-    q: jax.Array, k: jax.Array, _v: Any, _queries: Any = None, _keys: Any = None, _offset: Any = None,
-    window: int | None = None, *_: Any, **options: Any,
-) -> tuple[int, ...]:  # fmt: skip
-    queries, seen = q.shape[1], options.get("window", window) or q.shape[1]
-    return min(queries, seen), q.shape[2], k.shape[2], q.shape[3]
+def _shape(x: AttentionInputs, *_: Any) -> tuple[int, ...]:
+    q, k = x.q_bshc, x.k_btkc
+    return min(q.shape[1], x.window or q.shape[1]), q.shape[2], k.shape[2], q.shape[3]
 
 
-_FORWARD, _BACKWARD = ("attention", "decode"), ("attention_backward_keys", "attention_backward_queries")
-ATTENTION = Operation(
-    "attention", attention, _checks,
-    (Kernel("pallas", _attention_kernel, _unsupported, (*_FORWARD, *_BACKWARD)),), shape=_shape,
-)  # fmt: skip
-PARTIAL_ATTENTION = Operation(
-    "partial_attention", partial_attention, _partial_checks,
-    (Kernel("pallas", _partial_kernel, _unsupported, (*_FORWARD, *_BACKWARD)),), shape=_shape, measured_as="attention",
-)  # fmt: skip
-PARTIAL_ATTENTION_GRADIENT = Operation(
-    "partial_attention_gradient", partial_attention_gradient, _partial_gradient_checks,
-    (Kernel("pallas", _partial_gradient_kernel, _unsupported, (*_FORWARD, *_BACKWARD)),), shape=_shape,
-    measured_as="attention",
-)  # fmt: skip
+_TILES = "attention", "decode", "attention_backward_keys", "attention_backward_queries"
+
+
+def _attention_unsupported(architecture: str, *qkv: Any, **options: Any) -> str:
+    return _unsupported(architecture, AttentionInputs(*qkv, **options))
+
+
+def _attention_shape(*qkv: Any, **options: Any) -> tuple[int, ...]:
+    return _shape(AttentionInputs(*qkv, **options))
+
+
+_KERNEL = Kernel("pallas", _attention_kernel, _attention_unsupported, _TILES)
+ATTENTION = Operation("attention", attention, _checks, (_KERNEL,), shape=_attention_shape)
+
+
+def _partial(reference: Callable[..., Any], checks: Callable[..., Any], run: Callable[..., Any]) -> Operation:
+    name: str = reference.__name__  # pyright: ignore[reportFunctionMemberAccess]
+    kernel = Kernel("pallas", run, _unsupported, _TILES)
+    return Operation(name, reference, checks, (kernel,), shape=_shape, measured_as="attention")
+
+
+PARTIAL_ATTENTIONS = (
+    _partial(partial_attention, _partial_checks, _partial_kernel),
+    _partial(partial_attention_gradient, _partial_gradient_checks, _partial_gradient_kernel),
+)

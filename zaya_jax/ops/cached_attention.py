@@ -3,46 +3,47 @@
 The cache of a layer with a window is a ring: token i is in slot i mod size, and only the last `window` tokens are kept.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 
+from zaya_jax.ops.attention import AttentionInputs
+
 KeysAndValues = tuple[jax.Array, jax.Array]
+Attend = Callable[..., jax.Array]  # `ops.attention.attention`
 
 
-def cached_attention(
-    attention: Callable[..., jax.Array], q_bshc: jax.Array, new: KeysAndValues, cache: KeysAndValues, *,
-    segments_bs: jax.Array, cached_segments_bt: jax.Array, length: jax.Array | int, window: int | None,
-) -> tuple[jax.Array, KeysAndValues]:  # fmt: skip
+def cached_attention(attention: Attend, x: AttentionInputs, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
     """Write new keys and values to a layer's cache, and attend to it.
 
     Args:
       attention: `ops.attention.attention`.
-      q_bshc: queries of the new tokens.
-      new: their keys and values [b, s, k, c].
+      x: queries, keys and values of the new tokens, and their documents; those of the tokens in the whole cache, 0
+        where empty; and how many tokens the cache has before the new ones.
       cache: keys and values [b, slots, k·c], heads side by side; with fewer slots than the cache has tokens, a ring.
-      segments_bs: int32 documents of the new tokens.
-      cached_segments_bt: int32 documents of the tokens in the whole cache, 0 where empty.
-      length: number of tokens in the cache before the new ones.
-      window: number of keys that a query sees, its own included; None for all.
 
     Returns:
       The output [b, s, h, c] in the dtype of the queries, and the new keys and values of the cache.
     """
-    slots, s, dtype = cache[0].shape[1], q_bshc.shape[1], q_bshc.dtype
-    ring = slots < cached_segments_bt.shape[1]
-    if ring and s > 1:
-        return _through_ring(attention, q_bshc, new, cache, segments_bs, cached_segments_bt, length, window)
+    slots, length, segments = cache[0].shape[1], x.query_offset, x.query_segments_bs
+    ring = slots < x.key_segments_bt.shape[1]
+    if ring and x.q_bshc.shape[1] > 1:
+        return _through_ring(attention, x, cache)
     slot = length % slots if ring else length
-    cache = _write(cache, new, slot)
-    seen_bt = jax.lax.dynamic_update_slice_in_dim(cached_segments_bt, segments_bs, length, 1)
+    cache = _write(cache, (x.k_btkc, x.v_btkc), slot)
+    seen_bt = jax.lax.dynamic_update_slice_in_dim(x.key_segments_bt, segments, length, 1)
     if ring:  # one query sees every slot, whatever their order
         seen_bt = jnp.take(seen_bt, length - (length - jnp.arange(slots)) % slots, axis=1, mode="fill", fill_value=0)
-    k, v = (split_heads(x, new[0], dtype) for x in cache)
-    out = attention(q_bshc, k, v, query_segments_bs=segments_bs, key_segments_bt=seen_bt,
-                    query_offset=slots - 1 if ring else length, window=None if ring else window)  # fmt: skip
-    return out, cache
+        x = dataclasses.replace(x, query_offset=slots - 1, window=None)
+    return _attend(attention, x, cache, seen_bt), cache
+
+
+def _attend(attention: Attend, x: AttentionInputs, heads: Iterable[jax.Array], key_segments_bt: jax.Array) -> jax.Array:
+    """Attend from the queries of `x` to keys and values with heads side by side."""
+    k, v = (split_heads(array, x.k_btkc, x.q_bshc.dtype) for array in heads)
+    return dataclasses.replace(x, k_btkc=k, v_btkc=v, key_segments_bt=key_segments_bt).call(attention)
 
 
 def merge_heads(x_bskc: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -67,19 +68,15 @@ def _write(cache: KeysAndValues, new: KeysAndValues, slot: jax.Array | int) -> K
     return jax.lax.platform_dependent(*cache, cpu=write_in_branch, default=write)
 
 
-def _through_ring(
-    attention: Callable[..., jax.Array], q: jax.Array, new: KeysAndValues, cache: KeysAndValues, segments: jax.Array,
-    cached_segments: jax.Array, length: jax.Array | int, window: int | None,
-) -> tuple[jax.Array, KeysAndValues]:  # fmt: skip
+def _through_ring(attention: Attend, x: AttentionInputs, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
     """Attend from several tokens: the ring in the order of its tokens, then the new ones."""
-    slots, s = cache[0].shape[1], q.shape[1]
+    slots, s, length = cache[0].shape[1], x.q_bshc.shape[1], x.query_offset
     ordered = [
-        jnp.concatenate([jnp.roll(old, -(length % slots), 1), merge_heads(x, old.dtype)], 1)
-        for old, x in zip(cache, new, strict=True)
+        jnp.concatenate([jnp.roll(old, -(length % slots), 1), merge_heads(new, old.dtype)], 1)
+        for old, new in zip(cache, (x.k_btkc, x.v_btkc), strict=True)
     ]
-    before = jax.lax.dynamic_slice_in_dim(jnp.pad(cached_segments, ((0, 0), (slots, 0))), length, slots, 1)
-    k, v = (split_heads(x, new[0], q.dtype) for x in ordered)
-    out = attention(q, k, v, query_segments_bs=segments, key_segments_bt=jnp.concatenate([before, segments], 1),
-                    query_offset=slots, window=window)  # fmt: skip
-    k, v = (jnp.roll(x[:, s:], (length + s) % slots, 1) for x in ordered)
+    before = jax.lax.dynamic_slice_in_dim(jnp.pad(x.key_segments_bt, ((0, 0), (slots, 0))), length, slots, 1)
+    documents = jnp.concatenate([before, x.query_segments_bs], 1)
+    out = _attend(attention, dataclasses.replace(x, query_offset=slots), ordered, documents)
+    k, v = (jnp.roll(array[:, s:], (length + s) % slots, 1) for array in ordered)
     return out, (k, v)

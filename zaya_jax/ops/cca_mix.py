@@ -60,17 +60,11 @@ class Halo(NamedTuple):
 
 
 def unpacked(packed_bsy: jax.Array, heads: int, kv_heads: int, channels: int) -> tuple[jax.Array, ...]:
-    """Split the packed projection, whose channels are those of the heads, then both halves of the value.
-
-    Args:
-      packed_bsy: [b, s, n·c + k·c].
-      heads: n, those of queries, then those of keys.
-      kv_heads: k.
-      channels: c.
+    """Split the packed projection, whose channels are those of the n heads, then both halves of the value.
 
     Returns:
-      Heads [b, s, n, c]; the half of the value that is this token's, and the half that the next token uses,
-      [b, s, k·c / 2] each.
+      Heads [b, s, n, c], those of queries first; the half of the value that is this token's, and the half that the next
+      token uses, [b, s, k·c / 2] each.
     """
     half = kv_heads * channels // 2
     u_bsx, current_bsx, delayed_bsx = jnp.split(packed_bsy, [heads * channels, heads * channels + half], axis=-1)
@@ -81,41 +75,37 @@ def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, r
     """Return what is before the first token of a sequence: zeros that belong to no document."""
     b = u_bsnc.shape[0]
     # At least one row of segments, since the value shift always looks one token back.
-    return Halo(
-        jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype),
-        jnp.zeros((b, max(rows, 1)), segments_bs.dtype),
-        jnp.zeros((b, 1, delayed_bsx.shape[2]), delayed_bsx.dtype),
-    )
+    u, segments = jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype), jnp.zeros((b, max(rows, 1)), segments_bs.dtype)
+    return Halo(u, segments, jnp.zeros((b, 1, delayed_bsx.shape[2]), delayed_bsx.dtype))
 
 
-def cca_mix(
-    packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array],
-    weights: MixWeights, delayed_start_x: jax.Array | None, parts: MixParts = ALL_PARTS,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift.
+class MixInputs(NamedTuple):
+    """Inputs of the mix."""
 
-    Args:
-      packed_bsy: the packed projection, see `unpacked`.
-      halo: the rows before the first token; None if it is the first of the sequence.
-      segments_bs: int32 document of each token.
-      rotary: cos and sin, [b, s, rotated channels / 2] each, fp32.
-      weights: the parameters.
-      delayed_start_x: delayed value at the start of a document; None for zero.
-      parts: the parts to apply.
+    packed_bsy: jax.Array  # the packed projection, see `unpacked`
+    halo: Halo | None  # the rows before the first token; None if it is the first of the sequence
+    segments_bs: jax.Array  # int32 document of each token
+    rotary: tuple[jax.Array, jax.Array]  # cos and sin, [b, s, rotated channels / 2] each, fp32
+    weights: MixWeights
+    delayed_start_x: jax.Array | None = None  # delayed value at the start of a document; None for zero
+
+
+Heads = tuple[jax.Array, jax.Array, jax.Array]  # queries, keys and values
+
+
+def cca_mix(x: MixInputs, parts: MixParts = ALL_PARTS) -> Heads:
+    """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift; those of `parts` alone.
 
     Returns:
       q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsy`.
     """
     # Recomputed in the backward pass, since intermediates are much larger than the arguments. The scan over layers
     # already separates the passes, so `prevent_cse` is not needed.
-    mix = jax.checkpoint(functools.partial(_mix_reference, parts), prevent_cse=False)
-    return mix(packed_bsy, halo, segments_bs, rotary, weights, delayed_start_x)
+    return jax.checkpoint(functools.partial(_mix_reference, parts), prevent_cse=False)(x)
 
 
-def _mix_reference(
-    parts: MixParts, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
-    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+def _mix_reference(parts: MixParts, x: MixInputs) -> Heads:
+    packed_bsy, halo, segments_bs, rotary, weights, delayed_start_x = x
     num_kv, (heads, c) = weights.temperature_k.shape[0], weights.depthwise_bias_nc.shape
     u_bsnc, current_bsx, delayed_bsx = unpacked(packed_bsy, heads, num_kv, c)
     if halo is None:
@@ -193,34 +183,30 @@ def _previous(delayed_bsx: jax.Array, segments_bs: jax.Array, halo: Halo, start_
     return jnp.where((segment_before == segments_bs)[:, :, None], before, start)
 
 
-def _unsupported(
-    architecture: str, packed: jax.Array, _halo: Halo | None, _segments: jax.Array,
-    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, _start: jax.Array | None, parts: MixParts = ALL_PARTS,
-) -> str:  # fmt: skip
-    if why := other_dtypes("the mix", packed):
+def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -> str:
+    if why := other_dtypes("the mix", x.packed_bsy):
         return why
-    c, pairs = weights.depthwise_bias_nc.shape[1], rotary[0].shape[2]
+    weights, c, pairs = x.weights, x.weights.depthwise_bias_nc.shape[1], x.rotary[0].shape[2]
     # Channel ranges are matmul dimensions, which tensor cores need in multiples of 16; emulation needs powers of two.
     least = 1 if architecture == "interpret" else 16
     rest = c - 2 * pairs
     if any(size & (size - 1) for size in (c, pairs, rest)) or c < 16 or pairs < least or 0 < rest < least:
-        return (f"The cca_mix kernel needs channels, rotary pairs and unrotated channels to be powers of two: at least "
-                f"16 channels, {least} pairs, and 0 or {least} unrotated channels, not {c} channels with {pairs} "
-                "pairs.")  # fmt: skip
+        needs = f"at least 16 channels, {least} pairs, and 0 or {least} unrotated channels"
+        kinds = "channels, rotary pairs and unrotated channels"
+        return f"The cca_mix kernel needs {kinds} to be powers of two: {needs}, not {c} channels with {pairs} pairs."
     taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
     if not (all(taps) and all(parts)):
         return "The cca_mix kernel needs convolutions, QK-mean and value shift."
     if sum(taps) - 2 > _MOST_ROWS:
-        return (f"The cca_mix kernel supports convolutions that together reach {_MOST_ROWS} tokens back, "
-                f"not {sum(taps) - 2} (with {taps[0]} and {taps[1]} taps).")  # fmt: skip
+        reach = f"not {sum(taps) - 2} (with {taps[0]} and {taps[1]} taps)"
+        return f"The cca_mix kernel supports convolutions that together reach {_MOST_ROWS} tokens back, {reach}."
     return ""
 
 
 def _kernel(
-    forward: Callable[..., Any], architecture: Architecture, packed_bsy: jax.Array, halo: Halo | None,
-    segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array], weights: MixWeights,
-    delayed_start_x: jax.Array | None, _parts: MixParts = ALL_PARTS,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    forward: Callable[..., Any], architecture: Architecture, x: MixInputs, _parts: MixParts = ALL_PARTS
+) -> Heads:
+    packed_bsy, halo, segments_bs, rotary, weights, delayed_start_x = x
     dtype = packed_bsy.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
     before: tuple[jax.Array | None, ...] = (None, None, None)
@@ -232,14 +218,12 @@ def _kernel(
     start = None if delayed_start_x is None else delayed_start_x.astype(dtype)
     cos, sin = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in rotary)
     packed_bsmc = packed_bsy.reshape(*packed_bsy.shape[:2], -1, weights.depthwise_bias_nc.shape[1])
-    x = MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start)
-    return _mix(architecture, forward, x)
+    arrays = MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start)
+    return _mix(architecture, forward, arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mix(
-    architecture: Architecture, forward: Callable[..., Any], x: MixArrays
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _mix(architecture: Architecture, forward: Callable[..., Any], x: MixArrays) -> Heads:
     return _mix_forward(architecture, forward, x)[0]
 
 
@@ -258,11 +242,11 @@ def _mix_backward(
     architecture: Architecture, _forward: Any, saved: tuple[MixArrays, Any], cotangents: tuple[jax.Array, ...]
 ) -> tuple[MixArrays]:
     x, results = saved
-    gradients = cca_mix_backward(_rounded(x), results, cotangents, architecture=architecture)._asdict()
+    gradients = cca_mix_backward(_rounded(x), results, cotangents, architecture=architecture)
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
-    parts = {name: None if gradients.get(name) is None else gradients[name].astype(part.dtype)
-             for name, part in x._asdict().items()}  # fmt: skip
-    return (MixArrays(**parts),)  # pyright: ignore[reportArgumentType]
+    rounded: Any = (None if g is None or part is None else g.astype(part.dtype)
+                    for g, part in zip(gradients, x, strict=True))  # fmt: skip
+    return (MixArrays(*rounded),)
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
@@ -276,11 +260,11 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
 
     def run(mix: Any, packed: jax.Array, *arrays: jax.Array) -> Any:
         segments, shape = documents(packed.shape[0]), (packed.shape[0], ROWS, pairs)
-        tables = tuple(jnp.broadcast_to(jnp.asarray(f(angle), accumulation_dtype(packed.dtype)), shape)
-                       for f in (np.cos, np.sin))  # fmt: skip
+        exact = accumulation_dtype(packed.dtype)
+        cos, sin = (jnp.broadcast_to(jnp.asarray(f(angle), exact), shape) for f in (np.cos, np.sin))
         depthwise, bias, grouped, vectors = arrays
         parameters = MixWeights(depthwise, bias, grouped, vectors[:n], 1 + 0.1 * vectors[n, :k])
-        return mix(packed, None, segments, tables, parameters, None, parts)
+        return mix(MixInputs(packed, None, segments, (cos, sin), parameters), parts)
 
     # The temperatures are part of the bias array: the gradient of so few numbers may cancel to almost 0, and its
     # relative error would be large.
@@ -288,19 +272,14 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
     return {"cca_mix": Check(run, (Input((2, ROWS, (n + k) * c)), *weights), 1)}
 
 
-def _shape(
-    packed: jax.Array, _halo: Any, _segments: Any, _rotary: Any, weights: MixWeights, *_: Any
-) -> tuple[int, ...]:
+def _shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
+    (b, s, _y), weights = x.packed_bsy.shape, x.weights
     taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
-    return packed.shape[0] * packed.shape[1], *weights.depthwise_bias_nc.shape, weights.temperature_k.shape[0], *taps
+    return b * s, *weights.depthwise_bias_nc.shape, weights.temperature_k.shape[0], *taps
 
 
-_BACKWARD = "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"  # tiles
-CCA_MIX = Operation(
-    "cca_mix", cca_mix, _checks, shape=_shape,
-    kernels=(
-        Kernel("pallas", functools.partial(_kernel, mix_forward), _unsupported, ("cca_mix", *_BACKWARD)),
-        Kernel("pallas_by_head", functools.partial(_kernel, cca_mix_by_head), _unsupported,
-               ("cca_mix_by_head", *_BACKWARD)),
-    ),
-)  # fmt: skip
+_BACKWARD = "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"
+_FORWARD = {"pallas": ("cca_mix", mix_forward), "pallas_by_head": ("cca_mix_by_head", cca_mix_by_head)}
+_KERNELS = [Kernel(name, functools.partial(_kernel, forward), _unsupported, (tiles, *_BACKWARD))
+            for name, (tiles, forward) in _FORWARD.items()]  # fmt: skip
+CCA_MIX = Operation("cca_mix", cca_mix, _checks, tuple(_KERNELS), shape=_shape)

@@ -13,7 +13,7 @@ products for the gradients of the matrices, which reached 197 TFLOP/s in a step 
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def dispatch_experts(
       weight_t: fp32 factor of each token's output.
       gate_up_edf: [e, d, 2f], gate then up; here and below also a `StackedLayer`.
       down_efd: [e, f, d].
-      products: implementations of the operations of `grouped_matmul`, by name.
+      **products: implementations of the operations of `grouped_matmul`, by name.
 
     Returns:
       [t, d] in the dtype of `h_td`.
@@ -88,8 +88,7 @@ def _permute_forward(x_td: jax.Array, order: jax.Array, inverse: jax.Array) -> t
 
 def _permute_backward(saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
     order, inverse = saved
-    no_gradient = np.zeros(order.shape, jax.dtypes.float0)
-    return permute(dout_td, inverse, order), no_gradient, no_gradient
+    return permute(dout_td, inverse, order), None, None  # None means zero
 
 
 permute.defvjp(_permute_forward, _permute_backward)
@@ -105,81 +104,76 @@ def _unsupported(
         return why
     (t, d), (e, f, _) = h.shape, down.shape
     if gate_up.shape != (e, d, 2 * f) or down.shape[2] != d:
-        return (f"The experts kernels need matrices [e, d, 2f] and [e, f, d], not {gate_up.shape} and {down.shape}, "
-                f"for tokens {h.shape}.")  # fmt: skip
+        shapes = f"{gate_up.shape} and {down.shape}, for tokens {h.shape}"
+        return f"The experts kernels need matrices [e, d, 2f] and [e, f, d], not {shapes}."
     if expert.shape != (t,) or weight.shape != (t,):
         return f"Class and weight of {t} tokens must have shape {(t,)}, not {expert.shape} and {weight.shape}."
     return ""
 
 
-def _kernel(
-    architecture: Architecture, h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: Matrices,
-    down_efd: Matrices, gather: bool = False,
-) -> jax.Array:  # fmt: skip
+def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -> jax.Array:
+    h_td, expert_t, weight_t, gate_up_edf, down_efd = arguments
     experts = down_efd.shape[0]
     with part("dispatch"):
         if expert_t.shape[0] <= MOST_SORTED and experts < MOST_CLASSES:
             order, sizes_e = class_sort(expert_t, experts, h_td.dtype, architecture=architecture)
         else:
             order, sizes_e = _sort(expert_t, experts)
-    out_td = _experts((architecture, gather), h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
-    return checkpoint_name(out_td, MATMUL_OUTPUT)
+    x = _Sorted(h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
+    return checkpoint_name(_experts((architecture, gather), x), MATMUL_OUTPUT)
+
+
+class _Sorted(NamedTuple):
+    """Inputs of the kernels."""
+
+    h_td: jax.Array
+    order_t: Any  # permutation that sorts the tokens by expert
+    sizes_e: Any
+    weight_t: jax.Array
+    gate_up: Any
+    down: Any
+
+
+How = tuple[Architecture, bool]  # and whether rows are gathered before the products for the gradients of matrices
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(how: tuple[Architecture, bool], h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array,
-             weight_t: jax.Array, gate_up: Matrices, down: Matrices) -> jax.Array:  # fmt: skip
-    architecture, _ = how
-    (hidden_tf,) = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=False)
-    return _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
+def _experts(how: How, x: _Sorted) -> jax.Array:
+    return _run(how[0], x, keep=False)[0]
 
 
-def _hidden(architecture: Architecture, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, gate_up: Matrices,
-            keep: bool) -> tuple[jax.Array, ...]:  # fmt: skip
-    matrices = in_stack(gate_up)
-    return grouped_swiglu(h_td, order_t, matrices.stack, sizes_e, layer=matrices.layer, keep=keep,
-                          architecture=architecture)  # fmt: skip
-
-
-def _out(architecture: Architecture, hidden_tf: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
-         down: Matrices) -> jax.Array:  # fmt: skip
-    matrices = in_stack(down)
-    return grouped_product(hidden_tf, matrices.stack, sizes_e, layer=matrices.layer, order_t=order_t, scale_t=weight_t,
-                           architecture=architecture)  # fmt: skip
-
-
-def _experts_forward(how: tuple[Architecture, bool], h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array,
-                     weight_t: jax.Array, gate_up: Matrices, down: Matrices) -> tuple[jax.Array, Any]:  # fmt: skip
-    architecture, _ = how
-    hidden_tf, gate_up_tf = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=True)
-    out_td = _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
-    gate_up_tf = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
-    return out_td, (h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf)
-
-
-def _experts_backward(how: tuple[Architecture, bool], saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
-    architecture, gather = how
-    h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf = saved
-    in_up, in_down = in_stack(gate_up), in_stack(down)
-    dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
-        dout_td, order_t, weight_t, in_down.stack, gate_up_tf, sizes_e, layer=in_down.layer, architecture=architecture
+def _run(architecture: Architecture, x: _Sorted, keep: bool) -> list[jax.Array]:
+    """Return the output, and with `keep` the sorted gate and up projections."""
+    hidden_tf, *kept = grouped_swiglu(
+        x.h_td, x.order_t, in_stack(x.gate_up).pair, x.sizes_e, keep=keep, architecture=architecture
     )
+    down, moved = in_stack(x.down).pair, (x.order_t, x.weight_t)
+    return [grouped_product(hidden_tf, down, x.sizes_e, moved=moved, architecture=architecture), *kept]
+
+
+def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
+    out_td, gate_up_tf = _run(how[0], x, keep=True)
+    return out_td, (x, checkpoint_name(gate_up_tf, MATMUL_OUTPUT))
+
+
+def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted]:
+    (architecture, gather), (x, gate_up_tf) = how, saved
+    h_td, order_t, sizes_e, weight_t, gate_up, down = x
+    up_layer, down_layer = in_stack(gate_up).pair, in_stack(down).pair
+    dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
+        dout_td, order_t, weight_t, down_layer, gate_up_tf, sizes_e, architecture
+    )
+    outer = functools.partial(grouped_outer, sizes_e=sizes_e, architecture=architecture)
     if gather:
         sorted_td, dsorted_td = (jnp.take(x, order_t, axis=0, mode="clip") for x in (h_td, dout_td))
-        outer = functools.partial(grouped_outer, sizes_e=sizes_e, architecture=architecture)
         ddown = matrix_gradient(functools.partial(outer, hidden_tf, dsorted_td), down)
         dgate_up = matrix_gradient(functools.partial(outer, sorted_td, dgate_up_tf), gate_up)
     else:
-        outer = functools.partial(grouped_outer, sizes_e=sizes_e, order_t=order_t, architecture=architecture)
-        ddown = matrix_gradient(functools.partial(outer, hidden_tf, dout_td, moved="y"), down)
-        dgate_up = matrix_gradient(functools.partial(outer, h_td, dgate_up_tf, moved="x"), gate_up)
-    dh_td = grouped_product(
-        dgate_up_tf, in_up.stack, sizes_e, layer=in_up.layer, transpose=True, order_t=order_t,
-        architecture=architecture,
-    )  # fmt: skip
-    none = [np.zeros(array.shape, jax.dtypes.float0) for array in (order_t, sizes_e)]
+        ddown = matrix_gradient(functools.partial(outer, hidden_tf, dout_td, order_t=order_t, moved="y"), down)
+        dgate_up = matrix_gradient(functools.partial(outer, h_td, dgate_up_tf, order_t=order_t, moved="x"), gate_up)
+    dh_td = grouped_product(dgate_up_tf, up_layer, sizes_e, True, (order_t, None), architecture=architecture)
     dweight_t = jnp.zeros_like(weight_t).at[order_t].set(dweight_t, unique_indices=True)
-    return dh_td, *none, dweight_t, dgate_up, ddown
+    return (_Sorted(dh_td, None, None, dweight_t, dgate_up, ddown),)  # None means zero
 
 
 _experts.defvjp(_experts_forward, _experts_backward)
@@ -205,11 +199,9 @@ def _shape(h: jax.Array, _expert: Any, _weight: Any, _gate_up: Any, down: Matric
     return max(h.shape[0] // down.shape[0], 1), h.shape[1], down.shape[1]
 
 
-_TILES = ("grouped_swiglu", "grouped_product", "class_sort", "grouped_swiglu_backward", "grouped_outer",
-          "grouped_product_transposed")  # fmt: skip
-EXPERTS = Operation(
-    "experts", dispatch_experts, _checks,
-    (Kernel("pallas", _kernel, _unsupported, _TILES),
-     Kernel("pallas_gathered", functools.partial(_kernel, gather=True), _unsupported, _TILES)),
-    uses=("grouped_product", "grouped_product_transposed", "grouped_outer"), shape=_shape,
-)  # fmt: skip
+_FORWARD, _BACKWARD = ("grouped_swiglu", "grouped_product", "class_sort"), ("grouped_swiglu_backward", "grouped_outer")
+_TILES = (*_FORWARD, *_BACKWARD, "grouped_product_transposed")
+_PALLAS = Kernel("pallas", _kernel, _unsupported, _TILES)
+_GATHERED = Kernel("pallas_gathered", functools.partial(_kernel, gather=True), _unsupported, _TILES)
+_PRODUCTS = ("grouped_product", "grouped_product_transposed", "grouped_outer")
+EXPERTS = Operation("experts", dispatch_experts, _checks, (_PALLAS, _GATHERED), uses=_PRODUCTS, shape=_shape)

@@ -14,17 +14,10 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 
 def gram_polynomial(x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:
-    """Compute bG + cG² with G = s²XXᵀ; not differentiable.
+    """Compute bG + cG² with G = s²XXᵀ, the matrices X in the last two axes; not differentiable.
 
-    Args:
-      x_xpq: matrices in the last two axes, after any batch axes.
-      b: scalar, in the accumulation dtype.
-      c: scalar, in the accumulation dtype.
-      scale_x: s of each matrix, in the accumulation dtype.
-
-    Returns:
-      [x, p, p] in the dtype of `x_xpq`; exactly symmetric with kernels. G is rounded to that dtype before it is
-      squared.
+    b, c and s of each matrix, `scale_x`, have the accumulation dtype. Returns [x, p, p] in the dtype of `x_xpq`;
+    exactly symmetric with kernels. G is rounded to that dtype before it is squared.
     """
     # Two multiplications, since the square of a scale may overflow.
     scale_x11 = scale_x[..., None, None]
@@ -43,8 +36,8 @@ def product(left: jax.Array, right: jax.Array, sums: jax.typing.DTypeLike) -> ja
 def _unsupported(_architecture: str, x: jax.Array, b: jax.Array, _c: jax.Array, _scale: jax.Array) -> str:
     if x.dtype in DTYPES and b.dtype == jnp.float32:
         return ""
-    return ("The gram_polynomial kernels support bfloat16 or float32 with sums in float32, not "
-            f"{x.dtype} with sums in {b.dtype}.")  # fmt: skip
+    given = f"{x.dtype} with sums in {b.dtype}"
+    return f"The gram_polynomial kernels support bfloat16 or float32 with sums in float32, not {given}."
 
 
 def _kernel(architecture: Architecture, x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:
@@ -67,7 +60,5 @@ def _shape(x: jax.Array, *_: Any) -> tuple[int, ...]:
     return (x.shape[-2],)
 
 
-GRAM_POLYNOMIAL = Operation(
-    "gram_polynomial", gram_polynomial, _checks, (Kernel("pallas", _kernel, _unsupported, ("symmetric",)),),
-    shape=_shape,
-)  # fmt: skip
+_KERNEL = Kernel("pallas", _kernel, _unsupported, ("symmetric",))
+GRAM_POLYNOMIAL = Operation("gram_polynomial", gram_polynomial, _checks, (_KERNEL,), shape=_shape)

@@ -46,20 +46,13 @@ def grouped_product_transposed(x_tq: jax.Array, w_epq: Matrices, sizes_e: jax.Ar
 
 
 def grouped_outer(
-    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, total_lepq: jax.Array | None = None,
-    layer: jax.Array | int = 0,
-) -> jax.Array:  # fmt: skip
-    """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e.
-
-    Args:
-      x_tp: rows sorted by group, float.
-      y_tq: as many rows.
-      sizes_e: as for `grouped_product`.
-      total_lepq: fp32 sum of the gradients of all layers, to which the result is added.
-      layer: int32 index of the layer.
+    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, total_lepq: jax.Array | None = None, layer: Any = 0
+) -> jax.Array:
+    """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e, with rows sorted by group.
 
     Returns:
-      [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq` its sum with the result.
+      [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq`, the fp32 sum of the gradients of all layers,
+      its sum with the result in the layer of that index.
     """
     if total_lepq is not None:
         return _add_outer_products(x_tp, y_tq, sizes_e, total_lepq, layer)
@@ -67,12 +60,11 @@ def grouped_outer(
     return _add_outer_products(x_tp, y_tq, sizes_e, zeros, 0).astype(x_tp.dtype)
 
 
-def grouped_matmul(
-    x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array, *, grouped_product: Product = grouped_product,
-    grouped_product_transposed: Product = grouped_product_transposed, grouped_outer: Product = grouped_outer,
-) -> jax.Array:  # fmt: skip
-    """Differentiable `grouped_product`; takes the implementations of the product and of its two gradients."""
-    return _grouped_matmul((grouped_product, grouped_product_transposed, grouped_outer), x_tp, w_epq, sizes_e)
+def grouped_matmul(x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array, **implementations: Product) -> jax.Array:
+    """Differentiable `grouped_product`; takes implementations of the three operations by name, or uses these here."""
+    references = (grouped_product, grouped_product_transposed, grouped_outer)
+    products = {reference.__name__: reference for reference in references} | implementations
+    return _grouped_matmul(tuple(products.values()), x_tp, w_epq, sizes_e)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -88,7 +80,7 @@ def _backward(products: tuple[Product, ...], saved: Any, dout_tq: jax.Array) -> 
     x_tp, w_epq, sizes_e = saved
     dx_tp = products[1](dout_tq, w_epq, sizes_e)
     dw_epq = matrix_gradient(functools.partial(products[2], x_tp, dout_tq, sizes_e), w_epq)
-    return dx_tp, dw_epq, np.zeros(sizes_e.shape, jax.dtypes.float0)
+    return dx_tp, dw_epq, None  # None means zero
 
 
 _grouped_matmul.defvjp(_forward, _backward)
@@ -141,8 +133,7 @@ def _add_outer_products(
     return jax.lax.fori_loop(0, (sizes_e > 0).sum(), one_group, total_lepq)
 
 
-def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], carry: jax.Array, start: jax.Array,
-                 size: jax.Array, rows: int) -> jax.Array:  # fmt: skip
+def _over_blocks(body: Callable[..., jax.Array], carry: jax.Array, start: Any, size: Any, rows: int) -> jax.Array:
     """Call `body(carry, first row of a block, mask of the group's rows)` over the rows of a group.
 
     It uses as many blocks of the largest size as the group fills, and smaller ones for the rest: each matmul has a
@@ -159,10 +150,10 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
 
         def one(index: jax.Array, carry: jax.Array, done: jax.Array = done, block: int = block) -> jax.Array:
             # A block past the last row is moved back; the mask excludes rows of the block before.
-            wanted = start + done + index * block
-            first = jnp.minimum(wanted, rows - block)
+            next_row = start + done + index * block
+            first = jnp.minimum(next_row, rows - block)
             row = first + jnp.arange(block)
-            return body(carry, first, (row >= wanted) & (row < start + size))
+            return body(carry, first, (row >= next_row) & (row < start + size))
 
         carry = jax.lax.fori_loop(0, count, one, carry)
         done += count * block
@@ -178,8 +169,8 @@ def _unsupported(inner: int, _architecture: str, x: jax.Array, w: Matrices, size
         return why
     if x.ndim == 2 and len(w.shape) == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
         return ""
-    return ("The grouped-matmul kernels need rows [t, p], matrices [e, p, q] and sizes [e], "
-            f"not {x.shape}, {w.shape} and {sizes.shape}.")  # fmt: skip
+    shapes = f"{x.shape}, {w.shape} and {sizes.shape}"
+    return f"The grouped-matmul kernels need rows [t, p], matrices [e, p, q] and sizes [e], not {shapes}."
 
 
 def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: jax.Array, **_into: Any) -> str:
@@ -187,17 +178,13 @@ def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: j
 
 
 def _kernel(
-    transpose: bool, architecture: Architecture, x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array
+    transpose: bool, architecture: Architecture, x: jax.Array, w_epq: Matrices, sizes_e: jax.Array
 ) -> jax.Array:
-    matrices = in_stack(w_epq)
-    return kernels.grouped_product(x_tp, matrices.stack, sizes_e, layer=matrices.layer, transpose=transpose,
-                                   architecture=architecture)  # fmt: skip
+    return kernels.grouped_product(x, in_stack(w_epq).pair, sizes_e, transpose, architecture=architecture)
 
 
-def _outer_kernel(
-    architecture: Architecture, x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, **into: Any
-) -> jax.Array:
-    return kernels.grouped_outer(x_tp, y_tq, sizes_e, architecture=architecture, **into)
+def _outer_kernel(architecture: Architecture, *arrays: Any, **into: Any) -> jax.Array:
+    return kernels.grouped_outer(*arrays, architecture=architecture, **into)
 
 
 # --- the checks ------------------------------------------------------------------------------------------------
@@ -215,7 +202,9 @@ def _inputs(model: ModelConfig) -> tuple[Input, Input, Input]:
     return Input((ROWS, d)), Input((ROWS, f)), Input((min(model.num_experts, 4), d, f), d**-0.5)
 
 
-def _operation(reference: Product, arrays: tuple[int, int], kernel: Kernel) -> Operation:
+def _operation(
+    reference: Product, arrays: tuple[int, int], kernel: Callable[..., Any], supports: Callable[..., str]
+) -> Operation:
     """Make one of the three operations; `arrays` are the indices of `_inputs` that its check takes."""
     name: str = reference.__name__  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -226,19 +215,20 @@ def _operation(reference: Product, arrays: tuple[int, int], kernel: Kernel) -> O
         inputs = tuple(_inputs(model)[index] for index in arrays)
         return {name: Check(run, inputs, sum(x.shape[0] == ROWS for x in inputs), gradient=False)}
 
-    return Operation(name, reference, checks, (kernel,), shape=_shape)
+    return Operation(name, reference, checks, (Kernel("pallas", kernel, supports, (name,)),), shape=_shape)
 
 
 def _shape(x: jax.Array, _y: Any, sizes: jax.Array, **_: Any) -> tuple[int, ...]:
     return (max(x.shape[0] // sizes.shape[0], 1),)
 
 
-GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED = (
-    _operation(reference, arrays, Kernel("pallas", functools.partial(_kernel, transpose),
-                                         functools.partial(_unsupported, 1 + transpose), (reference.__name__,)))
-    for reference, arrays, transpose in
-    ((grouped_product, (0, 2), False), (grouped_product_transposed, (1, 2), True))
-)  # fmt: skip
-GROUPED_OUTER = _operation(
-    grouped_outer, (0, 1), Kernel("pallas", _outer_kernel, _outer_unsupported, ("grouped_outer",))
+def _times_matrices(reference: Product, transpose: bool) -> Operation:
+    kernel, supports = functools.partial(_kernel, transpose), functools.partial(_unsupported, 1 + transpose)
+    return _operation(reference, (transpose, 2), kernel, supports)
+
+
+GROUPED_PRODUCTS = (
+    _times_matrices(grouped_product, False),
+    _times_matrices(grouped_product_transposed, True),
+    _operation(grouped_outer, (0, 1), _outer_kernel, _outer_unsupported),
 )

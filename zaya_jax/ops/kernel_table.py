@@ -69,11 +69,7 @@ class KernelTable:
     ) -> tuple[tuple[Choice, ...], str]:
         """Return what was measured for an operation at these widths, and a sentence if it cannot be used.
 
-        Args:
-          operation: the operation.
-          target: kind of device.
-          dtype: dtype of activations.
-          widths: `Operation.shape` without the rows.
+        `dtype` is that of activations, `widths` are `Operation.shape` without the rows.
         """
         name = operation.measured_as or operation.name
         row = self.content["operations"].get(name)
@@ -88,8 +84,8 @@ class KernelTable:
                 continue
             choice = read_choice(size)
             kernel = kernels.get(choice.kernel)
-            declared = all(kernel and name in kernel.tiles and tile in tiles(name, target.architecture, dtype)
-                           for name, tile in choice.tiles)  # fmt: skip
+            own = tiles_of(kernel, target, dtype) if kernel else {}
+            declared = all(tile in own.get(name, ()) for name, tile in choice.tiles)
             if declared and (kernel or choice.kernel == REFERENCE):
                 measured.append(choice)
             else:
@@ -141,9 +137,7 @@ def _file_name(device_kind: str) -> str:
 def find_table(target: Target, say: Callable[[str], object]) -> KernelTable | None:
     """Return the user's own table for a device, with what it lacks from the one that ships, or None without any.
 
-    Args:
-      target: kind of device.
-      say: called with a sentence about a table that cannot be used.
+    `say` is called with a sentence about a table that cannot be used.
     """
     tables = []
     for path in (own_table(target.device_kind), _SHIPPED / f"{_file_name(target.device_kind)}.json"):

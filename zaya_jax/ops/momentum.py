@@ -17,16 +17,9 @@ OnMatrices = Callable[[str, Pair, jax.Array, Local, OfMatrices], Pair]
 def momentum_numbers(
     coefficients: tuple[Scalar, Scalar, Scalar, Scalar], factor: Scalar, skip: Scalar, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Pack the scalars that `step_momentum` takes.
+    """Pack the scalars that `step_momentum` takes, [6] in `dtype`: factor of the gradient, skip, a, b, c and d.
 
-    Args:
-      coefficients: a, b, c, d.
-      factor: factor of the gradient.
-      skip: whether the momentum must stay unchanged.
-      dtype: dtype of the momentum.
-
-    Returns:
-      [6] in `dtype`: factor, `skip` as 1 or 0, coefficients.
+    With `skip`, the momentum must stay unchanged.
     """
     return jnp.stack([jnp.asarray(number, dtype) for number in (factor, skip, *coefficients)])
 
@@ -34,15 +27,9 @@ def momentum_numbers(
 def step_momentum(
     gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the new momentum m' = a·m + b·g and the direction c·m' + d·g; not differentiable.
+    """Compute the new momentum m' = a·m + b·g and the direction c·m' + d·g, in `dtype`; not differentiable.
 
-    g is the gradient times the factor in `numbers`.
-
-    Args:
-      gradient: any shape.
-      momentum: m, of the same shape, at least fp32.
-      numbers: result of `momentum_numbers`, in the dtype of `momentum`.
-      dtype: dtype of the direction.
+    g is the gradient, of any shape, times the factor in `numbers` (`momentum_numbers`); m is at least fp32.
 
     Returns:
       The new momentum, or m bitwise unchanged if the step is skipped; and the direction, undefined if it is.

@@ -7,10 +7,8 @@ from typing import Any, Literal, get_args
 import jax
 
 LAYERS: Literal["layers"] = "layers"  # scope of the scan over layers, in which the scopes of its parts are
-Part = Literal[
-    "embedding", "norm", "attention", "cca_mix", "router", "dispatch", "experts", "layers", "loss", "accumulation",
-    "optimizer",
-]  # fmt: skip
+LayerPart = Literal["norm", "attention", "cca_mix", "router", "dispatch", "experts"]
+Part = Literal["embedding", LayerPart, "layers", "loss", "accumulation", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 OTHER = "other"
 _PART = re.compile(rf"[(/](?:{'|'.join(PARTS)})(?=[)/]|$)")

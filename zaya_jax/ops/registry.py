@@ -20,28 +20,23 @@ from pallas_kernels.tiles import PLATFORMS, Tuned
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.ops import Ops
-from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT
+from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTIONS
 from zaya_jax.ops.cca_mix import CCA_MIX
 from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
-from zaya_jax.ops.grouped_matmul import GROUPED_OUTER, GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED
+from zaya_jax.ops.grouped_matmul import GROUPED_PRODUCTS
 from zaya_jax.ops.kernel_table import REFERENCE, Choice, KernelTable, nearest
-from zaya_jax.ops.operation import Kernel, Operation
+from zaya_jax.ops.operation import TOLERANCE, Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
 from zaya_jax.ops.residual_norm import RESIDUAL_NORM
 from zaya_jax.ops.router import ROUTER
 from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu
 from zaya_jax.ops.target import Target
 
+_MIXING = (RESIDUAL_NORM, CCA_MIX, ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
 # Operations come before those that they use.
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        RESIDUAL_NORM, CCA_MIX, ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT, ROUTER, EXPERTS,
-        GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED, GROUPED_OUTER, ORTHOGONALIZE, GRAM_POLYNOMIAL,
-    )
-}  # fmt: skip
-
+OPERATIONS: dict[str, Operation] = {x.name: x for x in (*_MIXING, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
+Pins = Mapping[str, str]  # the configuration's `ops`: name of the implementation by operation
 _rejected: dict[tuple[Target, str, str], str] = {}  # (target, operation, `Choice.variant`) → why
 _passed: dict[tuple[Any, ...], bool] = {}  # what was validated → whether on large arrays, too
 
@@ -85,14 +80,14 @@ class KernelSelection:
         """Return an implementation of an operation; a reference uses the selected implementations of its parts."""
         operation = OPERATIONS[name]
         if choice.kernel != REFERENCE:
-            return _bound(operation.kernel(choice.kernel), self.target, choice)
+            return functools.partial(_run, operation.kernel(choice.kernel), self.target, choice)
         used = {part: self.implementation(part) for part in operation.uses if part in self.chosen}
         return functools.partial(operation.reference, **used) if used else operation.reference
 
     def without(self, names: Collection[str]) -> "KernelSelection":
         """Return the selection with references for the named operations."""
-        chosen, measured = ({name: choice for name, choice in by_name.items() if name not in names}
-                            for by_name in (self.chosen, self.measured))  # fmt: skip
+        chosen = {name: kernel for name, kernel in self.chosen.items() if name not in names}
+        measured = {name: choices for name, choices in self.measured.items() if name not in names}
         return dataclasses.replace(self, chosen=chosen, measured=measured)
 
     def variants(self, name: str) -> list[Choice]:
@@ -108,27 +103,27 @@ class KernelSelection:
     @property
     def kernels(self) -> dict[str, str]:
         """`chosen`, without operations that only a replaced reference would use."""
-        whole = {part for name in self.chosen for part in OPERATIONS[name].uses
-                 if all(choice.kernel != REFERENCE for choice in self.measured.get(name, ()))}  # fmt: skip
-        return {name: kernel for name, kernel in self.chosen.items() if name not in whole}
+        whole = [name for name in self.chosen if all(x.kernel != REFERENCE for x in self.measured.get(name, ()))]
+        parts = {part for name in whole for part in OPERATIONS[name].uses}
+        return {name: kernel for name, kernel in self.chosen.items() if name not in parts}
 
     def __str__(self) -> str:
         """Describe the selection in one line."""
         if self.target.platform not in PLATFORMS:
             return f"There are no kernels for {self.target.platform}: XLA runs all operations."
-        named = (name if len(OPERATIONS[name].kernels) == 1 else f"{name} ({kernel})"
-                 for name, kernel in self.kernels.items())  # fmt: skip
-        said = [f"Kernels for {self.target.device_kind}: {', '.join(named) or 'none'}."]
+        several = {name for name in self.kernels if len(OPERATIONS[name].kernels) > 1}
+        named = (f"{name} ({kernel})" if name in several else name for name, kernel in self.kernels.items())
+        lines = [f"Kernels for {self.target.device_kind}: {', '.join(named) or 'none'}."]
         if self.pinned:
-            said.append(f"Pinned: {', '.join(f'{name}={kernel}' for name, kernel in self.pinned.items())}.")
+            lines.append(f"Pinned: {', '.join(f'{name}={kernel}' for name, kernel in self.pinned.items())}.")
         if self.table is not None:
-            said.append(f"Measured in {self.table.source}: {', '.join(self.measured) or 'none of these'}.")
-        said += [f"No {kernel} kernel for {name}: {reason}" for (name, kernel), reason in self.reasons.items()]
+            lines.append(f"Measured in {self.table.source}: {', '.join(self.measured) or 'none of these'}.")
+        lines += [f"No {kernel} kernel for {name}: {reason}" for (name, kernel), reason in self.reasons.items()]
         if self.untried:
-            said.append(f"Not checked on arrays above 4 GiB, for lack of memory: {', '.join(self.untried)}.")
+            lines.append(f"Not checked on arrays above 4 GiB, for lack of memory: {', '.join(self.untried)}.")
         if self.notes:
-            said.append(f"{'; '.join(self.notes)}: there the default runs. Measure again with {TUNE}.")
-        return " ".join(said)
+            lines.append(f"{'; '.join(self.notes)}: there the default runs. Measure again with {TUNE}.")
+        return " ".join(lines)
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Ops)}
@@ -142,9 +137,8 @@ def preferred_kernels(target: Target) -> KernelSelection:
 
 
 def select_kernels(
-    target: Target, model: ModelConfig, dtype: str, table: KernelTable | None = None,
-    pinned: Mapping[str, str] | None = None,
-) -> KernelSelection:  # fmt: skip
+    target: Target, model: ModelConfig, dtype: str, table: KernelTable | None = None, pinned: Pins | None = None
+) -> KernelSelection:
     """Select an implementation of each operation that supports the shapes of `model` and was not rejected.
 
     Nothing is compiled.
@@ -152,9 +146,9 @@ def select_kernels(
     Args:
       target: kind of device.
       model: architecture, for the shapes.
-      dtype: 'float32' or 'bfloat16'; 'float64' always uses the references.
+      dtype: of activations; 'float64' always uses the references.
       table: measurements on this kind of device; None to take each operation's first kernel.
-      pinned: the configuration's `ops`: name of the implementation by operation, instead of what was measured.
+      pinned: implementations that go before what was measured.
 
     Raises:
       InputError: a pinned implementation does not exist, or cannot be used.
@@ -163,99 +157,84 @@ def select_kernels(
     pinned = pinned or {}
     check_pinned(pinned)
     for name, operation in OPERATIONS.items():
-        why = {kernel.name: _rejected.get((target, name, kernel.name))
-               or _unsupported(operation, kernel, target, model, dtype)
-               for kernel in operation.kernels_for(target.platform)}  # fmt: skip
+        kernels = operation.kernels_for(target.platform)
+        why = {kernel.name: _unsupported(operation, kernel, target, model, dtype) for kernel in kernels}
+        why |= {kernel: _rejected[target, name, kernel] for kernel in why if (target, name, kernel) in _rejected}
         able = [kernel for kernel in why if not why[kernel]]
         # A pin of an operation holds for those that are its kernels with other outputs.
         pin = pinned.get(name) or pinned.get(operation.measured_as)
         if pin:
             if name in pinned and pin not in (REFERENCE, *able):
                 reason = why.get(pin, f"{target.device_kind} has no such kernel.")
-                raise InputError(f"ops.{name}={pin} cannot be used: {reason} Set ops.{name}={REFERENCE}, or leave it "
-                                 "out.")  # fmt: skip
+                advice = f"Set ops.{name}={REFERENCE}, or leave it out."
+                raise InputError(f"ops.{name}={pin} cannot be used: {reason} {advice}")
             able = [kernel for kernel in able if kernel == pin]
         elif table is not None and why:
             choices, notes[name] = table.choices(operation, target, dtype, widths(operation, model, dtype))
-            usable = [_usable(choice, target, name) for choice in choices if choice.kernel in (REFERENCE, *able)]
+            # A choice whose tiles were rejected has the default tiles.
+            usable = [choice._replace(tiles=()) if (target, name, choice.variant) in _rejected else choice
+                      for choice in choices if choice.kernel in (REFERENCE, *able)]  # fmt: skip
             if usable:
                 measured[name] = tuple(usable)
                 able = [kernel for kernel in able if kernel in {choice.kernel for choice in usable}]
         if able:
             chosen[name] = able[0]
-        for kernel, reason in why.items():
-            if not reason:
-                break
-            reasons[name, kernel] = reason
+        preferred = itertools.takewhile(why.get, why)
+        reasons |= {(name, kernel): why[kernel] for kernel in preferred}
     selection = KernelSelection(target, chosen, reasons, (), measured, table, (), pinned)
     used = (notes.get(name) for name in selection.kernels)
     return dataclasses.replace(selection, notes=tuple(dict.fromkeys(filter(None, used))))
 
 
-def _usable(choice: Choice, target: Target, name: str) -> Choice:
-    """Return a choice, with the default tiles if its tiles were rejected."""
-    return choice._replace(tiles=()) if (target, name, choice.variant) in _rejected else choice
-
-
-def pins_anywhere(pinned: Mapping[str, str]) -> dict[str, str]:
+def pins_anywhere(pinned: Pins) -> dict[str, str]:
     """Return a run's pins to the reference, which other devices than the run's have, too."""
     return {name: pin for name, pin in pinned.items() if pin == REFERENCE}
 
 
-def check_pinned(pinned: Mapping[str, str]) -> None:
+def check_pinned(pinned: Pins) -> None:
     """Raise `InputError` if the configuration's `ops` names an operation or an implementation that does not exist."""
-    able = {name: [REFERENCE, *(x.name for x in operation.kernels)] for name, operation in OPERATIONS.items()
-            if operation.kernels}  # fmt: skip
+    able = {x.name: [REFERENCE, *(kernel.name for kernel in x.kernels)] for x in OPERATIONS.values() if x.kernels}
     for name, pin in pinned.items():
         if name not in able:
-            hint = did_you_mean(name, able, "ops.")
-            raise InputError(f"ops.{name} is no operation with several implementations.{hint} There are: "
-                             f"{', '.join(able)}.")  # fmt: skip
+            hint = f"{did_you_mean(name, able, 'ops.')} There are: {', '.join(able)}."
+            raise InputError(f"ops.{name} is no operation with several implementations.{hint}")
         if pin not in able[name]:
-            raise InputError(f"ops.{name} is {pin!r}, but must be one of {', '.join(able[name])}."
-                             f"{did_you_mean(pin, able[name])}")  # fmt: skip
+            hint = f"{', '.join(able[name])}.{did_you_mean(pin, able[name])}"
+            raise InputError(f"ops.{name} is {pin!r}, but must be one of {hint}")
 
 
 def widths(operation: Operation, model: ModelConfig, dtype: str) -> tuple[int, ...]:
     """Return the widths of an operation in a model, from the arguments of its first check."""
-    shapes = []
-
-    def implementation(*arguments: Any, **options: Any) -> Any:
-        shapes.append(operation.shape(*arguments, **options)[1:])
-        return operation.reference(*arguments, **options)
-
-    _trace_checks(operation, implementation, model, dtype)
-    return shapes[0] if shapes else ()
+    shapes = _of_checks(operation, operation.shape, model, dtype)
+    return shapes[0][1:] if shapes else ()
 
 
 def _unsupported(operation: Operation, kernel: Kernel, target: Target, model: ModelConfig, dtype: str) -> str:
     """Return why the kernel does not support the arguments of the operation's checks; '' if it does."""
-    reasons = []
+    supports = functools.partial(kernel.supports, target.architecture)
+    return next(filter(None, _of_checks(operation, supports, model, dtype)), "")
+
+
+def _of_checks(operation: Operation, function: Callable[..., Any], model: ModelConfig, dtype: str) -> list[Any]:
+    """Return the result of `function` for the arguments of each check, which are traced."""
+    results = []
 
     def implementation(*arguments: Any, **options: Any) -> Any:
-        reasons.append(kernel.supports(target.architecture, *arguments, **options))
+        results.append(function(*arguments, **options))
         return operation.reference(*arguments, **options)
 
-    _trace_checks(operation, implementation, model, dtype)
-    return next(filter(None, reasons), "")
-
-
-def _trace_checks(operation: Operation, implementation: Callable[..., Any], model: ModelConfig, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         for check in operation.checks(model, True).values():
             arrays = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)) for x in check.inputs]
             jax.eval_shape(functools.partial(check.run, implementation), *arrays)
+    return results
 
 
-def _bound(kernel: Kernel, target: Target, choice: Choice) -> Callable[..., Any]:
+def _run(kernel: Kernel, target: Target, choice: Choice, *arguments: Any, **options: Any) -> Any:
+    if reason := kernel.supports(target.architecture, *arguments, **options):
+        raise ValueError(reason)
     architecture = Tuned(target.architecture, choice.tiles, choice.dtype) if choice.tiles else target.architecture
-
-    def run(*arguments: Any, **options: Any) -> Any:
-        if reason := kernel.supports(target.architecture, *arguments, **options):
-            raise ValueError(reason)
-        return kernel.run(architecture, *arguments, **options)
-
-    return run
+    return kernel.run(architecture, *arguments, **options)
 
 
 def validate_kernels(
@@ -263,16 +242,10 @@ def validate_kernels(
 ) -> KernelSelection:
     """Check each selected kernel once in this process, on its first device, at the widths of `model`.
 
-    A kernel must agree with the reference in double precision, forward and backward, and with itself on arrays above
-    4 GiB, if they fit. A kernel that does not, or that fails to compile or run, is rejected with a `UserWarning`, and
-    the operation's next kernel is checked.
-
-    Args:
-      selection: result of `select_kernels`.
-      model: architecture, for the widths.
-      dtype: the same as in `select_kernels`.
-      training: whether to check gradients and the optimizer's operations, too.
-      large: bytes of the large arrays, 0 for none; None for `selfcheck.LARGE` on GPUs and 0 in emulation.
+    A kernel must agree with the reference in double precision, forward and with `training` backward, and with itself on
+    arrays above 4 GiB, if they fit. A kernel that does not, or that fails to compile or run, is rejected with a
+    `UserWarning`, and the operation's next kernel is checked. `large` are the bytes of the large arrays, 0 for none;
+    None for `selfcheck.LARGE` on GPUs and 0 in emulation.
 
     Returns:
       The selection of kernels that passed.
@@ -324,8 +297,8 @@ def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
     """Exclude a kernel, named by `Choice.variant`, from all later selections in this process, with a `UserWarning`."""
     if (target, operation, kernel) not in _rejected:
         _rejected[target, operation, kernel] = reason
-        warnings.warn(f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}: {reason}",
-                      stacklevel=3)  # fmt: skip
+        what = f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}"
+        warnings.warn(f"{what}: {reason}", stacklevel=3)
 
 
 def rejections(target: Target) -> list[list[str]]:
@@ -334,16 +307,9 @@ def rejections(target: Target) -> list[list[str]]:
 
 
 def check_operations(
-    target: Target, model: ModelConfig, dtypes: Sequence[str] = ("float32", "bfloat16"),
-    names: Collection[str] = OPERATIONS.keys(),
-) -> dict[str, Any]:  # fmt: skip
-    """Compare all kernels for `target` with double precision on the host; without a kernel, compare the reference.
-
-    Args:
-      target: kind of device.
-      model: architecture, for the widths.
-      dtypes: dtypes to check.
-      names: operations to check.
+    target: Target, model: ModelConfig, dtypes: Sequence[str] = (*TOLERANCE,), names: Collection[str] = (*OPERATIONS,)
+) -> dict[str, Any]:
+    """Compare all kernels of the named operations with double precision on the host; without a kernel, the reference.
 
     Returns:
       `errors`: relative `error` and `tolerance` by check, kernel and dtype. `refused`: by operation, kernel and dtype,
@@ -351,20 +317,16 @@ def check_operations(
     """
     errors, wrong, refused = {}, [], {}
     for operation, dtype in itertools.product((OPERATIONS[name] for name in names), dtypes):
-        selected, able = select_kernels(target, model, dtype).chosen, []
-        for kernel in operation.kernels_for(target.platform):
-            if reason := _unsupported(operation, kernel, target, model, dtype):
-                refused[f"{operation.name} by {kernel.name} {dtype}"] = reason
-            else:
-                able.append(kernel.name)
-        for kernel in able or [None]:
-            chosen = {**selected, **({operation.name: kernel} if kernel else {})}
-            implementation = KernelSelection(target, chosen).implementation(operation.name)
-            by = f" by {kernel}" if kernel else ""
+        selection, kernels = select_kernels(target, model, dtype), operation.kernels_for(target.platform)
+        why = {kernel.name: _unsupported(operation, kernel, target, model, dtype) for kernel in kernels}
+        refused |= {f"{operation.name} by {kernel} {dtype}": reason for kernel, reason in why.items() if reason}
+        for kernel in [kernel for kernel in why if not why[kernel]] or [REFERENCE]:
+            implementation = selection.variant(operation.name, Choice(1, kernel))
+            by = "" if kernel == REFERENCE else f" by {kernel}"
             for name, check in operation.checks(model, True).items():
-                error = compare(check, dtype, implementation, operation.reference)
-                errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": check.tolerance[dtype]}
-                if not error <= check.tolerance[dtype]:
-                    wrong.append(f"{name}{by} in {dtype} has error {error:.2g}, tolerance {check.tolerance[dtype]:g}")
-    outcome = {"refused": refused, "failed": "; ".join(wrong) + "."} if wrong else {"refused": refused}
-    return {"errors": errors, **{key: value for key, value in outcome.items() if value}}
+                error, limit = compare(check, dtype, implementation, operation.reference), check.tolerance[dtype]
+                errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": limit}
+                if not error <= limit:
+                    wrong.append(f"{name}{by} in {dtype} has error {error:.2g}, tolerance {limit:g}")
+    more = {"refused": refused, "failed": "; ".join(wrong) + "." if wrong else ""}
+    return {"errors": errors, **{key: value for key, value in more.items() if value}}

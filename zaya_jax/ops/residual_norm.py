@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from pallas_kernels.residual_norm import WIDEST, residual_norm_backward, residual_norm_forward
+from pallas_kernels.residual_norm import WIDEST, Inputs, residual_norm_backward, residual_norm_forward
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.operation import DTYPES, ROWS, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
+
+Maybe = jax.Array | None
 
 
 class MergeVectors(NamedTuple):
@@ -28,7 +31,10 @@ class MergeVectors(NamedTuple):
     residual_bias_d: jax.Array
 
 
-def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | None) -> jax.Array:
+Vectors = MergeVectors | None
+
+
+def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: Vectors) -> jax.Array:
     """Return the new residual stream (o + b_o)·s_o + (x + b_x)·s_x, or o + x without vectors, in the stream's dtype."""
     output_bsd = output_bsd.astype(stream_bsd.dtype)
     if vectors is None:
@@ -39,9 +45,8 @@ def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | 
 
 
 def residual_norm(
-    output_bsd: jax.Array | None, stream_bsd: jax.Array, vectors: MergeVectors | None, weight_d: jax.Array | None,
-    eps: float, dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    output_bsd: Maybe, stream_bsd: jax.Array, vectors: Vectors, weight_d: Maybe, eps: float, dtype: DTypeLike
+) -> tuple[jax.Array, Maybe]:
     """Merge an output into the residual stream, and normalize the result.
 
     Args:
@@ -53,23 +58,21 @@ def residual_norm(
       dtype: dtype of the norm; the stream is rounded to it first (`rms_norm`).
 
     Returns:
-      The new residual stream in the stream's dtype, and its norm in `dtype`, None without one; both of the stream's
-      shape.
+      The new residual stream in its dtype, and its norm in `dtype`, None without one; both of the stream's shape.
     """
     new_bsd = stream_bsd if output_bsd is None else merge(output_bsd, stream_bsd, vectors)
     return new_bsd, None if weight_d is None else rms_norm(new_bsd, weight_d, eps, dtype)
 
 
 def _unsupported(
-    _architecture: str, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
-    weight: jax.Array | None, _eps: float, dtype: jax.typing.DTypeLike,
-) -> str:  # fmt: skip
+    _architecture: str, output: Maybe, stream: jax.Array, vectors: Vectors, weight: Maybe, _eps: float, dtype: DTypeLike
+) -> str:
     width = stream.shape[-1] if stream.ndim else 0
     outputs, parameters = ([x for x in arrays if x is not None] for arrays in ((output,), (weight, *(vectors or ()))))
     kinds = [jnp.dtype(kind) for kind in (*(x.dtype for x in outputs), dtype, *(x.dtype for x in parameters))]
     if stream.dtype != jnp.float32 or not {*kinds} <= {*DTYPES}:
-        return (f"The residual-norm kernel supports bfloat16 and float32 with a float32 stream, not {stream.dtype} "
-                f"with {', '.join(kind.name for kind in kinds)} (output, norm, parameters).")  # fmt: skip
+        others = f"{stream.dtype} with {', '.join(kind.name for kind in kinds)} (output, norm, parameters)"
+        return f"The residual-norm kernel supports bfloat16 and float32 with a float32 stream, not {others}."
     if {x.shape for x in outputs} - {stream.shape} or not 1 <= width <= WIDEST or stream.size == 0:
         return (f"The residual-norm kernel needs output and stream of the same shape, with at least one row of 1 to "
                 f"{WIDEST} elements, not {outputs[0].shape if outputs else None} and {stream.shape}.")  # fmt: skip
@@ -78,26 +81,25 @@ def _unsupported(
     return ""
 
 
-def _kernel(
-    architecture: Architecture, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
-    weight: jax.Array | None, eps: float, dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+def _kernel(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, Maybe]:
+    _, _, vectors, weight, _, _ = arguments
     if weight is None and vectors is None:  # at most a sum
-        return residual_norm(output, stream, vectors, weight, eps, dtype)
-    return _residual_norm(architecture, output, stream, vectors, weight, eps, dtype)
+        return residual_norm(*arguments)
+    return _residual_norm(architecture, *arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
-def _residual_norm(
-    architecture: Architecture, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
-    weight: jax.Array | None, eps: float, dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+def _residual_norm(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, Maybe]:
+    output, stream, vectors, weight, eps, dtype = arguments
     if output is None or weight is None:  # XLA makes one pass of a merge or a norm alone, but not of its gradient
-        return residual_norm(output, stream, vectors, weight, eps, dtype)
-    new, normed = residual_norm_forward(
-        _rows(output), _rows(stream), tuple(vectors or ()), weight, eps=eps, dtype=dtype, architecture=architecture
-    )
+        return residual_norm(*arguments)
+    inputs = _inputs(output, stream, vectors, weight)
+    new, normed = residual_norm_forward(inputs, eps=eps, dtype=dtype, architecture=architecture)
     return new.reshape(stream.shape), normed.reshape(stream.shape)
+
+
+def _inputs(output: Any, stream: Any, vectors: Any, weight: Any) -> Inputs:
+    return Inputs(_rows(output), _rows(stream), tuple(vectors or ()), weight)
 
 
 def _forward(architecture: Architecture, *arguments: Any) -> tuple:
@@ -105,13 +107,11 @@ def _forward(architecture: Architecture, *arguments: Any) -> tuple:
 
 
 def _backward(
-    architecture: Architecture, eps: float, _dtype: jax.typing.DTypeLike, saved: tuple[Any, ...], gradients: tuple
+    architecture: Architecture, eps: float, _dtype: DTypeLike, saved: tuple[Any, ...], gradients: tuple
 ) -> tuple:
     output, stream, vectors, weight = saved
-    d_output, d_stream, d_parameters = residual_norm_backward(
-        _rows(output), _rows(stream), tuple(vectors or ()), weight, *map(_rows, gradients),
-        eps=eps, architecture=architecture,
-    )  # fmt: skip
+    inputs, rows = _inputs(*saved), map(_rows, gradients)
+    d_output, d_stream, d_parameters = residual_norm_backward(inputs, *rows, eps=eps, architecture=architecture)
     gradient = iter(d_parameters)
     d_weight = None if weight is None else next(gradient).astype(weight.dtype)
     if vectors is not None:
@@ -143,15 +143,13 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
         rows, vectors = [Input((ROWS, d))] * (1 + merged), [Input((d,), 0.1, 1.0), Input((d,), 0.1)] * 2 * merged
         return Check(functools.partial(run, merged, normed), (*rows, *vectors, *[Input((d,))] * normed), len(rows))
 
-    return {"residual_norm": check(True, True), "residual_norm, merge alone": check(True, False),
-            "residual_norm, norm alone": check(False, True)}  # fmt: skip
+    kinds = {"": (True, True), ", merge alone": (True, False), ", norm alone": (False, True)}
+    return {f"residual_norm{kind}": check(*parts) for kind, parts in kinds.items()}
 
 
 def _shape(_output: Any, stream: jax.Array, *_: Any) -> tuple[int, ...]:
     return stream.size // stream.shape[-1], stream.shape[-1]
 
 
-RESIDUAL_NORM = Operation(
-    "residual_norm", residual_norm, _checks,
-    (Kernel("pallas", _kernel, _unsupported, ("residual_norm", "residual_norm_backward")),), shape=_shape,
-)  # fmt: skip
+_KERNEL = Kernel("pallas", _kernel, _unsupported, ("residual_norm", "residual_norm_backward"))
+RESIDUAL_NORM = Operation("residual_norm", residual_norm, _checks, (_KERNEL,), shape=_shape)

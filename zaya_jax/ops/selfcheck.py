@@ -25,11 +25,7 @@ EXAMPLE = ModelConfig(vocab_size=256, hidden_size=512, num_layers=1, num_query_h
 def compare(check: Check, dtype: str, implementation: Implementation, reference: Implementation) -> float:
     """Return the largest relative error of an operation's outputs and gradients on this process' first device.
 
-    Args:
-      check: how to call the operation.
-      dtype: dtype to compute in.
-      implementation: implementation to check, on the device.
-      reference: reference, in double precision on the host's CPU.
+    The exact result is that of the reference in double precision on the host's CPU.
     """
     arrays = _draw(check, dtype)
     with _precise(dtype):
@@ -44,15 +40,8 @@ def compare(check: Check, dtype: str, implementation: Implementation, reference:
 def compare_large(check: Check, dtype: str, implementation: Implementation, least: int, memory: int) -> float | None:
     """Return the largest relative difference between results for an array and for the same with its rows repeated.
 
-    Args:
-      check: how to call the operation.
-      dtype: dtype to compute in.
-      implementation: implementation to check, on this process' first device.
-      least: smallest size of the large arrays, in bytes.
-      memory: available memory, in bytes.
-
-    Returns:
-      The difference; None if memory is too small, or rows would be repeated more than `MOST_TIMES`.
+    The large arrays have at least `least` bytes. None if `memory`, in bytes, is too small for them, or rows would be
+    repeated more than `MOST_TIMES`.
     """
     arrays, rows = _draw(check, dtype), check.rows
     times = least // max(x.nbytes for x in arrays[:rows]) + 1

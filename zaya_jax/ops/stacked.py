@@ -25,6 +25,11 @@ class StackedLayer:
     probe: jax.Array | None = None  # fp32 scalar; None without `total`
 
     @property
+    def pair(self) -> tuple[jax.Array, jax.Array | int]:
+        """The stack and the index, as kernels take them."""
+        return self.stack, self.layer
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the layer's parameter."""
         return self.stack.shape[1:]
@@ -61,11 +66,9 @@ def in_stack(x: Matrices) -> StackedLayer:
 
 
 def matrix_gradient(outer: Callable[..., jax.Array], matrices: Matrices) -> Any:
-    """Return the gradient of `matrices`, or add it to their total.
+    """Return the gradient of the matrices of one layer, or add it to their total.
 
-    Args:
-      outer: computes the gradient as [1, …], or, given the arguments `total_lepq` and `layer`, adds it to the total.
-      matrices: parameters of one layer.
+    `outer` computes the gradient as [1, …], or, given the arguments `total_lepq` and `layer`, adds it to the total.
     """
     if not isinstance(matrices, StackedLayer):
         return outer()[0].astype(matrices.dtype)

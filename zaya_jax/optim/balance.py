@@ -25,11 +25,8 @@ def make_balancer(config: BalanceConfig) -> optax.GradientTransformation:
 def load_error(counts_le: jax.Array) -> jax.Array:
     """Compute the pseudo-gradient of the balancing biases: each expert's share of the load minus 1 / e.
 
-    Args:
-      counts_le: int32 [l, e + 1], tokens of the whole step for each expert, skip last.
-
-    Returns:
-      fp32 [l, e + 1]; 0 for skip, whose bias stays fixed, and for a layer without tokens.
+    `counts_le`, int32 [l, e + 1], are the tokens of the whole step for each expert, skip last. The result, fp32 [l, e +
+    1], is 0 for skip, whose bias stays fixed, and for a layer without tokens.
     """
     real = counts_le[:, :-1]
     total, experts = real.sum(-1, keepdims=True), real.shape[-1]

@@ -61,8 +61,6 @@ def _transform(config: OptimizerConfig, role: Role, fused: Mapping[str, int]) ->
     optimizer = config.matrices if role in MATRIX_ROLES else "adamw"
     settings, own = optimizer_settings(config, optimizer), getattr(config.roles, role)
     decay = float(role in DECAYED) if own.weight_decay is None else own.weight_decay
-    return optax.chain(
-        OPTIMIZERS[optimizer].direction(settings, fused),
-        optax.add_decayed_weights(settings.weight_decay * decay),
-        optax.scale(-settings.learning_rate * own.learning_rate),
-    )
+    decayed, rate = settings.weight_decay * decay, -settings.learning_rate * own.learning_rate
+    direction = OPTIMIZERS[optimizer].direction(settings, fused)
+    return optax.chain(direction, optax.add_decayed_weights(decayed), optax.scale(rate))

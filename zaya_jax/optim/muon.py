@@ -54,8 +54,7 @@ def muon(
     return optax.chain(direction, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
-def _on_one_device(name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMatrices) -> Pair:
-    del name
+def _on_one_device(_name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMatrices) -> Pair:
     kept, matrices = local(numbers, *leaves)
     return kept, whole(matrices)
 
@@ -82,8 +81,8 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if jnp.ndim(leaf) < 2:
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ValueError(f"Muon updates matrices only, but {name} has shape {jnp.shape(leaf)}. Use another "
-                                 "transform for it, such as optax.adamw, with optax.partition.")  # fmt: skip
+                what = f"{name} has shape {jnp.shape(leaf)}"
+                raise ValueError(f"Muon updates matrices only, but {what}. Use optax.adamw, with optax.partition.")
         momentum = jax.tree.map(lambda x: jnp.zeros_like(x, accumulation_dtype(x.dtype)), params)
         if config.momentum_form == "sum":
             return optax.TraceState(momentum), optax.EmptyState()
@@ -99,9 +98,9 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
         coefficients = momentum_coefficients(config, steps)
 
         def update_leaf(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
-            name = jax.tree_util.keystr(path, simple=True)
-            return _step(config, parts.get(name, 1), ops, functools.partial(on_matrices, name),
-                         gradient, momentum, momentum_numbers(coefficients, factor, skip, momentum.dtype))  # fmt: skip
+            name, numbers = jax.tree_util.keystr(path, simple=True), (coefficients, factor, skip, momentum.dtype)
+            exchange, packed = functools.partial(on_matrices, name), momentum_numbers(*numbers)
+            return _step(config, parts.get(name, 1), ops, exchange, (gradient, momentum), packed)
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         pairs = [update_leaf(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
@@ -117,12 +116,8 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """Return a, b, c and d of the momentum m ← am + bg and the direction cm + dg, for the gradient g.
 
-    `sum` is m ← μm + g. `ema` is the mean of `optax.contrib.muon`: m ← μm + (1 − μ)g, divided by 1 − μⁿ at
-    step n; with Nesterov the direction is μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
-
-    Args:
-      config: momentum form, μ, and whether to use Nesterov momentum.
-      steps: n, at least 1; used by `ema` only.
+    `sum` is m ← μm + g. `ema` is the mean of `optax.contrib.muon`: m ← μm + (1 − μ)g, divided by 1 − μⁿ at step n,
+    which is at least 1; with Nesterov the direction is μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
     """
     decay = config.momentum
     if config.momentum_form == "sum":
@@ -134,11 +129,10 @@ def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Sc
 
 
 def _step(
-    config: MuonConfig, parts: int, ops: Ops, on_matrices: Callable[..., Pair],
-    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array,
-) -> Pair:  # fmt: skip
-    """Return the new momentum of a leaf, and its direction."""
-    exact = momentum.dtype
+    config: MuonConfig, parts: int, ops: Ops, on_matrices: Callable[..., Pair], leaf: Pair, numbers: jax.Array
+) -> Pair:
+    """Return the new momentum of a leaf, a gradient and the old momentum, and its direction."""
+    exact = leaf[1].dtype
     iterates = jnp.dtype(config.newton_schulz_dtype) if config.newton_schulz_dtype == "bfloat16" else exact
     between = iterates if exact == jnp.float32 else exact  # fp64 runs stay in fp64
 
@@ -146,12 +140,12 @@ def _step(
         return step_momentum(gradient, momentum, numbers, between)
 
     def chunk(m_xpq: jax.Array) -> jax.Array:
-        orthogonal = ops.orthogonalize(_split_parts(m_xpq, parts), steps=config.newton_schulz_steps, dtype=iterates,
-                                   coefficients=config.coefficients)  # fmt: skip
+        options = {"steps": config.newton_schulz_steps, "dtype": iterates, "coefficients": config.coefficients}
+        orthogonal = ops.orthogonalize(_split_parts(m_xpq, parts), **options)
         return _join_parts(orthogonal.astype(between), parts)
 
-    new, orthogonal = on_matrices((gradient, momentum), numbers, local, functools.partial(_in_chunks, chunk))
-    rows, columns = momentum.shape[-2:]
+    new, orthogonal = on_matrices(leaf, numbers, local, functools.partial(_in_chunks, chunk))
+    rows, columns = leaf[1].shape[-2:]
     return new, _scale(rows, columns // parts, config) * orthogonal.astype(exact)
 
 

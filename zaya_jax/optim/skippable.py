@@ -22,9 +22,8 @@ def skippable(inner: optax.GradientTransformation) -> SkippableTransform:
     inner = optax.with_extra_args_support(inner)
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *,
-        factor: jax.Array | float = 1.0, skip: jax.Array | bool = False, **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
+        updates: Any, state: Any, params: Any = None, *, factor: Any = 1.0, skip: Any = False, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
         scaled = jax.tree.map(lambda g: g * factor, updates)
         moves, new = inner.update(scaled, state, params, **extra)
         return moves, jax.tree.map(lambda old, now: jnp.where(skip, old, now), state, new)

@@ -34,9 +34,9 @@ def scan_layers(step: Callable[..., Any], carry: Any, layers: Any) -> tuple[Any,
 def _layer(x: jax.Array | Accumulated, part: jax.Array | None, index: jax.Array) -> Any:
     if not isinstance(x, Accumulated):
         return part
-    return (
-        StackedLayer(x.stack, index, x.total, x.probe) if part is None else _add_gradient(part, index, x.total, x.probe)
-    )
+    if part is None:
+        return StackedLayer(x.stack, index, x.total, x.probe)
+    return _add_gradient(part, index, x.total, x.probe)
 
 
 @jax.custom_vjp

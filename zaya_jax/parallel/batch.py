@@ -32,27 +32,20 @@ def process_share(mesh: Mesh) -> ProcessShare:
     shards = mesh.devices.reshape(-1, mesh.shape[SEQUENCE_AXIS])
     own_rows = [i for i, row in enumerate(shards) if any(device.process_index == process for device in row)]
     count = len(own_rows)
-    whole_part = (
-        own_rows == list(range(own_rows[0], own_rows[0] + count)) and own_rows[0] % count == len(shards) % count == 0
-    )
-    return ProcessShare(own_rows[0] // count, len(shards) // count) if whole_part else WHOLE
+    first, contiguous = own_rows[0], own_rows == list(range(own_rows[0], own_rows[0] + count))
+    whole_part = contiguous and first % count == len(shards) % count == 0
+    return ProcessShare(first // count, len(shards) // count) if whole_part else WHOLE
 
 
 def place_batch(
     batch: Mapping[str, np.ndarray], mesh: AnyMesh, config: ParallelConfig, micro_batches: int | None = None,
     share: ProcessShare = WHOLE,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """Place a batch on the devices, sharded as the layout has it.
-
-    Args:
-      batch: arrays [sequences, tokens], this process' share of the batch.
-      mesh: the devices.
-      config: the layout.
-      micro_batches: number of micro-batches to split the sequences into, as a new leading axis; None for no such axis.
-      share: which part of the whole batch `batch` is.
+    """Place a batch, this process' `share` of it, on the devices, sharded as the layout has it.
 
     Returns:
-      Global arrays [sequences, tokens] or [micro-batches, sequences / micro-batches, tokens].
+      Global arrays [sequences, tokens], or [micro-batches, sequences / micro-batches, tokens] if a number of
+      micro-batches is given.
     """
     leading = () if micro_batches is None else (micro_batches,)
     sharding = batch_sharding(mesh, len(leading))

@@ -7,12 +7,8 @@ def sum_scatter(x: jax.Array, axes: str | tuple[str, ...], axis: int) -> jax.Arr
     """Sum `x` over devices, and keep this device's part along `axis` (reduce-scatter); inside a `shard_map`.
 
     On CPUs of several processes it does an all-reduce and slices: Gloo's reduce-scatter occasionally returns wrong
-    values at the end of a part (seen in fp64 with jax 0.10.2, last elements wrong in the third digit).
-
-    Args:
-      x: array of the same shape on every device of `axes`.
-      axes: mesh axes, in the order of the parts.
-      axis: axis of `x` to split; its size must be a multiple of the number of devices.
+    values at the end of a part (seen in fp64 with jax 0.10.2, last elements wrong in the third digit). The size of the
+    axis must be a multiple of the number of devices along the mesh axes, which are in the order of the parts.
     """
     if jax.default_backend() != "cpu" or jax.process_count() == 1:
         return jax.lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)

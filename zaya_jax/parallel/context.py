@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.attention import PartialAttention
-from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixParts
+from zaya_jax.ops.attention import AttentionInputs, PartialAttention
+from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixInputs, MixParts
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
 
@@ -66,11 +66,8 @@ def make_halo(config: ParallelConfig) -> Callable[[jax.Array, jax.Array, jax.Arr
         flat = [u[:, u.shape[1] - rows :].reshape(count, -1), delayed[:, -1:].reshape(count, -1)]
         flat = before(jnp.concatenate(flat, 1))
         u_size = rows * u.shape[2] * u.shape[3]
-        return Halo(
-            flat[:, :u_size].reshape(count, rows, *u.shape[2:]),
-            before(segments[:, segments.shape[1] - least :]),
-            flat[:, u_size:].reshape(count, 1, -1),
-        )
+        u_bwnc, first = flat[:, :u_size].reshape(count, rows, *u.shape[2:]), segments.shape[1] - least
+        return Halo(u_bwnc, before(segments[:, first:]), flat[:, u_size:].reshape(count, 1, -1))
 
     return halo
 
@@ -79,11 +76,10 @@ def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[...,
     """Make `Ops.cca_mix` for the pieces that a device holds, with their halos."""
     pieces = config.chunks // config.context
 
-    def mix(packed_bsy: jax.Array, halo: Halo, segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array],
-            weights: Any, delayed_start_x: jax.Array | None, parts: MixParts = ALL_PARTS) -> Any:  # fmt: skip
-        packed, segments, cos, sin = (fold(x, pieces) for x in (packed_bsy, segments_bs, *rotary))
-        out = local(packed, halo, segments, (cos, sin), weights, delayed_start_x, parts)
-        return tuple(unfold(x, pieces) for x in out)
+    def mix(x: MixInputs, parts: MixParts = ALL_PARTS) -> Any:
+        packed, segments, cos, sin = (fold(array, pieces) for array in (x.packed_bsy, x.segments_bs, *x.rotary))
+        out = local(x._replace(packed_bsy=packed, segments_bs=segments, rotary=(cos, sin)), parts)
+        return tuple(unfold(array, pieces) for array in out)
 
     return mix
 
@@ -102,28 +98,22 @@ def gather_sequence(config: ParallelConfig, x_bs: jax.Array) -> jax.Array:
 def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make `Ops.attention` in which every device gathers all keys and values: one collective, but the most memory.
 
-    The key segments are those of the whole sequence (`Ops.key_segments`). The gradient of the gather is a
-    reduce-scatter.
-
-    Args:
-      config: the layout.
-      local: attention on one device, `ops.attention.attention`.
+    The key segments are those of the whole sequence (`Ops.key_segments`); `local` is attention on one device. The
+    gradient of the gather is a reduce-scatter.
     """
 
-    def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array,
-                  key_segments_bt: jax.Array, query_offset: jax.Array | int = 0,
-                  window: int | None = None) -> jax.Array:  # fmt: skip
-        refuse_cache(query_offset)
-        whole = gather_sequence(config, jnp.concatenate([k_btkc, v_btkc], -1))
+    def attention(*qkv: Any, **options: Any) -> jax.Array:
+        x = AttentionInputs(*qkv, **options)
+        refuse_cache(x.query_offset)
+        whole = gather_sequence(config, jnp.concatenate([x.k_btkc, x.v_btkc], -1))
         k, v = jnp.split(whole, 2, axis=-1)
         pieces = device_pieces(config, jax.lax.axis_index(SEQUENCE_AXIS))
-        length = q_bshc.shape[1] // len(pieces)
-        out = [
-            local(q_bshc[:, i * length : (i + 1) * length], k, v,
-                  query_segments_bs=query_segments_bs[:, i * length : (i + 1) * length],
-                  key_segments_bt=key_segments_bt, query_offset=piece * length, window=window)
-            for i, piece in enumerate(pieces)
-        ]  # fmt: skip
+        length, out = x.q_bshc.shape[1] // len(pieces), []
+        for i, piece in enumerate(pieces):
+            own = slice(i * length, (i + 1) * length)
+            q, segments = x.q_bshc[:, own], x.query_segments_bs[:, own]
+            part = AttentionInputs(q, k, v, segments, x.key_segments_bt, piece * length, x.window)
+            out.append(part.call(local))
         return jnp.concatenate(out, 1)
 
     return attention
@@ -135,30 +125,18 @@ def refuse_cache(query_offset: Any) -> None:
         raise ValueError("Context parallelism does not support a cache: decode with parallel.context.tree_attention.")
 
 
-def tree_attention(
-    partial: Callable[..., PartialAttention], q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array,
-    query_segments_bs: jax.Array, key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None = None,
-) -> jax.Array:  # fmt: skip
+def tree_attention(partial: Callable[..., PartialAttention], x: AttentionInputs) -> jax.Array:
     """Tree attention: replicated queries attend to keys that are split over devices (arXiv 2408.04093).
 
-    Each device attends to its own keys. The results are combined with one maximum and two sums over devices, whose size
-    does not depend on the number of keys (docs/reference.md §4.5).
+    Each device attends to its own keys, with `ops.attention.partial_attention`. The results are combined with one
+    maximum and two sums over devices, whose size does not depend on the number of keys (docs/reference.md §4.5).
 
-    Args:
-      partial: `ops.attention.partial_attention`.
-      q_bshc: queries, the same on all devices.
-      k_btkc: this device's keys; empty places have segment 0.
-      v_btkc: their values.
-      query_segments_bs: int32 documents of the queries.
-      key_segments_bt: int32 documents of this device's keys.
-      query_offset: index of the first query relative to this device's first key; may be negative or past the last key.
-      window: number of keys that a query sees, or None for all.
-
-    Returns:
-      The output [b, s, h, c] in the dtype of the queries, the same on all devices.
+    `x` has queries, the same on all devices; this device's keys and values, where empty places have segment 0; and the
+    index of the first query relative to this device's first key, which may be negative or past the last key. Returns
+    [b, s, h, c] in the dtype of the queries, the same on all devices.
     """
-    o, lse = partial(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
+    o, lse = partial(x)
     axis = SEQUENCE_AXIS
     weight = jnp.exp(lse - jax.lax.pmax(lse, axis))
     total = jax.lax.psum(weight, axis)
-    return (jax.lax.psum(o * weight[..., None], axis) / total[..., None]).astype(q_bshc.dtype)
+    return (jax.lax.psum(o * weight[..., None], axis) / total[..., None]).astype(x.q_bshc.dtype)

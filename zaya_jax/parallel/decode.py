@@ -6,6 +6,7 @@ window, the tail of the convolutions and the logits, is the same on all devices 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
 from zaya_jax.model.cache import Cache, KeyValues
 from zaya_jax.model.zaya import init_cache
-from zaya_jax.ops.attention import PartialAttention
+from zaya_jax.ops.attention import AttentionInputs, PartialAttention
 from zaya_jax.ops.cached_attention import KeysAndValues, merge_heads, split_heads
 from zaya_jax.parallel.context import tree_attention
 from zaya_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXIS, AnyMesh
@@ -54,14 +55,14 @@ def empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: jax.typing
 
 
 def _map_layers(
-    config: ModelConfig, cache: Cache, keys_and_values: Callable[[LayerKind, KeyValues], KeyValues],
-    other: Callable[[jax.Array], Any],
-) -> tuple[Any, ...]:  # fmt: skip
+    config: ModelConfig, cache: Cache, keys_and_values: Callable[..., KeyValues], other: Callable[[jax.Array], Any]
+) -> tuple[Any, ...]:
     """Map the keys and values of each layer, and whatever else its decode state has."""
 
     def state(layer: LayerKind, tree: Any) -> Any:
-        return jax.tree.map(lambda x: keys_and_values(layer, x) if isinstance(x, KeyValues) else other(x), tree,
-                            is_leaf=lambda x: isinstance(x, KeyValues))  # fmt: skip
+        mapped = functools.partial(keys_and_values, layer)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, KeyValues))
+        return structure.unflatten([mapped(x) if isinstance(x, KeyValues) else other(x) for x in leaves])
 
     return tuple(map(state, config.layer_kinds * config.num_groups, cache.layers))
 
@@ -88,29 +89,25 @@ def tree_cached_attention(
 ) -> Callable[..., tuple[jax.Array, KeysAndValues]]:
     """Make `Ops.cached_attention` for caches whose slots are split over `context`.
 
-    New keys and values are written by the device that holds their slot. Attention is `context.tree_attention`, with
-    three collectives. A layer with a window has its whole ring on every device, and no collective.
-
-    Args:
-      partial: `ops.attention.partial_attention`.
-      local: `ops.cached_attention.cached_attention`, for layers with a window.
+    New keys and values are written by the device that holds their slot. Attention is `context.tree_attention` with
+    `partial`, with three collectives. A layer with a window has its whole ring on every device, and no collective: it
+    uses `local`, that of one device.
     """
 
     def cached_attention(
-        attention: Callable[..., jax.Array], q_bshc: jax.Array, new: KeysAndValues, cache: KeysAndValues, *,
-        segments_bs: jax.Array, cached_segments_bt: jax.Array, length: jax.Array | int, window: int | None,
-    ) -> tuple[jax.Array, KeysAndValues]:  # fmt: skip
-        if window is not None:
-            return local(attention, q_bshc, new, cache, segments_bs=segments_bs, cached_segments_bt=cached_segments_bt,
-                         length=length, window=window)  # fmt: skip
-        slots, dtype = cache[0].shape[1], q_bshc.dtype
+        attention: Callable[..., jax.Array], x: AttentionInputs, cache: KeysAndValues
+    ) -> tuple[jax.Array, KeysAndValues]:
+        if x.window is not None:
+            return local(attention, x, cache)
+        slots, dtype, seen_bt = cache[0].shape[1], x.q_bshc.dtype, x.key_segments_bt
         first = jax.lax.axis_index(SEQUENCE_AXIS) * slots
-        cache = _write_own(cache, new, length - first)
-        seen_bt = jax.lax.dynamic_update_slice_in_dim(cached_segments_bt, segments_bs, length, 1)
+        cache = _write_own(cache, (x.k_btkc, x.v_btkc), x.query_offset - first)
+        seen_bt = jax.lax.dynamic_update_slice_in_dim(seen_bt, x.query_segments_bs, x.query_offset, 1)
         missing = slots * jax.lax.axis_size(SEQUENCE_AXIS) - seen_bt.shape[1]
         own_bt = jax.lax.dynamic_slice_in_dim(jnp.pad(seen_bt, ((0, 0), (0, missing))), first, slots, 1)
-        k, v = (split_heads(x, new[0], dtype) for x in cache)
-        return tree_attention(partial, q_bshc, k, v, segments_bs, own_bt, length - first), cache
+        k, v = (split_heads(array, x.k_btkc, dtype) for array in cache)
+        own = AttentionInputs(x.q_bshc, k, v, x.query_segments_bs, own_bt, x.query_offset - first)
+        return tree_attention(partial, own), cache
 
     return cached_attention
 

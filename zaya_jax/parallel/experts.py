@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zaya_jax.ops.experts import permute
 from zaya_jax.parallel.collectives import sum_scatter
@@ -22,21 +21,16 @@ Exchange = Callable[..., jax.Array]  # `jax.lax.ragged_all_to_all`
 def gathered_experts(local: Experts) -> Experts:
     """Make `Ops.experts` that all-gathers the tokens, and reduce-scatters the outputs.
 
-    Every device receives all tokens of the expert axis and applies the experts it holds. For each token, at most one
-    device contributes a nonzero output.
-
-    Args:
-      local: `Ops.experts` for the experts that a device holds.
+    Every device receives all tokens of the expert axis and applies the experts it holds, with `local`. For each token,
+    at most one device contributes a nonzero output.
     """
 
-    def experts(
-        h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array
-    ) -> jax.Array:
-        own = down_efd.shape[0]
+    def experts(h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, *matrices: jax.Array) -> jax.Array:
+        own = matrices[0].shape[0]
         all_td = jax.lax.all_gather(h_td, AXIS, axis=0, tiled=True)
         choice_t = jax.lax.all_gather(expert_t, AXIS, axis=0, tiled=True) - jax.lax.axis_index(AXIS) * own
         mine_t = jnp.where((choice_t >= 0) & (choice_t < own), choice_t, own)
-        out_td = local(all_td, mine_t, jnp.ones(mine_t.shape, weight_t.dtype), gate_up_edf, down_efd)
+        out_td = local(all_td, mine_t, jnp.ones(mine_t.shape, weight_t.dtype), *matrices)
         out_td = sum_scatter(out_td, AXIS, 0)
         return out_td * weight_t[:, None].astype(out_td.dtype)
 
@@ -46,18 +40,12 @@ def gathered_experts(local: Experts) -> Experts:
 def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
     """Make `Ops.experts` that sends each token to the device of its expert and back, with a ragged all-to-all.
 
-    Each device allocates space for the tokens of all devices, the worst case.
-
-    Args:
-      local: `Ops.experts` for the experts that a device holds.
-      exchange: `jax.lax.ragged_all_to_all`, or an equivalent.
-      devices: number of devices along the axis.
+    Each of the `devices` allocates space for the tokens of all of them, the worst case, and applies `local` to the
+    experts it holds. `exchange` is `jax.lax.ragged_all_to_all`, or an equivalent.
     """
 
-    def experts(
-        h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array
-    ) -> jax.Array:
-        t, own = h_td.shape[0], down_efd.shape[0]
+    def experts(h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, *matrices: jax.Array) -> jax.Array:
+        t, own = h_td.shape[0], matrices[0].shape[0]
         order = jnp.argsort(expert_t, stable=True)
         back = jnp.argsort(order, stable=True)
         sizes_e = jnp.zeros(devices * own + 1, jnp.int32).at[expert_t].add(1)[:-1]
@@ -65,8 +53,8 @@ def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
         dispatch, combine = _routes(sizes_xe, devices)
         arrived = _travel(exchange, devices * t, permute(h_td, order, back), dispatch, combine)
         mine_xe = jax.lax.dynamic_slice_in_dim(sizes_xe, jax.lax.axis_index(AXIS) * own, own, 1)
-        out = local(arrived, _arrived_experts(mine_xe, devices * t), jnp.ones(devices * t, weight_t.dtype), gate_up_edf,
-                    down_efd)  # fmt: skip
+        arrived_t = _arrived_experts(mine_xe, devices * t)
+        out = local(arrived, arrived_t, jnp.ones(devices * t, weight_t.dtype), *matrices)
         returned: jax.Array = _travel(exchange, t, out, combine, dispatch)
         return permute(returned, back, order) * weight_t[:, None].astype(returned.dtype)
 
@@ -120,8 +108,7 @@ def _travel_forward(
 def _travel_backward(exchange: Exchange, rows: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     del rows
     like, dispatch, combine = saved
-    no_gradient = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), (dispatch, combine))
-    return _travel(exchange, like.shape[0], g, combine, dispatch), *no_gradient
+    return _travel(exchange, like.shape[0], g, combine, dispatch), None, None  # None means zero
 
 
 _travel.defvjp(_travel_forward, _travel_backward)

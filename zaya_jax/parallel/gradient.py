@@ -31,6 +31,9 @@ from zaya_jax.parallel.rules import LeafPlacement
 
 Sums = Any
 LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
+Leaves = Mapping[str, LeafPlacement]
+Parts = dict[str, jax.Array | Scattered]
+Loss = Callable[[Any, Any], tuple[jax.Array, Sums]]  # compute copy of the trained parameters, micro-batch
 
 
 class Reduction(NamedTuple):
@@ -46,8 +49,8 @@ def reduction(leaf: LeafPlacement, mesh: AnyMesh) -> Reduction:
 
 
 def summed_gradient(
-    local_loss: LocalLoss, mesh: AnyMesh, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any],
-    reduce: Reduce, in_place: Collection[str] = (),
+    local_loss: LocalLoss, mesh: AnyMesh, leaves: Leaves, dtypes: Mapping[str, Any], reduce: Reduce,
+    in_place: Collection[str] = (),
 ) -> Callable[..., tuple[Sums, Arrays]]:  # fmt: skip
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
@@ -73,80 +76,89 @@ def summed_gradient(
         compute = compute_copy(params, leaves, dtypes, gather_experts=micro_batches > 1)
         frozen_compute = frozen_copy(frozen, leaves)
 
-        # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
-        # would have to wait for the layer's reduction.
-        large = {name for name, x in compute.items()
-                 if is_stacked(name) and x.size > SMALL * x.shape[0] and not leaves[name].by_layer}  # fmt: skip
-        others = {name: x for name, x in compute.items() if name not in large}
-        probe = jnp.zeros((), jnp.float32)
-
-        def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
-            """Add the gradient of a micro-batch to `total`."""
-            references = {name: jax.new_ref(total[name]) for name in large}
-
-            def loss(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
-                layers = {name: Accumulated(compute[name], x, probe, name in in_place)
-                          for name, x in references.items()}  # fmt: skip
-                return local_loss({**frozen_compute, **layers, **others}, constants, micro)
-
-            (grads, _), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(others, probe)
-            added = {name: total[name] + g.astype(total[name].dtype) for name, g in grads.items()}
-            return {**added, **{name: jax.freeze(x) for name, x in references.items()}}, sums
-
-        def summed_up(batch: Any) -> tuple[Arrays, Sums]:
-            """Add up the gradients of micro-batches on this device."""
-            zeros = {name: jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for name, x in compute.items()}
-            count = jax.tree.leaves(batch)[0].shape[0]
-            if count == 1 or not any(leaf.by_layer for leaf in leaves.values()):
-                grads, sums = jax.lax.scan(add_gradient, zeros, batch)
-                return grads, jax.tree.map(lambda x: x.sum(0), sums)
-
-            # XLA unrolls all loops whose count it knows if presets tell it to unroll that of the layers, but this one
-            # would take up to a quarter more memory.
-            add_micro_batch = jax.jit(add_gradient, inline=True)  # which is traced once for its shapes and the loop
-
-            def add(index: jax.Array, totals: tuple[Arrays, Sums]) -> tuple[Arrays, Sums]:
-                grads, sums = add_micro_batch(totals[0], jax.tree.map(lambda x: x[index], batch))
-                return grads, jax.tree.map(jnp.add, totals[1], sums)
-
-            first = jax.tree.map(lambda x: x[0], batch)
-            no_sums = jax.tree.map(jnp.zeros_like, jax.eval_shape(add_micro_batch, zeros, first)[1])
-            with jax.named_scope(f"micro_batches_{count}"):  # for `lab.predict.compilers.hlo`
-                return jax.lax.fori_loop(0, jax.lax.optimization_barrier(count), add, (zeros, no_sums))
+        def loss(trained: Any, micro: Any) -> tuple[jax.Array, Sums]:
+            return local_loss({**frozen_compute, **trained}, constants, micro)
 
         def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
-            parts = scatter_in_layers(compute, totals, leaves, mesh, sharded=micro_batches == 1)
+            parts = scatter_in_layers(compute, totals, leaves, mesh, micro_batches == 1)
+            return _reduced_gradient(loss, parts, micro, totals, leaves, mesh)
 
-            def loss(wanted: Arrays) -> tuple[jax.Array, Sums]:
-                copy = {name: x._replace(shard=wanted[name]) if isinstance(x, Scattered) else wanted[name]
-                        for name, x in parts.items()}  # fmt: skip
-                return local_loss({**frozen_compute, **copy}, constants, micro)
-
-            grads, sums = jax.grad(loss, has_aux=True)(differentiated(parts))
-            return reduce_rest(grads, parts, totals, leaves, mesh), sums
-
+        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place)
         if reduce_axes and micro_batches == 1:
             grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
             grads, sums = _added(reduced, batch)
         elif any(leaf.in_layer and leaf.gathers for leaf in leaves.values()):
-            grads, sums = summed_up(jax.tree.map(lambda x: x[:-1], batch))
-            grads, last = reduced(_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
+            grads, sums = accumulated(jax.tree.map(lambda x: x[:-1], batch))
+            grads, last = reduced(_ordered_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
             sums = jax.tree.map(jnp.add, sums, last)
         else:
-            grads, sums = summed_up(batch)
+            grads, sums = accumulated(batch)
             grads = {name: _to_stored(g, leaves[name], mesh) for name, g in grads.items()}
-        if reduce_axes:
-            sums = jax.lax.psum(sums, reduce_axes)
-        return sums, grads
+        return jax.lax.psum(sums, reduce_axes) if reduce_axes else sums, grads
 
     return _mapped(region, mesh, leaves, batch_spec(leading=1), gradient=True)
 
 
+def _accumulated_gradient(
+    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], batch: Any
+) -> tuple[Arrays, Sums]:
+    """Add up the gradients of micro-batches on this device."""
+    # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
+    # would have to wait for the layer's reduction.
+    stacked = {name: x for name, x in compute.items() if is_stacked(name) and not leaves[name].by_layer}
+    large = [name for name, x in stacked.items() if x.size > SMALL * x.shape[0]]
+    others = {name: x for name, x in compute.items() if name not in large}
+    probe = jnp.zeros((), jnp.float32)
+
+    def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
+        references = {name: jax.new_ref(total[name]) for name in large}
+
+        def with_totals(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
+            layers = {name: Accumulated(compute[name], x, probe, name in in_place) for name, x in references.items()}
+            return loss({**layers, **others}, micro)
+
+        (grads, _), sums = jax.grad(with_totals, argnums=(0, 1), has_aux=True)(others, probe)
+        added = {name: total[name] + g.astype(total[name].dtype) for name, g in grads.items()}
+        return {**added, **{name: jax.freeze(x) for name, x in references.items()}}, sums
+
+    zeros = {name: jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for name, x in compute.items()}
+    count = jax.tree.leaves(batch)[0].shape[0]
+    if count == 1 or not any(leaf.by_layer for leaf in leaves.values()):
+        grads, sums = jax.lax.scan(add_gradient, zeros, batch)
+        return grads, jax.tree.map(lambda x: x.sum(0), sums)
+
+    # XLA unrolls all loops whose count it knows if presets tell it to unroll that of the layers, but this one would
+    # take up to a quarter more memory.
+    add_micro_batch = jax.jit(add_gradient, inline=True)  # which is traced once for its shapes and the loop
+
+    def add(index: jax.Array, totals: tuple[Arrays, Sums]) -> tuple[Arrays, Sums]:
+        grads, sums = add_micro_batch(totals[0], jax.tree.map(lambda x: x[index], batch))
+        return grads, jax.tree.map(jnp.add, totals[1], sums)
+
+    first = jax.tree.map(lambda x: x[0], batch)
+    no_sums = jax.tree.map(jnp.zeros_like, jax.eval_shape(add_micro_batch, zeros, first)[1])
+    with jax.named_scope(f"micro_batches_{count}"):  # for `lab.predict.compilers.hlo`
+        return jax.lax.fori_loop(0, jax.lax.optimization_barrier(count), add, (zeros, no_sums))
+
+
+def _reduced_gradient(
+    loss: Loss, parts: Parts, micro: Any, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh
+) -> tuple[Arrays, Sums]:
+    """Return the gradient of a micro-batch, and of those before it, summed over devices."""
+
+    def with_shards(shards: Arrays) -> tuple[jax.Array, Sums]:
+        copy = {name: x._replace(shard=shards[name]) if isinstance(x, Scattered) else shards[name]
+                for name, x in parts.items()}  # fmt: skip
+        return loss(copy, micro)
+
+    grads, sums = jax.grad(with_shards, has_aux=True)(differentiated(parts))
+    return reduce_rest(grads, parts, totals, leaves, mesh), sums
+
+
 def summed(
-    local_sums: Callable[[Arrays, Any, Any], Sums], mesh: AnyMesh, leaves: Mapping[str, LeafPlacement],
-    dtypes: Mapping[str, Any],
-) -> Callable[..., Sums]:  # fmt: skip
+    local_sums: Callable[[Arrays, Any, Any], Sums], mesh: AnyMesh, leaves: Leaves, dtypes: Mapping[str, Any]
+) -> Callable[..., Sums]:
     """Make a function (params, constants, batch, frozen) → the sums of `local_sums` over all devices.
 
     The batch's leaves are [sequences, tokens]; `frozen` are frozen parameters or None.
@@ -162,27 +174,23 @@ def summed(
 
 
 def _mapped(
-    region: Callable[..., Any], mesh: AnyMesh, leaves: Mapping[str, LeafPlacement], batch_split: PartitionSpec, *,
-    gradient: bool,
-) -> Callable[..., Any]:  # fmt: skip
+    region: Callable[..., Any], mesh: AnyMesh, leaves: Leaves, batch_split: PartitionSpec, *, gradient: bool
+) -> Callable[..., Any]:
     """Wrap `region` in a `shard_map`: parameters and gradient sharded as stored, constants and sums replicated."""
 
     def mapped(params: Arrays, constants: Any, batch: Any, frozen: Arrays | None = None) -> Any:
         stored, frozen_stored = ({name: leaves[name].stored for name in names} for names in (params, frozen or {}))
         # check_vma rejects kernels, whose outputs have no varying axes. Without it, a psum transposes to a psum, so no
         # psum may be inside of what is differentiated.
-        mapped_region = jax.shard_map(
-            region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_split, frozen_stored),
-            out_specs=(PartitionSpec(), stored) if gradient else PartitionSpec(), check_vma=False,
-        )  # fmt: skip
+        in_specs = (stored, PartitionSpec(), batch_split, frozen_stored)
+        out_specs = (PartitionSpec(), stored) if gradient else PartitionSpec()
+        mapped_region = jax.shard_map(region, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped_region(params, constants, batch, frozen or {})
 
     return mapped
 
 
-def compute_copy(
-    params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any], gather_experts: bool = True
-) -> Arrays:
+def compute_copy(params: Arrays, leaves: Leaves, dtypes: Mapping[str, Any], gather_experts: bool = True) -> Arrays:
     """Make the parameters that a device computes with from its shards, inside the region.
 
     Layers that are gathered one at a time, and the embedding, stay in the master weights' dtype (with values rounded to
@@ -201,7 +209,7 @@ def compute_copy(
     return {name: copy(name, x) for name, x in params.items()}
 
 
-def frozen_copy(frozen: Arrays, leaves: Mapping[str, LeafPlacement]) -> Arrays:
+def frozen_copy(frozen: Arrays, leaves: Leaves) -> Arrays:
     """Make the frozen parameters that a device computes with from its shards, inside the region.
 
     They are stored in the compute dtype already, and have no gradients.
@@ -209,17 +217,10 @@ def frozen_copy(frozen: Arrays, leaves: Mapping[str, LeafPlacement]) -> Arrays:
     return {name: _gather(leaves[name], x) for name, x in frozen.items()}
 
 
-def scatter_in_layers(
-    compute: Arrays, totals: Arrays | None, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh, sharded: bool
-) -> dict[str, jax.Array | Scattered]:
-    """Make the layers' matrices in a compute copy `Scattered`.
+def scatter_in_layers(compute: Arrays, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh, sharded: bool) -> Parts:
+    """Make the layers' matrices in a compute copy `Scattered`, with the gradients of earlier micro-batches, if any.
 
-    Args:
-      compute: the result of `compute_copy`.
-      totals: gradients of earlier micro-batches; None if there are none.
-      leaves: placement of each parameter, by name.
-      mesh: the device mesh.
-      sharded: whether experts in `compute` are still sharded.
+    `sharded` tells whether experts in `compute` are still sharded.
     """
 
     def scattered(name: str, x: jax.Array) -> jax.Array | Scattered:
@@ -235,15 +236,12 @@ def scatter_in_layers(
     return {name: scattered(name, x) for name, x in compute.items()}
 
 
-def differentiated(parts: Mapping[str, jax.Array | Scattered]) -> Arrays:
+def differentiated(parts: Parts) -> Arrays:
     """Return the arrays that the loss is differentiated with respect to."""
     return {name: x.shard if isinstance(x, Scattered) else x for name, x in parts.items()}
 
 
-def reduce_rest(
-    grads: Arrays, parts: Mapping[str, jax.Array | Scattered], totals: Arrays | None,
-    leaves: Mapping[str, LeafPlacement], mesh: AnyMesh,
-) -> Arrays:  # fmt: skip
+def reduce_rest(grads: Arrays, parts: Parts, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh) -> Arrays:
     """Reduce the gradients that the layers have not reduced, after adding those of earlier micro-batches."""
 
     def reduced(name: str, g: jax.Array) -> jax.Array:
@@ -265,7 +263,7 @@ def _added(function: Callable[[Any], Any], batch: Any) -> Any:
     return jax.lax.scan(add, first, jax.tree.map(lambda x: x[1:], batch))[0]
 
 
-def _after(sums: Sums, batch: Any) -> Any:
+def _ordered_after(sums: Sums, batch: Any) -> Any:
     """Return `batch`, whose integers depend on `sums`.
 
     XLA would run the forward pass of the last micro-batch ahead of the loop over the others, and keep its results. It

@@ -22,14 +22,9 @@ def validated_kernels(
 ) -> KernelSelection:
     """Select the kernels that exist for the devices and give correct results in every process.
 
-    Process 0 reads the measurements that decide for all processes, and describes the selection, on platforms that have
-    kernels.
-
-    Args:
-      config: configuration of the run.
-      folder: run folder; None if nothing is resumed.
-      training: whether to check gradients and the optimizer's operations, too.
-      say: called with each line for the user.
+    Process 0 reads the measurements that decide for all processes, from the run folder if something is resumed, and
+    describes the selection, on platforms that have kernels. With `training`, gradients and the optimizer's operations
+    are checked, too. `say` is called with each line for the user.
 
     Raises:
       InputError: an implementation of `config.ops` does not exist, or cannot be used.
@@ -70,11 +65,8 @@ def _read_table(folder: Path | None, say: Callable[[str], object]) -> KernelTabl
     began = folder is not None and has_checkpoint(folder / CHECKPOINTS)
     table = None if began else find_table(target, say)
     if table is None and target.platform in GPU_PLATFORMS:
-        say(
-            "This run began without measured kernels, and goes on with the default ones."
-            if began
-            else f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
-        )
+        advice = f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
+        say("This run began without measured kernels, and goes on with the default ones." if began else advice)
     return table
 
 

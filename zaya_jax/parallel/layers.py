@@ -28,11 +28,7 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
 
     Matrices with adapters are merged with them, so that the sum and its gradient exist for one layer at a time. The
     gradient of a gathered matrix is reduce-scattered in the dtype of the shard, since the compute dtype would lose
-    bits. Parameters may be `Scattered`.
-
-    Args:
-      leaves: placement of all parameters, by name; it is the same at every position of the layer pattern.
-      dtypes: compute dtype of each parameter, by name.
+    bits. Parameters may be `Scattered`. Placements are the same at every position of the layer pattern.
     """
     places = {name_in_layer(name): (place, dtypes[name]) for name, place in leaves.items() if place.in_layer}
 
@@ -42,7 +38,7 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
         place, dtype = places[name]
         if isinstance(x, Scattered):
             ((axis, over),) = place.gathers
-            x = _scattered(axis, over, dtype, *x)
+            x = _scattered(axis, over, dtype, x)
         return x if place.layer_axis is None else _gather(x, x.ndim + place.layer_axis, dtype)
 
     def gather(name: str, x: jax.Array | Scattered | Adapted) -> jax.Array:
@@ -55,27 +51,23 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _scattered(
-    axis: int, over: tuple[str, ...], dtype: Any, value: jax.Array, total: jax.Array | None, shard: jax.Array
-) -> jax.Array:
-    del total
-    if value.shape != shard.shape:
+def _scattered(axis: int, over: tuple[str, ...], dtype: Any, x: Scattered) -> jax.Array:
+    value = x.value
+    if value.shape != x.shard.shape:
         return value
     return jax.lax.all_gather(value.astype(dtype), over, axis=value.ndim + axis, tiled=True).astype(value.dtype)
 
 
-def _scattered_forward(
-    axis: int, over: tuple[str, ...], dtype: Any, value: jax.Array, total: jax.Array | None, shard: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    return _scattered(axis, over, dtype, value, total, shard), total
+def _scattered_forward(axis: int, over: tuple[str, ...], dtype: Any, x: Scattered) -> tuple[jax.Array, Any]:
+    return _scattered(axis, over, dtype, x), x.total
 
 
 def _scattered_backward(
-    axis: int, over: tuple[str, ...], dtype: Any, total: jax.Array | None, g: jax.Array
-) -> tuple[None, None, jax.Array]:
-    del dtype
+    axis: int, over: tuple[str, ...], _dtype: Any, total: jax.Array | None, g: jax.Array
+) -> tuple[Any]:
     g = g.astype(accumulation_dtype(g.dtype))
-    return None, None, sum_scatter(g if total is None else total + g, over, g.ndim + axis)
+    g = sum_scatter(g if total is None else total + g, over, g.ndim + axis)
+    return (Scattered(None, None, g),)  # pyright: ignore[reportArgumentType]
 
 
 _scattered.defvjp(_scattered_forward, _scattered_backward)
@@ -90,8 +82,7 @@ def _gather_forward(x: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, jax
     return _gather(x, axis, dtype), x[..., :0]
 
 
-def _gather_backward(axis: int, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    del dtype
+def _gather_backward(axis: int, _dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     return (sum_scatter(g.astype(like.dtype), "fsdp", axis),)
 
 

@@ -21,13 +21,10 @@ AnyMesh = Mesh | AbstractMesh  # an abstract mesh has no devices, which is enoug
 def make_mesh(
     config: ParallelConfig | None = None, devices: Sequence[Any] | int | None = None, where: str = "parallel"
 ) -> Any:
-    """Make the mesh of a layout.
+    """Make the mesh of a layout, or without one that of data parallelism only.
 
-    Args:
-      config: the layout; None for data parallelism only.
-      devices: devices of the mesh; None for all of this job. A number makes an `AbstractMesh`, with which programs can
-        be traced but not compiled.
-      where: key of `config`, for messages.
+    With a number of devices it is an `AbstractMesh`, with which programs can be traced but not compiled; None stands
+    for all of this job. `where` is the key of the layout, for messages.
 
     Raises:
       InputError: the product of the axes is not the number of devices.

@@ -37,9 +37,9 @@ def on_whole_matrices(leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> OnM
 
         if math.prod(mesh.shape.values()) == 1:
             return on_device(numbers, *arrays)
-        stored = placement.stored
-        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(PartitionSpec(), *(stored,) * len(arrays)),
-                               out_specs=(stored, stored), check_vma=False)  # fmt: skip
+        specs = (placement.stored,) * 2
+        in_specs = (PartitionSpec(), *specs)
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         return mapped(numbers, *arrays)
 
     return whole

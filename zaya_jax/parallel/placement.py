@@ -1,4 +1,18 @@
-"""A placement: how parameters, state and batches are sharded over a mesh, and the operations that match."""
+"""What a layout of devices applies to the model, and in which order.
+
+1. Master weights and optimizer state are sharded (`rules.place_leaves`, `Placement.shardings`).
+2. A batch is split by sequences over the batch axes, and by tokens over `context` (`Placement.place`).
+3. Loss and gradient run in one `shard_map` (`Placement.gradient`, `Placement.sums`). It casts and gathers what is
+   gathered once a step, and sums over micro-batches and devices. Steps 4 to 6 are inside, and see one device's part.
+4. `Ops.gather_layer` gathers a layer's matrices when the loop comes to it, merges adapters, and makes the backward pass
+   reduce their gradients; `Ops.scan_layers` lets layers add the other gradients to their sums in place.
+5. `expert`: tokens are sent to the device of their expert and back.
+6. `context`: the convolutions get the rows before a piece (its halo), attention the keys of all pieces, by a gather or
+   a ring. A decode keeps the slots of caches apart instead (`decode_ops`).
+7. Muon exchanges shards for whole matrices (`Placement.on_matrices`).
+
+`parallel.storage` prints what 1, 3 and 4 do with each parameter.
+"""
 
 import dataclasses
 import functools
@@ -11,6 +25,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from zaya_jax.config import ModelConfig, ParallelConfig
+from zaya_jax.config.parallel import ExpertExchange
 from zaya_jax.model.layers import Role
 from zaya_jax.model.tree import compute_dtypes
 from zaya_jax.ops import Ops
@@ -28,7 +43,7 @@ from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
 from zaya_jax.parallel.layers import gather_layer
 from zaya_jax.parallel.mesh import AnyMesh, make_mesh
 from zaya_jax.parallel.muon import on_whole_matrices
-from zaya_jax.parallel.ring import ring_attention
+from zaya_jax.parallel.ring import Ring, ring_attention
 from zaya_jax.parallel.rules import LeafPlacement, place_leaves, state_shardings
 
 
@@ -49,39 +64,28 @@ class Placement:
 
     @functools.cached_property
     def ops(self) -> Ops:
-        """The operations of `kernels`, with collectives added where the layout needs them."""
-        base, shape, changes = self.kernels.ops, self.mesh.shape, {}
-        changes |= {"gather_layer": gather_layer(self.leaves, self.dtypes), "scan_layers": scan_layers}
-        if shape["expert"] > 1 and self.config.expert_exchange == "ragged":
-            changes["experts"] = ragged_experts(base.experts, jax.lax.ragged_all_to_all, shape["expert"])
-        elif shape["expert"] > 1:
-            changes["experts"] = gathered_experts(base.experts)
-        if shape["context"] > 1:
-            changes["halo"] = make_halo(self.config)
-            changes["cca_mix"] = make_mix(self.config, base.cca_mix)
-            if self.config.context_attention == "ring":
-                changes["attention"] = ring_attention(
-                    self.config, base.partial_attention, base.partial_attention_gradient
-                )
-            else:
-                changes["attention"] = gathered_attention(self.config, base.attention)
-                changes["key_segments"] = functools.partial(gather_sequence, self.config)
-        return dataclasses.replace(base, **changes)
+        """The operations of `kernels` in the region: steps 4 to 6."""
+        gather = gather_layer(self.leaves, self.dtypes)
+        ops = dataclasses.replace(self.kernels.ops, gather_layer=gather, scan_layers=scan_layers)
+        if self.mesh.shape["expert"] > 1:
+            ops = expert_parallel(ops, self.config.expert_exchange, self.mesh.shape["expert"])
+        if self.mesh.shape["context"] > 1:
+            ops = context_parallel(ops, self.config)
+        return ops
 
     @functools.cached_property
     def decode_ops(self) -> Ops:
         """The operations of `kernels` for a model that every device has, with caches split over `context`."""
-        base, changes = self.kernels.ops, {}
-        changes["gather_layer"] = gather_layer(self.leaves, self.dtypes)
-        if self.mesh.shape["context"] > 1:
-            changes["cached_attention"] = tree_cached_attention(base.partial_attention, base.cached_attention)
-        return dataclasses.replace(base, **changes)
+        ops = dataclasses.replace(self.kernels.ops, gather_layer=gather_layer(self.leaves, self.dtypes))
+        if self.mesh.shape["context"] == 1:
+            return ops
+        cached = tree_cached_attention(ops.partial_attention, ops.cached_attention)
+        return dataclasses.replace(ops, cached_attention=cached)
 
     def gradient(self, local_loss: LocalLoss) -> Callable[..., tuple[Sums, Any]]:
         """`gradient.summed_gradient` on this placement."""
-        return summed_gradient(
-            local_loss, self.mesh, self.leaves, self.dtypes, self.config.gradient_reduction, self.in_place
-        )
+        reduce = self.config.gradient_reduction
+        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, reduce, self.in_place)
 
     def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[..., Sums]:
         """`gradient.summed` on this placement."""
@@ -121,6 +125,23 @@ class Placement:
         )
 
 
+def expert_parallel(ops: Ops, exchange: ExpertExchange, devices: int) -> Ops:
+    """Return the operations for experts that are split over the `devices` of the expert axis."""
+    if exchange == "ragged":
+        return dataclasses.replace(ops, experts=ragged_experts(ops.experts, jax.lax.ragged_all_to_all, devices))
+    return dataclasses.replace(ops, experts=gathered_experts(ops.experts))
+
+
+def context_parallel(ops: Ops, config: ParallelConfig) -> Ops:
+    """Return the operations for a sequence that is split over the devices of the context axis."""
+    ops = dataclasses.replace(ops, halo=make_halo(config), cca_mix=make_mix(config, ops.cca_mix))
+    if config.context_attention == "ring":
+        ring = Ring(config, ops.partial_attention, ops.partial_attention_gradient)
+        return dataclasses.replace(ops, attention=ring_attention(ring))
+    attention, segments = gathered_attention(config, ops.attention), functools.partial(gather_sequence, config)
+    return dataclasses.replace(ops, attention=attention, key_segments=segments)
+
+
 def device_bytes(tree: Any) -> int:
     """Return the bytes of one device's shards of abstract arrays."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -137,16 +158,9 @@ def make_placement(
     parallel: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
     dtype: str, kernels: KernelSelection, exact: Collection[str] = (),
 ) -> Placement:  # fmt: skip
-    """Make the placement of parameters on `mesh`.
+    """Make the placement of parameters, by name, on a mesh with the axis sizes of the layout.
 
-    Args:
-      parallel: the layout.
-      mesh: mesh with the axis sizes of `parallel`.
-      shapes: shape of each parameter, by name.
-      roles: role of each parameter, by name.
-      dtype: the compute dtype.
-      kernels: implementations of the operations, for the devices of `mesh`.
-      exact: names of parameters that compute in fp32 (fp64 if `dtype` is).
+    `dtype` is the compute dtype; the parameters named in `exact` compute in fp32 (fp64 if `dtype` is).
     """
     dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, accumulation_dtype(dtype))}
     leaves = place_leaves(shapes, roles, mesh)

@@ -72,13 +72,7 @@ EXPERTS_AXIS = -3  # of a stack of matrices
 def place_leaves(
     shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], mesh: AnyMesh
 ) -> dict[str, LeafPlacement]:
-    """Return the placement of every parameter.
-
-    Args:
-      shapes: shape of each parameter, by name.
-      roles: role of each parameter, by name.
-      mesh: the mesh; axes of size 1 are ignored.
-    """
+    """Return the placement of every parameter, from shapes and roles by name; axes of size 1 are ignored."""
     return {name: _place(name, shape, roles[name], mesh) for name, shape in shapes.items()}
 
 
@@ -93,8 +87,8 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
         over = tuple(axis for axis in over if axis not in experts_over)
     dimensions = len(shape) - layered - (role == "expert")
     candidates = sorted(range(-min(2, dimensions), 0), key=lambda axis: shape[axis], reverse=True)
-    axis, over = next(((index, axes) for axes in _subsets(mesh, over) for index in candidates
-                       if shape[index] % _size(mesh, axes) == 0), (None, ()))  # fmt: skip
+    pairs = ((index, axes) for axes in _subsets(mesh, over) for index in candidates)
+    axis, over = next((pair for pair in pairs if shape[pair[0]] % _size(mesh, pair[1]) == 0), (None, ()))
     spec: list[Any] = [None] * len(shape)
     if axis is not None:
         spec[axis] = over
@@ -103,8 +97,8 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
     split = {*own, *experts_over, *over}
     in_layer = layered and role in MATRIX_ROLES and bool(split)
     by_layer = in_layer and "fsdp" in split
-    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, in_layer, by_layer,
-                         role == "expert", by_layer or role == "embedding")  # fmt: skip
+    kinds = in_layer, by_layer, role == "expert", by_layer or role == "embedding"
+    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, *kinds)
 
 
 def _subsets(mesh: AnyMesh, axes: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -28,12 +28,7 @@ class StoredRow(NamedTuple):
 
 
 def storage_rows(placement: Placement, state: Any) -> list[StoredRow]:
-    """Return the table, the largest first; empty on one device.
-
-    Args:
-      placement: the layout.
-      state: parameters and optimizer state, frozen parameters included; may be abstract.
-    """
+    """Return the table, the largest first, for a state with frozen parameters, abstract or not; empty on one device."""
     axes = nontrivial_axes(placement.mesh, AXES)
     alike = defaultdict[tuple[tuple[str, ...], str], dict[str, int]](dict)
     for path, x in jax.tree_util.tree_leaves_with_path(placement.abstract(state) if axes else []):
@@ -42,9 +37,10 @@ def storage_rows(placement: Placement, state: Any) -> list[StoredRow]:
             leaf, short = placement.leaves[name], name_in_layer(name) if is_stacked(name) else name
             sizes = alike[tuple(axis for axis in axes if axis in leaf.split), _gathered(leaf)]
             sizes[short] = sizes.get(short, 0) + math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    rows = (StoredRow(split, tuple(axis for axis in axes if axis not in split), gathered, sum(sizes.values()),
-                      dict(sorted(sizes.items(), key=lambda item: -item[1])))
-            for (split, gathered), sizes in alike.items())  # fmt: skip
+    rows = []
+    for (split, gathered), sizes in alike.items():
+        others, ordered = tuple(axis for axis in axes if axis not in split), sorted(sizes.items(), key=lambda x: -x[1])
+        rows.append(StoredRow(split, others, gathered, sum(sizes.values()), dict(ordered)))
     return sorted(rows, key=lambda row: -row.bytes)
 
 
@@ -57,9 +53,9 @@ def storage_table(rows: Sequence[StoredRow], sizes: Mapping[str, int]) -> list[s
 
     if not rows:
         return []
-    cells = [("stored over", "replicated over", "per device", "gathered"),
-             *((named(row.stored_over, row.replicated_over), named(row.replicated_over, row.stored_over),
-                size_text(row.bytes), row.gathered) for row in rows)]  # fmt: skip
+    cells = [("stored over", "replicated over", "per device", "gathered")]
+    for split, others, gathered, size, _ in rows:
+        cells.append((named(split, others), named(others, split), size_text(size), gathered))
     names = [textwrap.indent(textwrap.fill(", ".join(row.parameters), 100), "    ").splitlines() for row in rows]
     return [line for head, rest in zip(format_table(cells), [[], *names], strict=True) for line in (head, *rest)]
 
