@@ -128,9 +128,11 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of the layers in one `period`."""
-        full = LayerKind(self.attention, None, self.rope_base)
-        sliding = LayerKind(self.attention, self.sliding_window, self.sliding_rope_base)
-        return tuple(sliding if name == "sliding" else full for name in self.period)
+        kinds = {
+            "full": LayerKind(self.attention, None, self.rope_base),
+            "sliding": LayerKind(self.attention, self.sliding_window, self.sliding_rope_base),
+        }
+        return tuple(kinds[name] for name in self.period)
 
     @property
     def num_groups(self) -> int:
