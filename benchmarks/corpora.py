@@ -30,25 +30,19 @@ def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
 
 
 def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Manifest:
-    """Write a prepared folder of random documents, with about a hundredth of them held out.
+    """Write a new prepared folder of random documents, with about a hundredth of them held out.
 
-    Args:
-      folder: folder to create.
-      tokenizer: `tokenizer.json` that determines the vocabulary.
-      tokens: smallest number of training tokens.
-      shards: number of training shards, of equal size.
+    It has at least so many training tokens, in shards of equal size, of the vocabulary of a `tokenizer.json`.
     """
     folder.mkdir()
     (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
     loaded = load_tokenizer(tokenizer)
     [eot] = loaded.encode_template(loaded.eot_text)
     draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
-    conversion = Conversion(
-        folder, range(shards), [draw.bytes] * shards, "The benchmark generated invalid documents; please report it."
-    )
-    conversion.convert(draw, "drawing documents")
-    manifest = write_merged(folder, shards, kind="tokens", inputs=json_digest(draw, shards),
-                            special=SpecialTokens(*[loaded.eot_text] * 3))  # fmt: skip
+    invalid = "The benchmark generated invalid documents; please report it."
+    Conversion(folder, range(shards), [draw.bytes] * shards, invalid).convert(draw, "drawing documents")
+    special = SpecialTokens(*[loaded.eot_text] * 3)
+    manifest = write_merged(folder, shards, kind="tokens", inputs=json_digest(draw, shards), special=special)
     remove_notes(folder)
     return manifest
 
@@ -74,7 +68,7 @@ class Draw(NamedTuple):
         while drawn < self.tokens:
             tokens = np.full(2 + max(1, int(rng.lognormal(np.log(_MEDIAN), _SIGMA))), self.eot, dtype)
             tokens[1:-1] = np.searchsorted(steps, steps[-1] * rng.random(len(tokens) - 2), side="right")
-            heldout = nth % _HELDOUT_EVERY == 0
-            yield Record("heldout" if heldout else "train", tokens.tobytes(), len(tokens), 4 * len(tokens),
-                         0 if heldout else tokens.nbytes)  # fmt: skip
-            drawn, nth = drawn + (0 if heldout else len(tokens)), nth + 1
+            split = "heldout" if nth % _HELDOUT_EVERY == 0 else "train"
+            trained = len(tokens) if split == "train" else 0
+            yield Record(split, tokens.tobytes(), len(tokens), 4 * len(tokens), trained * dtype.itemsize)
+            drawn, nth = drawn + trained, nth + 1

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.benchmark_command import run_benchmark
+from benchmarks.benchmark_command import command, medians
 from benchmarks.corpora import write_drawn, write_lines
 from benchmarks.data_peers import GrainSettings, datasets_preparing, grain_packing, time_batches
-from zaya_jax.config import DataConfig, from_dict
+from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, SourceConfig, TrainConfig
+from zaya_jax.config.table import Table
 from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import PrepareSettings, prepare
@@ -57,16 +58,18 @@ class Inputs(NamedTuple):
     drawn: Path  # prepared folder of random documents
 
 
-def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
-    """Time both sides, and print the speed of each and the relative speed.
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time packing against Grain, and data preparation against datasets.
 
-    Args:
-      sizes: sizes of the inputs.
-      repeats: number of timed passes of each side, interleaved.
+    Uses generated documents and the Python standard library as input, with Grain's fastest settings.
 
-    Raises:
-      InputError: a peer is not installed.
+    data --repeats 3 --output data.json
     """
+    return bench_data(Sizes(), parsed.repeats)
+
+
+def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
+    """Time both sides, and print the speed of each and the relative speed; InputError if a peer is not installed."""
     require_packages("bench", "datasets")
     result = describe_run(
         "packing and preparing data",
@@ -101,16 +104,15 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
     if workers:
         candidates = [GrainSettings(best.threads, workers, buffer) for buffer in _BUFFERS]
         best, tried = fastest_settings(inputs, sizes, candidates)
-    sides = {
-        "ours": (our_packing, inputs.drawn, inputs.folder / "cache", sizes, workers),
-        "peer": _grain(inputs, sizes, best, sizes.batches),
-    }
-    passes = interleave_subprocesses(sides, repeats)
+    ours = our_packing, inputs.drawn, inputs.folder / "cache", sizes, workers
+    passes = interleave_subprocesses({"ours": ours, "peer": _grain(inputs, sizes, best, sizes.batches)}, repeats)
     seconds = {name: timed.results for name, timed in passes.items()}  # without start-up, unlike `timed.seconds`
-    speeds = {name: sizes.batches * sizes.batch_tokens / statistics.median(times) for name, times in seconds.items()}
+    speeds = {name: sizes.batches * sizes.batch_tokens / each for name, each in medians(seconds).items()}
     ratio = speeds["ours"] / speeds["peer"]
-    print(f"packing, {workers} workers: zaya_jax {speeds['ours'] / 1e6:.1f} million tokens/s, Grain "
-          f"{speeds['peer'] / 1e6:.1f} ({_describe(best)}); zaya_jax is {ratio:.2f}× as fast", flush=True)  # fmt: skip
+    buffers = f", {best.workers} workers with buffers of {best.buffer}" if best.workers else ""
+    peer = f"Grain {speeds['peer'] / 1e6:.1f} ({best.threads} reading threads{buffers})"
+    text = f"zaya_jax {speeds['ours'] / 1e6:.1f} million tokens/s, {peer}; zaya_jax is {ratio:.2f}× as fast"
+    print(f"packing, {workers} workers: {text}", flush=True)
     return {
         "tokens_per_second": {name: round(speed) for name, speed in speeds.items()},
         "ratio": round(ratio, 3),
@@ -123,19 +125,18 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
 def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
     """Measure MB/s of input, from JSONL to what training reads."""
     size = inputs.lines.stat().st_size
-    sides = {"ours": (our_preparing, inputs.lines, inputs.tokenizer, inputs.folder)} | {
-        name: (datasets_preparing, inputs.lines, inputs.tokenizer, WORKERS, fast, inputs.folder)
-        for name, fast in (("peer", False), ("peer_fast", True))
-    }
+    sides: dict[str, tuple[Any, ...]] = {"ours": (our_preparing, inputs.lines, inputs.tokenizer, inputs.folder)}
+    for name, fast in (("peer", False), ("peer_fast", True)):
+        sides[name] = datasets_preparing, inputs.lines, inputs.tokenizer, WORKERS, fast, inputs.folder
     passes = interleave_subprocesses(sides, repeats)
     seconds = {name: timed.seconds for name, timed in passes.items()}
     seconds |= {f"{name}_map_alone": passes[name].results for name in ("peer", "peer_fast")}
-    speeds = {name: size / 1e6 / statistics.median(times) for name, times in seconds.items()}
+    speeds = {name: size / 1e6 / each for name, each in medians(seconds).items()}
     ratios = {name: speeds["ours"] / speed for name, speed in speeds.items() if name != "ours"}
     print(f"preparing, {WORKERS} processes: zaya_jax {speeds['ours']:.2f} MB/s", flush=True)
     for name, what in (("peer", "datasets"), ("peer_fast", "datasets with encode_batch_fast")):
-        print(f"  {what} {speeds[name]:.2f} MB/s ({speeds[f'{name}_map_alone']:.2f} without loading the JSONL); "
-              f"zaya_jax is {ratios[name]:.2f}× as fast", flush=True)  # fmt: skip
+        alone = f"({speeds[f'{name}_map_alone']:.2f} without loading the JSONL)"
+        print(f"  {what} {speeds[name]:.2f} MB/s {alone}; zaya_jax is {ratios[name]:.2f}× as fast", flush=True)
     return {
         "megabytes_per_second": {name: round(speed, 3) for name, speed in speeds.items()},
         "ratio": {name: round(ratio, 3) for name, ratio in ratios.items()},
@@ -145,24 +146,16 @@ def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
 
 
 def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callable[[], float]:
-    """Make a function that makes training batches from a prepared folder, and returns the seconds they took.
-
-    Args:
-      folder: prepared folder.
-      cache: `data.cache_dir`.
-      sizes: size and number of the batches.
-      workers: `data.workers`.
-    """
-    config = from_dict({
-        "model": {
-            "vocab_size": sizes.vocab_size, "hidden_size": 8, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 2,
-            "head_dim": 4, "num_experts": 2, "expert_size": 8, "router_size": 4, "max_positions": sizes.context,
-        },
-        "phases": [{"tokens": 2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens}],
-        "data": {"sources": {"drawn": {"path": str(folder)}}, "context": sizes.context, "cache_dir": str(cache),
-                 "workers": workers},
-        "train": {"batch": {"tokens": sizes.batch_tokens}},
-    })  # fmt: skip
+    """Make a function that makes training batches from a prepared folder, and returns the seconds they took."""
+    model = ModelConfig(
+        vocab_size=sizes.vocab_size, hidden_size=8, num_layers=1, num_query_heads=2, num_kv_heads=2, head_dim=4,
+        num_experts=2, expert_size=8, router_size=4, max_positions=sizes.context,
+    )  # fmt: skip
+    phase = PhaseConfig(2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens)
+    sources = Table({"drawn": SourceConfig(path=str(folder))})
+    data = DataConfig(sources=sources, context=sizes.context, cache_dir=str(cache), workers=workers)
+    config = Config(model, (phase,), data=data, train=TrainConfig(batch=BatchConfig(tokens=sizes.batch_tokens)))
+    config.check()
     prepared = open_sources(config)
 
     def step() -> float:
@@ -187,9 +180,9 @@ def fastest_settings(
 ) -> tuple[GrainSettings, dict[GrainSettings, int]]:
     """Return the fastest of Grain's settings, and tokens/s with each."""
     sides = {settings: _grain(inputs, sizes, settings, sizes.tried) for settings in candidates}
+    seconds = {settings: timed.results for settings, timed in interleave_subprocesses(sides, _TRIES).items()}
     tokens = sizes.tried * sizes.batch_tokens
-    speeds = {settings: round(tokens / statistics.median(timed.results))
-              for settings, timed in interleave_subprocesses(sides, _TRIES).items()}  # fmt: skip
+    speeds = {settings: round(tokens / statistics.median(each)) for settings, each in seconds.items()}
     return max(speeds, key=speeds.__getitem__), speeds
 
 
@@ -197,21 +190,4 @@ def _grain(inputs: Inputs, sizes: Sizes, settings: GrainSettings, batches: int) 
     return grain_packing, inputs.drawn, sizes.context, sizes.batch, settings, _SKIPPED, batches
 
 
-def _describe(settings: GrainSettings) -> str:
-    buffers = f", {settings.workers} workers with buffers of {settings.buffer}" if settings.workers else ""
-    return f"{settings.threads} reading threads{buffers}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, repeats=5)
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Time packing against Grain, and data preparation against datasets.
-
-    Uses generated documents and the Python standard library as input, with Grain's fastest settings.
-
-    data --repeats 3 --output data.json
-    """
-    return bench_data(Sizes(), parsed.repeats)
+main = command(run, {}, repeats=5)

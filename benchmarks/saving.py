@@ -1,5 +1,6 @@
 """One process of a job that saves the same state with several methods, in turn, and times each."""
 
+import functools
 import gc
 import math
 import os
@@ -18,15 +19,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.job.multihost import join
-from zaya_jax.lab.measure.storage.saves import (
-    Method,
-    abstract,
-    largest,
-    make_method,
-    make_state,
-    time_restores,
-    time_save,
-)
+from zaya_jax.lab.measure.storage import saves
+from zaya_jax.lab.measure.storage.saves import Method
 from zaya_jax.lab.timing import elapsed, timed
 from zaya_jax.run.files import sync_folder
 
@@ -49,14 +43,14 @@ def measure(job: Job) -> list[dict[str, Any]]:
     """Save and restore together with the other processes; returns one row for each method and turn."""
     if job.processes > 1:
         join(job.coordinator, job.processes, job.process, 120, 600.0)
-    state = make_state(job.size, _SMALL, jax.devices())
+    state = saves.make_state(job.size, _SMALL, jax.devices())
     methods = make_methods(job.folder, state)
     rows: list[dict[str, Any]] = []
     for turn in range(job.repeats + 1):
         for name, method in methods.items():
             row = {"way": name, "turn": turn, **timed_save(method, turn)}
             if turn == job.repeats:
-                row |= time_restores(method, job.folder, state) | timed_steps(method, turn + 1)
+                row |= saves.time_restores(method, job.folder, state) | timed_steps(method, turn + 1)
             if turn:  # the first turn is a warm-up
                 rows.append(row)
     return rows
@@ -64,13 +58,13 @@ def measure(job: Job) -> list[dict[str, Any]]:
 
 def make_methods(folder: Path, state: dict[str, jax.Array]) -> dict[str, Method]:
     """Make the methods: gather and pickle; Orbax with its defaults; this project, with and without digests."""
-    shapes = abstract(state)
+    shapes = saves.abstract(state)
     return {
         "gather and pickle": _pickled(folder / "pickle", state, shapes),
         "Orbax": _orbax(folder / "orbax", state, shapes, wait=True),
         "Orbax, asynchronous": _orbax(folder / "orbax_async", state, shapes, wait=False),
-        "verified": make_method(folder / "verified", state, shapes),
-        "without digests": make_method(folder / "unverified", state, shapes, "none"),
+        "verified": saves.make_method(folder / "verified", state, shapes),
+        "without digests": saves.make_method(folder / "unverified", state, shapes, "none"),
     }
 
 
@@ -78,8 +72,8 @@ def _pickled(folder: Path, state: Any, abstract: Any) -> Method:
     path = folder / "state.pickle"
 
     def start(step: int) -> None:
-        host = {name: np.asarray(x) if x.is_fully_replicated else multihost_utils.process_allgather(x, tiled=True)
-                for name, x in state.items()}  # fmt: skip
+        gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+        host = {name: np.asarray(x) if x.is_fully_replicated else gather(x) for name, x in state.items()}
         if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "partial").open("wb") as file:
@@ -93,30 +87,29 @@ def _pickled(folder: Path, state: Any, abstract: Any) -> Method:
     def restore() -> Any:
         with path.open("rb") as file:
             host = pickle.load(file)  # noqa: S301 (written above)
-        return {name: jax.make_array_from_callback(x.shape, abstract[name].sharding, lambda i, x=x: x[i])
-                for name, x in host.items()}  # fmt: skip
+        make = jax.make_array_from_callback
+        return {name: make(x.shape, abstract[name].sharding, x.__getitem__) for name, x in host.items()}
 
     return Method(start, lambda: None, restore)
 
 
 def _orbax(folder: Path, state: Any, abstract: Any, wait: bool) -> Method:
-    responses: list[Any] = []
-    newest = [0]
+    response: Any = None
+    newest = 0
 
     def start(step: int) -> None:
-        newest[0] = step
-        response = ocp.save_checkpointables_async(str(folder / str(step)), {"state": state})
+        nonlocal response, newest
+        newest, response = step, ocp.save_checkpointables_async(str(folder / str(step)), {"state": state})
         if wait:
             response.result()
-        responses.append(response)
 
     def finish() -> None:
-        responses.pop().result()
+        response.result()
         if jax.process_index() == 0:
-            shutil.rmtree(folder / str(newest[0] - 1), ignore_errors=True)
+            shutil.rmtree(folder / str(newest - 1), ignore_errors=True)
 
     def restore() -> Any:
-        return ocp.load_checkpointables(str(folder / str(newest[0])), {"state": abstract})["state"]
+        return ocp.load_checkpointables(str(folder / str(newest)), {"state": abstract})["state"]
 
     return Method(start, finish, restore)
 
@@ -126,8 +119,8 @@ def timed_save(method: Method, step: int) -> dict[str, float]:
     gc.collect()
     multihost_utils.sync_global_devices("save")
     before = restart_peak()
-    figures = time_save(method, step)
-    return figures | {"memory": largest(peak_memory() - before)}
+    figures = saves.time_save(method, step)
+    return figures | {"memory": saves.largest(peak_memory() - before)}
 
 
 def restart_peak() -> int:
@@ -159,4 +152,4 @@ def timed_steps(method: Method, step: int) -> dict[str, float]:
     while finishing.is_alive():
         beside.append(elapsed(one_step))
     finishing.join()
-    return {"step_inflation": largest(statistics.mean(beside) / alone if beside else math.nan)}
+    return {"step_inflation": saves.largest(statistics.mean(beside) / alone if beside else math.nan)}

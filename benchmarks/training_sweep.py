@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 from zaya_jax.config import Config, from_dict
 from zaya_jax.config.stages import stages
 from zaya_jax.data.workers import end_with_parent
-from zaya_jax.lab.line_plot import draw_lines
+from zaya_jax.lab.result import describe_run
 
 CONTEXT = 128
 BATCH = 2048  # tokens a step
 SEEDS = (0, 1, 2)
-SIZE = "1.65M parameters"  # of `small_config`
-PACKAGES = ("optax",)
 
 
 class Trial(NamedTuple):
@@ -46,12 +44,7 @@ class Curve(NamedTuple):
 def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **changes: Any) -> Config:
     """Make a configuration with 1.65M parameters, the default text corpus, and constant rates after a short warm-up.
 
-    Args:
-      cache: folder for prepared data.
-      steps: number of steps.
-      seed: seed of the parameters and of the data order.
-      batch: tokens of a step, a multiple of the micro-batch's `BATCH` tokens.
-      **changes: sections of the configuration to replace.
+    A step has `batch` tokens, a multiple of the micro-batch's `BATCH`; `changes` replace sections.
     """
     config = from_dict({
         "model": {
@@ -72,6 +65,11 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
     return config
 
 
+def start_result(what: str, size: str, peer: str) -> dict[str, Any]:
+    """Make the header of a result of trainings with `small_config`."""
+    return describe_run(what, f"1.65M parameters, {size}", peer, ("optax",))
+
+
 def run_trials(trials: Mapping[Any, Trial]) -> dict[Any, Curve]:
     """Run all trials, one on each core at a time, and print a line for each, in order."""
     cores = sorted(os.sched_getaffinity(0))
@@ -90,14 +88,6 @@ def run_trials(trials: Mapping[Any, Trial]) -> dict[Any, Curve]:
 def _take_core(free: Any, parent: int) -> None:
     end_with_parent(parent)
     os.sched_setaffinity(0, {free.get()})
-
-
-def draw_heldout(png: str | None, curves: Mapping[str, Curve], title: str) -> None:
-    """Plot the held-out loss over the steps to the file `png`, if it is not None."""
-    if png:
-        lines = {name: tuple(zip(*curve.heldout, strict=True)) for name, curve in curves.items()}
-        draw_lines(Path(png), lines, title=f"{title} (mean and range over seeds)", x="step",
-                   y="held-out loss (nats/token)")  # fmt: skip
 
 
 def median_or_never(values: Sequence[float | None]) -> float | None:

@@ -46,15 +46,10 @@ def default_whole_config() -> Config:
 
 
 def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[str, Any]:
-    """Time both sides, print tokens/s, MFU and memory, and write them to `output` after each side.
+    """Time the first step of `config` on one device; print tokens/s, MFU and memory, and write them after each side.
 
     MFU does not count the FLOPs of Newton–Schulz. The relative speed is reported only if both sides do the same work:
     AdamW on all parameters in fp32.
-
-    Args:
-      config: its first step is timed, with random tokens, on one device.
-      repeats: number of timed steps of each side, after one warm-up step.
-      output: JSON file; None for no file.
 
     Raises:
       InputError: the step or its peer does not fit the device, the peer cannot be imported, or `config` has adapters.
@@ -63,11 +58,11 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
     require(config.lora is None, "lora", "a section", "left out, because transformers trains all parameters")
     dtype, first = config.train.compute_dtype, stages(config)[0]
     require(dtype != "float64", "train.compute_dtype", dtype, "float32 or bfloat16")
-    batch, context, tokens_bs = first.sequences, first.context, random_tokens(config)
+    context, tokens, tokens_bs = first.context, first.tokens, random_tokens(config)
+    model = f"{total_parameters(config.model):,} parameters in {config.model.num_layers} layers"
     result = describe_run(
         "whole optimizer step",
-        f"{total_parameters(config.model):,} parameters in {config.model.num_layers} layers, {dtype}, "
-        f"{batch} x {context} tokens a step",
+        f"{model}, {dtype}, {first.sequences} x {context} tokens a step",
         f"transformers ZayaForCausalLM (sdpa, default experts), all in {dtype}, torch.optim.AdamW(fused=True)",
         ("flax", "optax", "torch", "transformers"),
     )
@@ -77,21 +72,19 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
         apply_preset(select_preset(config.preset))  # like zaya_jax.main
         with run_in_subprocess(functools.partial, time_ours, config, tokens_bs, repeats) as ask:
             measured = ask()
-    kind, platform, tokens = measured.pop("device"), measured.pop("platform"), batch * context
+    kind, device = measured.pop("device"), "cpu" if measured.pop("platform") == "cpu" else "cuda"
     flops = tokens * training_flops_per_token(config.model, context)
     ours = our_figures(measured, tokens, flops, kind)
     result["hardware"]["device"], result["results"] = kind, {"ours": ours}
     write_result(result, output)
     _print_ours(ours)
 
-    device = "cpu" if platform == "cpu" else "cuda"
     with run_in_subprocess(functools.partial, time_peer, config, tokens_bs[:, :context], device, cpus, repeats) as ask:
         measured = ask()
     peer = measured | throughput(statistics.median(measured["seconds"]["step"]), tokens, flops, kind)
     result["results"]["peer"] = peer
-    activations = "recomputed" if peer["checkpointing"] else "kept"
-    print(f"transformers: {describe_throughput(peer)}, micro_batch {peer['micro_batch']}, activations {activations}"
-          f"{_memory_in_words(peer)}", flush=True)  # fmt: skip
+    settings = f"micro_batch {peer['micro_batch']}, activations {'recomputed' if peer['checkpointing'] else 'kept'}"
+    print(f"transformers: {describe_throughput(peer)}, {settings}{_memory_in_words(peer)}", flush=True)
     if (config.matrices, dtype) == ("adamw", "float32"):  # otherwise the peer's step does less work
         ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
         result["results"]["ratio"] = round(ratio, 3)
@@ -117,14 +110,7 @@ class CompiledParts(NamedTuple):
 
 
 def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, Any]:
-    """Time steps on the same rows, and the optimizer's part of them.
-
-    Returns:
-      Seconds, losses, memory, and a description of the device.
-
-    Raises:
-      InputError: the device has less memory than the programs need.
-    """
+    """Time steps on the same rows, and the optimizer's part of them; InputError if the device has too little memory."""
     for platform in ("cuda", "rocm"):  # the peer has one device too
         jax.config.update(f"jax_{platform}_visible_devices", "0")
     stage, device = stages(config)[0], jax.devices()[0]
@@ -142,8 +128,8 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
         nonlocal params, opt_state
         params, opt_state = jax.block_until_ready(program(params, opt_state, gradients))
 
-    seconds["optimizer"] = timed(functools.partial(move, compiled.optimizer), repeats)
-    seconds["without_newton_schulz"] = timed(functools.partial(move, compiled.without_newton_schulz), repeats)
+    for name in ("optimizer", "without_newton_schulz"):
+        seconds[name] = timed(functools.partial(move, getattr(compiled, name)), repeats)
     return {
         "device": device.device_kind,
         "platform": programs.kernels.target.platform,
@@ -162,9 +148,8 @@ def compile_parts(programs: Programs) -> CompiledParts:
 
     def compiled(on_matrices: Any) -> Any:
         def move(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
-            updates, opt_state = optimizer.update(
-                gradients, opt_state, params, on_matrices=on_matrices, ops=placement.ops
-            )
+            settings = {"on_matrices": on_matrices, "ops": placement.ops}
+            updates, opt_state = optimizer.update(gradients, opt_state, params, **settings)
             return jax.tree.map(jnp.add, params, updates), opt_state
 
         return jax.jit(move, donate_argnums=(0, 1)).lower(state.params, state.opt_state, state.params).compile()
@@ -179,18 +164,16 @@ def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, func
 
 
 def check_memory(config: Config, needed: int) -> None:
-    """Raise `InputError` if the device has less than the `needed` bytes.
-
-    It names a step whose estimate is smaller than that of `config` by as much as memory is short.
-    """
+    """Raise `InputError` if the device has less than `needed` bytes; it names a smaller step that should fit."""
     limit = available_memory()
     if limit is None or needed <= limit:
         return
+    # The estimate must shrink by as much as memory is short.
     fitting = reduce_to_fit(config, 1, limit / needed * estimated_bytes(config, 1))
-    micro_batch = fitting.batch_for(fitting.phases[0]).micro_batch
-    raise InputError(f"A step with {config.model.num_layers} layers needs {gigabytes(needed)}, but this device has "
-                     f"{gigabytes(limit)}. Set model.num_layers={fitting.model.num_layers} and "
-                     f"train.batch.micro_batch={micro_batch}, which should fit.")  # fmt: skip
+    layers, micro_batch = fitting.model.num_layers, fitting.batch_for(fitting.phases[0]).micro_batch
+    step = f"A step with {config.model.num_layers} layers needs {gigabytes(needed)}"
+    advice = f"Set model.num_layers={layers} and train.batch.micro_batch={micro_batch}, which should fit."
+    raise InputError(f"{step}, but this device has {gigabytes(limit)}. {advice}")
 
 
 # --- what follows from it --------------------------------------------------------------------------------------
@@ -199,11 +182,7 @@ def check_memory(config: Config, needed: int) -> None:
 def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) -> dict[str, Any]:
     """Add speeds and the optimizer's share to what `time_ours` measured, also for devices that share the optimizer.
 
-    Args:
-      measured: with `seconds` of the step, of the optimizer, and of the optimizer without Newton–Schulz.
-      tokens: tokens of a step.
-      flops: FLOPs of a step, without the optimizer.
-      kind: kind of device.
+    A step has so many tokens, and `flops` without the optimizer.
     """
     step, optimizer, rest = (statistics.median(seconds) for seconds in measured["seconds"].values())
     shared = {}
@@ -221,13 +200,13 @@ def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) 
 
 
 def _print_ours(ours: dict[str, Any]) -> None:
-    print(f"zaya_jax: {describe_throughput(ours)}, micro_batch {ours['micro_batch']}, remat {ours['remat']}"
-          f"{_memory_in_words(ours)} (measured by {ours['peak_bytes_by']})")  # fmt: skip
-    print(f"the optimizer takes {ours['optimizer_share']:.1%} of the step, {ours['newton_schulz_share']:.1%} in "
-          "Newton–Schulz")  # fmt: skip
+    settings = f"micro_batch {ours['micro_batch']}, remat {ours['remat']}{_memory_in_words(ours)}"
+    print(f"zaya_jax: {describe_throughput(ours)}, {settings} (measured by {ours['peak_bytes_by']})")
+    share = f"{ours['optimizer_share']:.1%} of the step, {ours['newton_schulz_share']:.1%} in Newton–Schulz"
+    print(f"the optimizer takes {share}")
     for part, shared in ours["with_part_of_the_optimizer"].items():
-        print(f"if the optimizer is sharded and takes {part} of its time: {describe_throughput(shared)}, optimizer "
-              f"{shared['optimizer_share']:.1%}", flush=True)  # fmt: skip
+        speed = f"{describe_throughput(shared)}, optimizer {shared['optimizer_share']:.1%}"
+        print(f"if the optimizer is sharded and takes {part} of its time: {speed}", flush=True)
 
 
 def _memory_in_words(side: dict[str, Any]) -> str:

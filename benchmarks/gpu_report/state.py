@@ -165,7 +165,8 @@ def fit(config: Config, room: Room) -> dict[str, Any]:
         raise InputError(f"A state of {period} layers has {gigabytes(size(deep(period)))}, but {room.bound} allows "
                          f"{gigabytes(int(room.size))}.")  # fmt: skip
     stored, device = deep(depths[count - 1]), jax.devices()[0]
-    fitting, _, _, _, seconds = compile_fitting(stored, 1, find_hardware(device.device_kind), available_memory())
+    fitting = compile_fitting(stored, 1, find_hardware(device.device_kind), available_memory())
+    seconds, fitting = fitting.seconds, fitting.config
     layers, wanted = fitting.model.num_layers, config.model.num_layers
     limit = room.bound if layers == stored.model.num_layers else "device memory"
     reduced = f"The run had {layers} of {wanted} layers: {limit} does not suffice for more."
