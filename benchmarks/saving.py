@@ -53,6 +53,8 @@ def measure(job: Job) -> list[dict[str, Any]]:
                 row |= saves.time_restores(method, job.folder, state) | timed_steps(method, turn + 1)
             if turn:  # the first turn is a warm-up
                 rows.append(row)
+    if job.processes > 1:
+        jax.distributed.shutdown()  # together, since the processes are ended one after the other
     return rows
 
 

@@ -9,12 +9,13 @@ from copy import deepcopy
 import pytest
 
 from benchmarks.gpu_report import supervisor as part
+from benchmarks.gpu_report.runs import temporary_folder
 from benchmarks.gpu_report.supervisor import GpuReadings, Reading, describe, measure_supervisor
-from benchmarks.gpu_report.temporary import temporary_folder
 from tests.aegis.test_gpu_probe import NVIDIA
 from tests.train_helpers import ROOT
 from zaya_jax.aegis import __main__ as command
 from zaya_jax.aegis.drill import score
+from zaya_jax.config import to_yaml
 from zaya_jax.errors import ExitCode
 
 CARD = {"faults": 1, "made": 1, "missed": [], "false_alarms": 0, "identical": True,
@@ -107,7 +108,7 @@ def test_a_drill_makes_the_faults_that_it_is_given(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(command.Drill, "run", lambda drill, say: made.extend(drill.faults) or {})
     monkeypatch.setattr(command, "format_card", str)
-    (tmp_path / "run.yaml").write_text(part._make_config(tmp_path, small=True))
+    (tmp_path / "run.yaml").write_text(to_yaml(part._make_config(tmp_path, small=True)))
     arguments = ["drill", "--folder", str(tmp_path / "drill"), "--fault", "device-hang@0:4:device_wait", "--fault"]
     trainer = ["--", "--config", str(tmp_path / "run.yaml")]
     with pytest.raises(KeyError):  # the card is empty
@@ -164,7 +165,7 @@ def test_a_run_whose_device_has_too_little_memory_is_stopped(monkeypatch):
     """A CPU refuses to allocate more than any machine has, with the same error of XLA."""
     monkeypatch.setitem(os.environ, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     with temporary_folder("test") as folder:
-        (folder / "run.yaml").write_text(part._make_config(folder, small=True))
+        (folder / "run.yaml").write_text(to_yaml(part._make_config(folder, small=True)))
         end = part._run_out_of_device_memory(folder, folder / "run.yaml")
     assert (end["status"], end["class"]) == (93, "device_memory")
     assert end["verdict"]["exit_code"] == 93
