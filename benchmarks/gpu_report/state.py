@@ -24,12 +24,11 @@ import jax.numpy as jnp
 from benchmarks.checkpoint import describe_disk
 from benchmarks.corpora import write_drawn
 from benchmarks.gpu_report.observed_training import SAVED
-from benchmarks.gpu_report.runs import CONTEXT, SMALL_TEXT, TINY, folder_of_runs
+from benchmarks.gpu_report.runs import CONTEXT, SMALL_TEXT, TINY, folder_of_runs, make_config
 from benchmarks.gpu_report.speed import Figures, short
 from benchmarks.saving import make_methods, peak_memory, restart_peak, timed_save
 from benchmarks.train_step import EIGHT_B, compile_fitting
 from zaya_jax.config import Config, from_dict, load_config, to_dict, to_yaml
-from zaya_jax.config.shipped import shipped
 from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
@@ -119,7 +118,7 @@ def _measure_training(folder: Path, small: bool, speed: float, deadline: float) 
 
 def _make_config(folder: Path, small: bool) -> Config:
     """Write random documents, and make a run that trains on them with few tokens a step, and saves each step."""
-    tiny = load_config(shipped("tiny.yaml"), [*TINY.split(), *SMALL_TEXT])
+    tiny = make_config(TINY, CONTEXT, 4, 100, 100, "float32", SMALL_TEXT)
     tokenizer, drawn, context = folder / "tokenizer.json", folder / "drawn", CONTEXT if small else 1024
     train_tokenizer(find_corpus(tiny.data).texts("train"), 300).save(tokenizer)
     write_drawn(drawn, tokenizer, 100 * 4 * context, 1)
