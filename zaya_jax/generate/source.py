@@ -65,8 +65,7 @@ def open_text_model(
       parallel: layout of the devices, see `decode_placement`; the flags --data and --context.
 
     Raises:
-      InputError: there is no such model, it is damaged, it has no tokenizer of its vocabulary, or there are not as many
-        devices.
+      InputError: the model is missing or damaged, has no tokenizer of its vocabulary, or there are too few devices.
     """
     decode_mesh(parallel, "--")  # before the weights are read
     if parse_source(source).kind == "checkpoint" and is_transformers(source):
