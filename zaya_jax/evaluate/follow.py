@@ -67,8 +67,8 @@ def check_followed(run: Path) -> None:
     if (run / CONFIG).exists() or is_locked(run) is not False:
         return
     if any(not entry.name.startswith(".") and entry.name not in (STATUS, FOLDER) for entry in run.iterdir()):
-        raise InputError(f"--follow {run} has files but no run. Name the folder of a run, or an empty one in which a "
-                         "training will start.")  # fmt: skip
+        advice = "Name the folder of a run, or an empty one in which a training will start."
+        raise InputError(f"--follow {run} has files but no run. {advice}")
 
 
 def has_ended(run: Path) -> bool:

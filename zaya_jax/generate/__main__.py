@@ -33,7 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: _run(options))
 
 
-# Of each flag the arguments of `add_argument`, and its help.
 _NUMBER, _TEXTS = {"type": int, "metavar": "N"}, {"action": "append", "default": [], "metavar": "TEXT"}
 _SAMPLING = {
     "temperature": "0 takes the most likely token",
@@ -51,32 +50,33 @@ _RSA = (
     "the last round's first"
 )
 _DTYPE = "dtype to compute in (default: bfloat16 on GPUs, float32 on CPUs)"
-_FLAGS: list[tuple[str, dict[str, Any], str]] = [
-    ("path", {"metavar": "PATH"}, _PATH),
-    ("stdin", {"nargs": "?", "metavar": "-"}, "read one prompt from standard input"),
-    ("--prompt", _TEXTS, "text to continue; can be given several times"),
-    ("--message", _TEXTS, "message to answer, through the chat template; can be given several times"),
-    ("--file", {"metavar": "FILE"}, "file with one prompt"),
-    ("--chat", {"action": "store_true"}, "hold a conversation in the terminal"),
-    ("--system", {"metavar": "TEXT"}, "system message (with --chat or --message)"),
-    ("--max-new-tokens", {**_NUMBER, "default": 256}, "largest number of new tokens (default: 256)"),
-    ("--samples", {**_NUMBER, "default": 1}, "continuations of each prompt (default: 1)"),
-    ("--seed", {**_NUMBER, "default": 0}, "seed of the first continuation (default: 0)"),
-    ("--stop", _TEXTS, "end a continuation before this text"),
-    ("--rsa", {"nargs": 4, "type": int, "metavar": ("N", "C", "T", "TAIL")}, _RSA),
-    ("--logprobs", {"action": "store_true"}, "print each new token with its log-probability instead of text"),
-    ("--dtype", {"choices": ("float32", "bfloat16")}, _DTYPE),
-    ("--tokenizer", {"metavar": "FOLDER"}, "tokenizer to use in place of the model's own"),
-    ("--data", {**_NUMBER, "default": 1}, "devices to split the continuations over (default: 1)"),
-    ("--context", {**_NUMBER, "default": 1}, "devices to split the cache of each continuation over (default: 1)"),
-]
+# Of each flag its help, and the other arguments of `add_argument`.
+_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "path": (_PATH, {"metavar": "PATH"}),
+    "stdin": ("read one prompt from standard input", {"nargs": "?", "metavar": "-"}),
+    "--prompt": ("text to continue; can be given several times", _TEXTS),
+    "--message": ("message to answer, through the chat template; can be given several times", _TEXTS),
+    "--file": ("file with one prompt", {"metavar": "FILE"}),
+    "--chat": ("hold a conversation in the terminal", {"action": "store_true"}),
+    "--system": ("system message (with --chat or --message)", {"metavar": "TEXT"}),
+    "--max-new-tokens": ("largest number of new tokens (default: 256)", {**_NUMBER, "default": 256}),
+    "--samples": ("continuations of each prompt (default: 1)", {**_NUMBER, "default": 1}),
+    "--seed": ("seed of the first continuation (default: 0)", {**_NUMBER, "default": 0}),
+    "--stop": ("end a continuation before this text", _TEXTS),
+    "--rsa": (_RSA, {"nargs": 4, "type": int, "metavar": ("N", "C", "T", "TAIL")}),
+    "--logprobs": ("print each new token with its log-probability instead of text", {"action": "store_true"}),
+    "--dtype": (_DTYPE, {"choices": ("float32", "bfloat16")}),
+    "--tokenizer": ("tokenizer to use in place of the model's own", {"metavar": "FOLDER"}),
+    "--data": ("devices to split the continuations over (default: 1)", {**_NUMBER, "default": 1}),
+    "--context": ("devices to split the cache of each continuation over (default: 1)", {**_NUMBER, "default": 1}),
+}
 
 
 def _parser() -> Parser:
     texts = {"description": "Continue texts with a model, or chat with it.", "epilog": _EXAMPLES}
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m zaya_jax.generate", formatter_class=formatter, **texts)
-    for name, settings, text in _FLAGS:
+    for name, (text, settings) in _FLAGS.items():
         parser.add_argument(name, help=text, **settings)
     for name, text in _SAMPLING.items():
         default = "that of generation_config.json" + (", else 0.8" if name == "temperature" else "")
