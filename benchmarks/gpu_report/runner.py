@@ -199,16 +199,12 @@ def _read(path: Path) -> dict[str, Any]:
         content = read_json(path)
     except InputError:
         return {}
-    whole = isinstance(content, dict) and isinstance(content.get("figures", {}), dict)
-    return content if whole and isinstance(content.get("hardware", {}), dict) else {}
+    return content if isinstance(content, dict) and isinstance(content.get("figures", {}), dict) else {}
 
 
 def _same_origin(recording: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
-    """Return whether a recording has the code, device, driver, versions and size of a header."""
-    hardware = [each.get("hardware", {}) for each in (recording, header)]
-    return all(recording.get(key) == header[key] for key in ("commit", "versions", "size")) and all(
-        hardware[0].get(key) == hardware[1][key] for key in ("device", "driver")
-    )
+    """Return whether a recording has the code, machine, versions and size of a header."""
+    return all(recording.get(key) == header[key] for key in ("commit", "hardware", "versions", "size"))
 
 
 def _is_recorded(recording: Mapping[str, Any], header: Mapping[str, Any]) -> bool:

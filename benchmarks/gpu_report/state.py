@@ -26,7 +26,7 @@ from benchmarks.corpora import write_drawn
 from benchmarks.gpu_report.observed_training import SAVED
 from benchmarks.gpu_report.runs import CONTEXT, SMALL_TEXT, TINY, folder_of_runs, make_config
 from benchmarks.gpu_report.speed import Figures, short
-from benchmarks.saving import make_methods, peak_memory, restart_peak, timed_save
+from benchmarks.saving import make_methods, timed_save
 from benchmarks.train_step import EIGHT_B, compile_fitting
 from zaya_jax.config import Config, from_dict, load_config, to_dict, to_yaml
 from zaya_jax.data.corpus import find_corpus
@@ -262,8 +262,7 @@ def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[
         state = make_state(count, 100, jax.devices()[:1])
         work = folder / title
         methods = {each: method for each, method in make_methods(work, state).items() if each in METHODS}
-        names = ("stall", "commit", "memory", "restore", "restore_memory")
-        rows = {each: {name: [] for name in names} for each in METHODS}
+        rows = {each: {"stall": [], "commit": [], "memory": [], "restore": []} for each in METHODS}
         for turn in range(turns):
             start = time.monotonic()
             for each in METHODS:
@@ -271,23 +270,23 @@ def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[
                 for key, value in timed_save(methods[each], turn).items():
                     rows[each][key].append(value)
             for each in METHODS:
-                _time_restore(methods[each], work, state, rows[each])
+                rows[each]["restore"].append(_time_restore(methods[each], work, state))
             if time.monotonic() + (time.monotonic() - start) > deadline:
                 break
         shutil.rmtree(work)
     return rows
 
 
-def _time_restore(method: Method, folder: Path, state: dict[str, jax.Array], row: dict[str, list[float]]) -> None:
-    """Restore from the disk, add the seconds and the host memory to `row`, and compare on the device."""
+def _time_restore(method: Method, folder: Path, state: dict[str, jax.Array]) -> float:
+    """Restore from the disk, return the seconds, and compare on the device."""
     drop_cached(folder)
-    before, start = restart_peak(), time.perf_counter()
+    start = time.perf_counter()
     restored = jax.block_until_ready(method.restore())
-    row["restore"].append(time.perf_counter() - start)
-    row["restore_memory"].append(peak_memory() - before)
+    seconds = time.perf_counter() - start
     for name, x in state.items():
         if not bool(_equal(x, restored[name])):
             raise RuntimeError(f"{name} was restored from {folder} with wrong values.")
+    return seconds
 
 
 _copied: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
