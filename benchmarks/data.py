@@ -1,23 +1,29 @@
 """Time data loading against other projects: packing against Grain, preparation against `datasets`."""
 
 import argparse
+import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.benchmark_command import command, medians
-from benchmarks.corpora import write_drawn, write_lines
 from benchmarks.data_peers import GrainSettings, datasets_preparing, grain_packing, time_batches
-from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, SourceConfig, TrainConfig
-from zaya_jax.config.table import Table
+from zaya_jax.config import DataConfig, load_config
+from zaya_jax.config.shipped import shipped
+from zaya_jax.data.convert import Conversion, Record, remove_notes
 from zaya_jax.data.corpus import find_corpus
+from zaya_jax.data.manifest import Manifest, json_digest
 from zaya_jax.data.pipeline import train_batches
-from zaya_jax.data.prepare import PrepareSettings, prepare
+from zaya_jax.data.prepare import TOKENIZER, PrepareSettings, prepare, write_merged
+from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.sources import open_sources
-from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.data.special_tokens import SpecialTokens
+from zaya_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from zaya_jax.lab.result import describe_run, require_packages, rounded
 from zaya_jax.lab.subprocesses import interleave_subprocesses
 
@@ -26,6 +32,8 @@ WORKERS = 2
 _THREADS = (0, 1, 2, 4, 16)  # numbers of Grain's reading threads to try
 _BUFFERS = (1, 4, 16)  # sizes of its workers' buffers to try, in batches
 _TRIES = 3  # passes with each setting
+_MEDIAN, _SIGMA = 700, 1.1  # log-normal distribution of document lengths, in tokens
+_HELDOUT_EVERY = 100  # documents
 _SKIPPED = 50  # batches before timing; more than all buffers hold
 
 
@@ -147,15 +155,14 @@ def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
 
 def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callable[[], float]:
     """Make a function that makes training batches from a prepared folder, and returns the seconds they took."""
-    model = ModelConfig(
-        vocab_size=sizes.vocab_size, hidden_size=8, num_layers=1, num_query_heads=2, num_kv_heads=2, head_dim=4,
-        num_experts=2, expert_size=8, router_size=4, max_positions=sizes.context,
-    )  # fmt: skip
-    phase = PhaseConfig(2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens)
-    sources = Table({"drawn": SourceConfig(path=str(folder))})
-    data = DataConfig(sources=sources, context=sizes.context, cache_dir=str(cache), workers=workers)
-    config = Config(model, (phase,), data=data, train=TrainConfig(batch=BatchConfig(tokens=sizes.batch_tokens)))
-    config.check()
+    overrides = (
+        f"model.vocab_size={sizes.vocab_size} model.hidden_size=8 model.num_layers=1 model.head_dim=4 "
+        "model.num_kv_heads=2 model.num_experts=2 model.expert_size=8 model.router_size=4 "
+        f"model.max_positions={sizes.context} data.context={sizes.context} data.workers={workers} "
+        f"phases.0.tokens={2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens} train.batch.tokens={sizes.batch_tokens}"
+    )
+    paths = [f"data.sources.drawn.path={folder}", f"data.cache_dir={cache}"]
+    config = load_config(shipped("tiny.yaml"), [*overrides.split(), "phases.0.schedule=null", *paths])
     prepared = open_sources(config)
 
     def step() -> float:
@@ -188,6 +195,65 @@ def fastest_settings(
 
 def _grain(inputs: Inputs, sizes: Sizes, settings: GrainSettings, batches: int) -> tuple[Any, ...]:
     return grain_packing, inputs.drawn, sizes.context, sizes.batch, settings, _SKIPPED, batches
+
+
+# --- the inputs -------------------------------------------------------------------------------------------------
+
+
+def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
+    """Write JSONL of at least `size` bytes: all texts in random order, repeated as often as needed."""
+    rng, left = np.random.default_rng(0), size
+    with path.open("wb") as file:
+        while left > 0:
+            for index in rng.permutation(len(texts)):
+                left -= file.write(json.dumps({"text": texts[index]}).encode() + b"\n")
+                if left <= 0:
+                    break
+
+
+def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Manifest:
+    """Write a new prepared folder of random documents, with about a hundredth of them held out.
+
+    It has at least so many training tokens, in shards of equal size, of the vocabulary of a `tokenizer.json`.
+    """
+    folder.mkdir()
+    (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
+    loaded = load_tokenizer(tokenizer)
+    [eot] = loaded.encode_template(loaded.eot_text)
+    draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
+    invalid = "The benchmark generated invalid documents; please report it."
+    Conversion(folder, range(shards), [draw.bytes] * shards, invalid).convert(draw, "drawing documents")
+    special = SpecialTokens(*[loaded.eot_text] * 3)
+    manifest = write_merged(folder, shards, kind="tokens", inputs=json_digest(draw, shards), special=special)
+    remove_notes(folder)
+    return manifest
+
+
+class Draw(NamedTuple):
+    """Draws documents with log-normal lengths and Zipf-distributed tokens."""
+
+    vocab_size: int
+    eot: int
+    tokens: int  # training tokens of a unit
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a unit's training tokens."""
+        return self.tokens * token_dtype(self.vocab_size).itemsize
+
+    def __call__(self, unit: int) -> Iterator[Record]:
+        """Draw the documents of a unit, which depend on its number only."""
+        rng, dtype, drawn, nth = np.random.default_rng(unit), token_dtype(self.vocab_size), 0, 0
+        frequency = 1 / np.arange(2, self.vocab_size + 2)
+        frequency[self.eot] = 0
+        steps = np.cumsum(frequency)
+        while drawn < self.tokens:
+            tokens = np.full(2 + max(1, int(rng.lognormal(np.log(_MEDIAN), _SIGMA))), self.eot, dtype)
+            tokens[1:-1] = np.searchsorted(steps, steps[-1] * rng.random(len(tokens) - 2), side="right")
+            split = "heldout" if nth % _HELDOUT_EVERY == 0 else "train"
+            trained = len(tokens) if split == "train" else 0
+            yield Record(split, tokens.tobytes(), len(tokens), 4 * len(tokens), trained * dtype.itemsize)
+            drawn, nth = drawn + trained, nth + 1
 
 
 main = command(run, {}, repeats=5)

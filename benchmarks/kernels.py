@@ -183,17 +183,15 @@ def _short(value: float) -> float:
 
 def reach(case: Case, aim: Aim, kernel: float, others: Mapping[str, float], limits: Limits) -> float | None:
     """Return the value to compare with the goal, for a call of `kernel` seconds; None if the reference is missing."""
-    match aim.of:
-        case "copy":
-            return case.bytes / kernel / limits["copy"]
-        case "dense":
-            return case.flops / kernel / limits["dense"]
-        case "roofline":
-            return max(case.bytes / limits["copy"], case.flops / limits["dense"]) / kernel
-        case "tflops":
-            return case.flops / kernel / 1e12
-        case "reference":
-            return others["reference"] / kernel if "reference" in others else None
+    copy, dense = case.bytes / limits["copy"], case.flops / limits["dense"]
+    reached = {
+        "copy": copy / kernel,
+        "dense": dense / kernel,
+        "roofline": max(copy, dense) / kernel,
+        "tflops": case.flops / kernel / 1e12,
+        "reference": others["reference"] / kernel if "reference" in others else None,
+    }
+    return reached[aim.of]
 
 
 _QUANTITIES = {

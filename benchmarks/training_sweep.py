@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.config import Config, from_dict
+from zaya_jax.config import Config, load_config
+from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import stages
 from zaya_jax.data.workers import end_with_parent
 from zaya_jax.lab.result import describe_run
@@ -46,20 +47,15 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
 
     A step has `batch` tokens, a multiple of the micro-batch's `BATCH`; `changes` replace sections.
     """
-    config = from_dict({
-        "model": {
-            "vocab_size": 2048, "hidden_size": 128, "num_layers": 3, "num_query_heads": 4, "num_kv_heads": 2,
-            "head_dim": 32, "num_experts": 8, "expert_size": 128, "router_size": 32, "max_positions": CONTEXT,
-            "rope_base": 1.0e4,
-        },
-        "phases": [{"tokens": steps * batch, "schedule": {"shape": "constant", "warmup_tokens": 10 * batch}}],
-        "seed": seed,
-        "data": {"context": CONTEXT, "cache_dir": str(cache)},
-        "optimizer": {"muon": {"learning_rate": 0.02, "newton_schulz_dtype": "float32"},
-                      "adamw": {"learning_rate": 0.018}, "balance": {"learning_rate": 0.02}},
-        "train": {"batch": {"tokens": batch, "micro_batch": BATCH // CONTEXT}},
-        "evaluation": {"batch_size": 32, "batches": 8},
-    })  # fmt: skip
+    overrides = (
+        "model.vocab_size=2048 model.hidden_size=128 model.num_layers=3 model.num_query_heads=4 model.num_kv_heads=2 "
+        f"model.head_dim=32 model.router_size=32 model.max_positions={CONTEXT} data.context={CONTEXT} seed={seed} "
+        f"phases.0.tokens={steps * batch} phases.0.schedule.shape=constant "
+        f"phases.0.schedule.warmup_tokens={10 * batch} phases.0.schedule.final=0.1 "
+        f"optimizer.muon.learning_rate=0.02 optimizer.adamw.learning_rate=0.018 train.batch.tokens={batch} "
+        f"train.batch.micro_batch={BATCH // CONTEXT} evaluation.batch_size=32 evaluation.batches=8"
+    )
+    config = load_config(shipped("tiny.yaml"), [*overrides.split(), f"data.cache_dir={cache}"])
     config = replace(config, **changes)
     config.check()
     return config

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.checkpoint import describe_disk
-from benchmarks.corpora import write_drawn
+from benchmarks.data import write_drawn
 from benchmarks.gpu_report.observed_training import SAVED
 from benchmarks.gpu_report.runs import CONTEXT, SMALL_TEXT, TINY, folder_of_runs, make_config
 from benchmarks.gpu_report.speed import Figures, short

@@ -166,7 +166,7 @@ def describe(card: Card, alone: Card | str, events: Sequence[Card], before: Gpus
 
 def _left(field: str, before: Sequence[Card], after: Sequence[Card]) -> int | None:
     """Return how much more of a field all GPUs have after than before; None if one does not report it."""
-    counts = [[gpu.get(field) for gpu in gpus] for gpus in (before, after)]
+    counts: list[list[Any]] = [[gpu.get(field) for gpu in gpus] for gpus in (before, after)]
     return None if None in itertools.chain(*counts) else sum(counts[1]) - sum(counts[0])
 
 
