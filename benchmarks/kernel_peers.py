@@ -15,14 +15,8 @@ Made = tuple[Callable[..., Any], list[Any]]  # a function, and its arguments
 def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, Call]:
     """Make a function that runs a case of `kernel_cases.cases` in PyTorch, and one that waits for all its calls.
 
-    On a GPU, norms are compiled with `torch.compile`, and attention uses the flash kernel of
-    `scaled_dot_product_attention`; on a CPU both use PyTorch's defaults.
-
-    Args:
-      name: name of the case, a key of `PEERS`.
-      sizes: sizes of the arrays.
-      dtype: 'float32' or 'bfloat16'.
-      device: 'cpu' or 'cuda', PyTorch's name for ROCm devices, too.
+    On a GPU ('cuda', ROCm devices, too), norms are compiled with `torch.compile`, and attention uses the flash kernel
+    of `scaled_dot_product_attention`; on a CPU both use PyTorch's defaults.
 
     Raises:
       InputError: PyTorch is not installed.

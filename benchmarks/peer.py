@@ -68,13 +68,8 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
     """Time optimizer steps of `peer_step`'s model on all of `tokens_bs`, after one warm-up step.
 
     Parameters, gradients and moments are in the compute dtype; gradients are clipped, and PyTorch's fused AdamW updates
-    the parameters. Micro-batch size and activation checkpointing are those of the fastest pass that fits.
-
-    Returns:
-      Seconds, losses, memory, and the settings that were used.
-
-    Raises:
-      InputError: nothing fits the device.
+    the parameters. Micro-batch size and activation checkpointing are those of the fastest pass that fits; InputError if
+    none does. Returns seconds, losses, memory, and the settings that were used.
     """
     torch, model = _make_model(config.model, config.train.compute_dtype, device, threads)
     adamw = config.optimizer.adamw

@@ -72,8 +72,7 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     config, estimate, compiled = fitting.config, fitting.estimate, fitting.compiled
     program, stage, model, tokens = fitting.programs[0], stages(config)[0], config.model, random_tokens(config)
     size = f"{model.num_layers} layers, {total_parameters(model):,} parameters, {stage.tokens:,} tokens per step"
-    text = f"{size} on {devices} × {kind}, layout {layout}; compiled in {fitting.seconds:.0f} s"
-    print(f"   {text}", flush=True)
+    print(f"   {size} on {devices} × {kind}, layout {layout}; compiled in {fitting.seconds:.0f} s", flush=True)
     times, losses, state = time_train_steps(program, compiled, stage, tokens, repeats)
     flops = stage.tokens * training_flops_per_token(model, stage.context)
     speed = throughput(statistics.median(times), stage.tokens, flops, kind, devices)

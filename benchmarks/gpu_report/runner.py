@@ -91,11 +91,8 @@ def _check_operations(small: bool) -> dict[str, Any]:
 def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str | None) -> dict[str, Any]:
     """Run the parts, print a table of their figures, and write each part to `FOLDER/DEVICE/PART.json`.
 
-    Args:
-      folder: FOLDER; created if missing.
-      only: names of the parts to run; empty for those that are not yet recorded for this code and device.
-      minutes: after which no further part starts that might take longer than what is left.
-      commit: commit of this code; None to ask git.
+    These are the parts in `only`, or those that are not yet recorded for this code and device. No part starts that
+    might end after so many minutes.
 
     Returns:
       The recordings of all `parts` by name, the names of those that `failed`, and of those that are `left`.
@@ -111,16 +108,14 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         machine = run_part("machine", _MACHINE, _MACHINE.seconds)
         if "platform" not in machine:
             raise RunStopped(f"This machine cannot be described: {machine['failed']}")
-        device, small = machine.get("device", "unknown"), machine["platform"] == "cpu"
-        target = expanded(folder) / re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+        small, device = machine["platform"] == "cpu", machine.get("device", "unknown").lower()
+        target = expanded(folder) / re.sub(r"[^a-z0-9]+", "_", device).strip("_")
         parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1), target)}
         if unknown := [name for name in only if name not in parts]:
             raise InputError(f"--only is {unknown[0]!r}, but must be one of {', '.join(parts)}.")
         if small:
             print("JAX found no GPU: running every part on the CPU, at a small size.", flush=True)
-        header = describe_run("GPU report", "small" if small else "full", "", _PACKAGES)
-        header["hardware"] |= {"device": device, "driver": " ".join(machine.get("drivers", {}).values())}
-        header |= {"commit": commit or _commit()}
+        header = _make_header(machine, commit)
         try:
             make_folder(target)
         except OSError as error:
@@ -151,12 +146,16 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
     return {"parts": recordings, "failed": failed, "left": left}
 
 
-def run_part(name: str, part: Part, seconds: float) -> dict[str, Any]:
-    """Run a part in its own process, which is killed after `seconds`.
+def _make_header(machine: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
+    """Return what all recordings of this code on this machine have in common."""
+    header = describe_run("GPU report", "small" if machine["platform"] == "cpu" else "full", "", _PACKAGES)
+    driver = " ".join(machine.get("drivers", {}).values())
+    header["hardware"] |= {"device": machine.get("device", "unknown"), "driver": driver}
+    return header | {"commit": commit or _commit()}
 
-    Returns:
-      The part's result, with the `seconds` that it took, and `failed`, a sentence, if it failed.
-    """
+
+def run_part(name: str, part: Part, seconds: float) -> dict[str, Any]:
+    """Run a part in its own process, which is killed after `seconds`; `failed` of its result says why it failed."""
     print(f"== {name}", flush=True)
     start = time.monotonic()
     try:

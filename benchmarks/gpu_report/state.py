@@ -63,15 +63,9 @@ class Room(NamedTuple):
     time: float  # what the disk can write and read in the remaining time
 
     @property
-    def size(self) -> float:
-        """The least of them."""
-        return min(self)
-
-    @property
     def bound(self) -> str:
-        """The limit of the size."""
-        names = ("free disk space", "free host memory", "the time to save and restore")
-        return names[self.index(self.size)]
+        """The name of the least of them."""
+        return ("free disk space", "free host memory", "the time to save and restore")[self.index(min(self))]
 
 
 def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
@@ -137,11 +131,7 @@ def _make_config(folder: Path, small: bool) -> Config:
 def fit(config: Config, room: Room) -> dict[str, Any]:
     """Compile the deepest step of `config` whose state has `room` and which fits the first device.
 
-    Returns:
-      Its configuration as YAML, and what it is.
-
-    Raises:
-      InputError: no depth fits.
+    Returns its configuration as YAML, and what it is; InputError if no depth fits.
     """
     period = len(config.model.period)
     depths = range(period, config.model.num_layers + 1, period)
@@ -152,8 +142,8 @@ def fit(config: Config, room: Room) -> dict[str, Any]:
     def size(config: Config) -> int:
         return device_bytes(simulated_programs(config, 1)[0].abstract_state)
 
-    if not (count := bisect.bisect_right(depths, room.size, key=lambda depth: size(deep(depth)))):
-        needed, allowed = gigabytes(size(deep(period))), gigabytes(int(room.size))
+    if not (count := bisect.bisect_right(depths, min(room), key=lambda depth: size(deep(depth)))):
+        needed, allowed = gigabytes(size(deep(period))), gigabytes(int(min(room)))
         raise InputError(f"A state of {period} layers has {needed}, but {room.bound} allows {allowed}.")
     stored, kind = deep(depths[count - 1]), jax.devices()[0].device_kind
     fitting = compile_fitting(stored, 1, find_hardware(kind), available_memory())
@@ -229,7 +219,7 @@ def _measure_methods(folder: Path, small: bool, speed: float, deadline: float) -
     disk, count = shutil.disk_usage(folder).free / _SPARE, len(METHODS)
     seconds = max(deadline - time.monotonic() - _COMPARING, 1.0)
     room = Room(disk / (count + 1), free_memory() / 4, speed * seconds / 2 / count)
-    size = int(min(wanted, room.size))
+    size = int(min(wanted, *room))
     figures: Figures = {}
     if size < min(wanted, _SMALL_SIZE):
         note = f"The methods were not compared: {room.bound} allows only {gigabytes(size)}."
@@ -249,13 +239,8 @@ def _measure_methods(folder: Path, small: bool, speed: float, deadline: float) -
 def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[str, list[float]]]:
     """Save and restore with each of `METHODS` in turn, after a warm-up with a small state, on the first device.
 
-    No further turn starts after the `deadline` of `time.monotonic`.
-
-    Returns:
-      For each method, the figures of `saving.timed_save` and seconds to `restore` from the disk, by turn.
-
-    Raises:
-      RuntimeError: a restored array differs.
+    No further turn starts after the `deadline` of `time.monotonic`. Returns for each method the figures of
+    `saving.timed_save` and seconds to `restore` from the disk, by turn; RuntimeError if a restored array differs.
     """
     rows: dict[str, dict[str, list[float]]] = {}
     for title, count, turns in (("warm-up", _WARM_UP, 1), ("measured", size, _TURNS)):

@@ -39,11 +39,9 @@ def read_gpus() -> list[dict[str, Any]] | str:
 
 
 def measure_supervisor(small: bool, seconds: float = 105.0) -> dict[str, Any]:
-    """Make the faults, each once.
+    """Make the faults, each once, in a tiny run on a CPU (`small`), whose memory is that of the host.
 
-    Args:
-      small: whether to train a tiny model on a CPU, whose memory is that of the host.
-      seconds: that this may take on a GPU; if the drill takes them, device memory does not run out.
+    On a GPU this takes at most so many seconds; if the drill takes them, device memory does not run out.
 
     Returns:
       For JSON: the score-card of the `drill`, the end of the run without device memory (`device_memory`), the
@@ -126,14 +124,9 @@ def _events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def describe(card: Card, alone: Card | str, events: Sequence[Card], before: Gpus, after: Gpus) -> dict[str, Any]:
-    """Describe a drill and the run without device memory.
+    """Describe a drill by its score-card and events, and the run without device memory; a sentence if it was not made.
 
-    Args:
-      card: score-card of the drill.
-      alone: how the run without device memory ended; if it was not made, a sentence.
-      events: of the disturbed run.
-      before: the GPUs before the drill, see `read_gpus`.
-      after: the GPUs after everything.
+    The GPUs were read before the drill and after everything.
     """
     figures: dict[str, Any] = {}
     for row in card["times"]:

@@ -63,13 +63,14 @@ def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts
         output = subject.run / results.FOLDER / f"{name}-{subject.step}.json"
     if output is not None and is_primary():
         results.check_writable(output)
-    tasks = _load_tasks(options, suite)
+    tasks: Any = _load_tasks(options, suite)  # not None if there are peers
     record = _score(options, subject, tasks, texts, RunHeldout)
     failed = _failed(record)  # a sentence about each request and peer without a score
     for peer, path in peers.items():
         try:
-            scores = _score_peer(options, tasks, path, record["dtype"])
-            record["peers"] = {**record.get("peers", {}), peer: scores}
+            model = harness.make_peer(path, tasks.suite, dtype=record["dtype"], rows=options.batch_rows)
+            scores = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
+            record.setdefault("peers", {})[peer] = scores
         except Exception as error:  # whatever it is, the scores so far have taken hours
             failed.append(f"--peer {peer} could not be scored. {type(error).__name__}: {as_sentence(error)}")
     _show(record)
@@ -187,7 +188,9 @@ def _score_texts_and_tasks(
     arrays = {**parameters(opened.model), **balancing_biases(opened.model)}
     record: dict[str, Any] = {"dtype": opened.model.dtype.name, "fingerprint": fingerprint(arrays)}
     if texts:
-        scorer = model.scorer if model else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
+        scorer = (
+            model.scorer if model is not None else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
+        )
         losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
         record["texts"] = {name: results.text_record(loss) for name, loss in losses.items()}
     if tasks is not None and model is not None:
@@ -196,11 +199,6 @@ def _score_texts_and_tasks(
         record["suite"], record["not_covered"] = to_dict(tasks.suite), list(tasks.suite.not_covered)
     names = ("seed", "limit", "batch_tokens", "batch_rows")
     return record | {"settings": {name: getattr(options, name) for name in names}}
-
-
-def _score_peer(options: argparse.Namespace, tasks: Any, name: str, dtype: str) -> dict[str, Any]:
-    model = harness.make_peer(name, tasks.suite, dtype=dtype, rows=options.batch_rows)
-    return harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
 
 
 def _show(record: dict[str, Any]) -> None:

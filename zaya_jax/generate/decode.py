@@ -125,7 +125,7 @@ def continuations(
 
 
 class GenerationPrograms(NamedTuple):
-    """The programs that `continuations` runs for prompts of one length, compiled, with arguments for them."""
+    """The compiled programs that `continuations` runs for prompts of one length, and their arguments."""
 
     prefill: Any  # (model, donated cache, int32 tokens [b, c], int32 segments [b, c]) → (cache, logits)
     decode: Any  # (model, donated state, block) → (state, tokens, log-probabilities); None without blocks
@@ -149,14 +149,10 @@ class GenerationPrograms(NamedTuple):
 def compile_generation(
     model: Zaya, batch: int, prompt: int, blocks: int, options: dict[str, Any] | None = None
 ) -> GenerationPrograms:
-    """Compile greedy generation on the first device.
+    """Compile greedy generation after `batch` prompts of token 0 on the first device, with compiler options.
 
-    Args:
-      model: in the dtypes of generation.
-      batch: number of prompts, of token 0.
-      prompt: tokens of each; rounded up to whole chunks.
-      blocks: number of blocks of `BLOCK` steps that the cache must hold; 0 to compile `prefill` alone.
-      options: compiler options of both programs.
+    Prompts are rounded up to whole chunks. The cache has room for so many blocks of `BLOCK` steps; without blocks,
+    `prefill` alone is compiled.
 
     Raises:
       InputError: prompt and blocks exceed `config.max_positions`.
@@ -227,20 +223,17 @@ def _prefilled(
     config, count, longest = model.config, len(rows), max(map(len, rows))
     # With a given capacity, one size of chunks for prompts of every length.
     chunk = min(CHUNK, _length_class(longest) if capacity is None else max(LEAST, capacity // 8))
-    most = config.max_positions if capacity is None else capacity
     # Whole chunks, unless the model has no positions for their padding.
-    padded = min(-(-longest // chunk) * chunk, most - max_new_tokens)
-    if capacity is None:
-        capacity = min(_cache_class(padded + max_new_tokens), config.max_positions)
+    padded = min(-(-longest // chunk) * chunk, (capacity or config.max_positions) - max_new_tokens)
+    capacity = capacity or min(_cache_class(padded + max_new_tokens), config.max_positions)
     tokens, segments = np.zeros((2, count, padded), np.int32)
     for index, row in enumerate(rows):
-        tokens[index, padded - len(row) :] = row
-        segments[index, padded - len(row) :] = 1
+        tokens[index, padded - len(row) :], segments[index, padded - len(row) :] = row, 1
     cache = _empty_cache(config, count, capacity, model.dtype.name, placement)
     cache = _place_like_results(model, placement.mesh, cache, cache_specs(config, cache))
     logits = jnp.zeros(0)
     for start in range(0, padded, chunk):
-        piece = slice(start, min(start + chunk, padded))
+        piece = slice(start, start + chunk)
         cache, logits = _prefill(model, cache, tokens[:, piece], segments[:, piece], placement=placement)
     occurred = None
     if branches.penalizes:
