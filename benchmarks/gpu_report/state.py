@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.checkpoint import describe_disk
+from benchmarks.checkpoint import describe_disk, make_methods, timed_save
 from benchmarks.data import write_drawn
 from benchmarks.gpu_report.observed_training import SAVED
 from benchmarks.gpu_report.runs import CONTEXT, SMALL_TEXT, TINY, folder_of_runs, make_config
 from benchmarks.gpu_report.speed import Figures, short
-from benchmarks.saving import make_methods, timed_save
 from benchmarks.train_step import EIGHT_B, compile_fitting
 from zaya_jax.config import Config, from_dict, load_config, to_dict, to_yaml
 from zaya_jax.data.corpus import find_corpus
@@ -43,7 +42,7 @@ from zaya_jax.run.files import read_json
 from zaya_jax.run.host_memory import free_memory
 from zaya_jax.train.memory_errors import available_memory, gigabytes
 
-METHODS = ("verified", "Orbax", "Orbax, asynchronous", "gather and pickle")  # of `saving.make_methods`
+METHODS = ("verified", "Orbax", "Orbax, asynchronous", "gather and pickle")  # of `checkpoint.make_methods`
 _TITLES = {"verified": "zaya_jax", "gather and pickle": "gather"}
 _SIZE, _SMALL_SIZE, _WARM_UP = 8 * 10**9, 64 * 2**20, 2**24  # bytes of the state that all methods save
 _TURNS = 3  # at most, of each method
@@ -240,7 +239,7 @@ def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[
     """Save and restore with each of `METHODS` in turn, after a warm-up with a small state, on the first device.
 
     No further turn starts after the `deadline` of `time.monotonic`. Returns for each method the figures of
-    `saving.timed_save` and seconds to `restore` from the disk, by turn; RuntimeError if a restored array differs.
+    `checkpoint.timed_save` and seconds to `restore` from the disk, by turn; RuntimeError if a restored array differs.
     """
     rows: dict[str, dict[str, list[float]]] = {}
     for title, count, turns in (("warm-up", _WARM_UP, 1), ("measured", size, _TURNS)):

@@ -23,7 +23,8 @@ OTHERS = {
     "aegis/rollback.py": ("TemporaryFile", "a file without a name"),
     "benchmarks/ablations.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/balance.py": ("TemporaryDirectory", TEMPORARY),
-    "benchmarks/checkpoint.py": ("TemporaryDirectory mkdir open rmtree unlink", TEMPORARY),
+    "benchmarks/checkpoint.py": ("TemporaryDirectory dump mkdir mkdir open open rename rmtree rmtree "
+                                 "save_checkpointables_async unlink write_text", TEMPORARY),
     "benchmarks/data.py": ("TemporaryDirectory TemporaryDirectory mkdir open write_bytes", TEMPORARY),
     "benchmarks/data_peers.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/gpu_report/determinism.py": ("TemporaryDirectory mkdir", TEMPORARY),
@@ -33,7 +34,6 @@ OTHERS = {
     "benchmarks/gpu_report/supervisor.py": ("mkdir write_text", TEMPORARY),
     "benchmarks/gpu_report/speed.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "benchmarks/optimizer.py": ("TemporaryDirectory", TEMPORARY),
-    "benchmarks/saving.py": ("dump mkdir open rename rmtree save_checkpointables_async write_text", TEMPORARY),
     "benchmarks/startup.py": ("TemporaryDirectory open write_bytes", TEMPORARY),
     "benchmarks/supervision.py": ("TemporaryDirectory truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),
