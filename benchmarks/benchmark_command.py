@@ -18,14 +18,11 @@ OVERRIDES = {"nargs": "*", "metavar": "section.key=value", "help": "configuratio
 
 def flag(default: Any, metavar: str, text: str) -> dict[str, Any]:
     """Describe a flag whose help ends with its default; a list takes several values."""
-    several, values = isinstance(default, list), default if isinstance(default, list) else [default]
-    return {
-        "default": default,
-        "type": type(values[0]),
-        "nargs": "+" if several else None,
-        "metavar": metavar,
-        "help": f"{text} (default: {' '.join(f'{value:g}' if several else str(value) for value in values)})",
-    }
+    several = {"nargs": "+"} if isinstance(default, list) else {}
+    values = default if several else [default]
+    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    settings = {"default": default, "type": type(values[0]), "metavar": metavar, **several}
+    return {**settings, "help": f"{text} (default: {shown})"}
 
 
 # Flags of the benchmarks that train a configuration, and of those that compare one dtype.
@@ -36,8 +33,10 @@ TRAINING: Flags = {
 DTYPE: Flags = {"--dtype": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "default: float32"}}
 
 
-def command(run: Run, flags: Flags, *, repeats: int | None = None, png: str | None = None,
-            output: bool = True) -> Callable[[Sequence[str]], int]:  # fmt: skip
+Main = Callable[[Sequence[str]], int]
+
+
+def command(run: Run, flags: Flags, *, repeats: int | None = None, png: str | None = None, output: bool = True) -> Main:
     """Make the `main` of a benchmark; it returns 0, 1 if the result says that something `failed`, or 2 for bad input.
 
     Args:

@@ -44,9 +44,14 @@ class TextModel(NamedTuple):
     others: dict[str, str] | None = None  # more special tokens that templates receive, by name
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seeds: Sequence[int], stop: Sequence[str],
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seeds: Sequence[int],
+        stop: Sequence[str],
         block: int = BLOCK,
-    ) -> Iterator[list[TextContinuation]]:  # fmt: skip
+    ) -> Iterator[list[TextContinuation]]:
         """Continue prompts with the model's sampling, see `text.stream_text`."""
         ends: dict[str, Any] = {"stop": stop, "stop_tokens": self.stop_tokens}
         options: dict[str, Any] = {"seeds": seeds, "placement": self.placement, "block": block, **ends}
