@@ -29,6 +29,7 @@ from zaya_jax.run.files import display_path, expanded, read_text
 from zaya_jax.run.versions import package_version
 from zaya_jax.weights.load import is_transformers, open_weights
 
+OpenHeldout = Callable[[Path], RunHeldout]
 _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
 
 
@@ -149,9 +150,8 @@ def _subject(source: str) -> _Subject:
 
 
 def _score(
-    options: argparse.Namespace, subject: _Subject, tasks: harness.LoadedTasks | None, texts: dict[str, str],
-    heldout: Callable[[Path], RunHeldout],
-) -> dict[str, Any]:  # fmt: skip
+    options: argparse.Namespace, subject: _Subject, tasks: Any, texts: dict[str, str], heldout: OpenHeldout
+) -> dict[str, Any]:
     """Score one model; returns the record."""
     started, now = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     record: dict[str, Any] = {"model": subject.source, "step": subject.step, "time": now}
@@ -164,7 +164,7 @@ def _score(
     return record | {"environment": environment(), "seconds": round(time.monotonic() - started, 3)}
 
 
-def _score_heldout(subject: _Subject, heldout: Callable[[Path], RunHeldout]) -> dict[str, Any]:
+def _score_heldout(subject: _Subject, heldout: OpenHeldout) -> dict[str, Any]:
     if subject.run is None:
         advice = "Name what to score: --text FILE, --tasks A,B or --config FILE."
         raise InputError(f"{subject.source} is a transformers folder, which has no held-out data. {advice}")

@@ -61,12 +61,8 @@ def load_tasks(
 ) -> LoadedTasks:
     """Load the tasks of a suite with their data.
 
-    Args:
-      suite: the suite.
-      folder: folder of more tasks, as YAML files.
-      own_only: whether to leave out lm-eval's tasks, which take seconds to list.
-      runs_code: whether tasks may execute code that a model wrote.
-      seed: of the choice of examples in prompts.
+    A `folder` has more tasks, as YAML files; lm-eval's own, which take seconds to list, are left out with `own_only`.
+    With `runs_code`, tasks may execute code that a model wrote. Examples in prompts are chosen with `seed`.
 
     Raises:
       InputError: a task is unknown or executes code, or its data or a package is missing.

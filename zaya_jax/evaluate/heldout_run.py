@@ -93,12 +93,11 @@ def _program(run_config: Config, run: Path, config: ModelConfig) -> tuple[Placem
 
 def _abstract(weights: Weights, placement: Placement) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the arrays of a model in the dtypes of training, sharded as stored."""
-
-    def placed(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if is_balancing_bias(name):
-            exact = accumulation_dtype(placement.dtypes["embedding"])
-            return jax.ShapeDtypeStruct(x.shape, exact, sharding=replicated(placement.mesh))
-        stored = jax.sharding.NamedSharding(placement.mesh, placement.leaves[name].stored)
-        return jax.ShapeDtypeStruct(x.shape, placement.dtypes[name], sharding=stored)
-
-    return {name: placed(name, x) for name, x in abstract_weights(weights.config).items()}
+    arrays, exact = {}, accumulation_dtype(placement.dtypes["embedding"])
+    for name, x in abstract_weights(weights.config).items():
+        dtype, sharding = exact, replicated(placement.mesh)
+        if not is_balancing_bias(name):
+            dtype = placement.dtypes[name]
+            sharding = jax.sharding.NamedSharding(placement.mesh, placement.leaves[name].stored)
+        arrays[name] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+    return arrays

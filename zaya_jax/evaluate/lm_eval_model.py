@@ -54,9 +54,9 @@ class ZayaLM(LM):  # type: ignore[misc]
         """Open a model. The parameters are what lm-eval's users write into --model_args.
 
         Args:
-          path: see `open_text_model`, like `dtype` and `tokenizer`; or what it returns.
-          dtype: see `path`.
-          tokenizer: see `path`.
+          path: see `open_text_model`, like the next two; or what it returns.
+          dtype: of the computation.
+          tokenizer: in place of the model's own.
           max_length: longest input in tokens; None for the model's positions.
           add_bos: whether contexts begin with the token that begins a document; None unless `add_bos_token` of the
             tokenizer's configuration is false.
