@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return importlib.import_module(f"benchmarks.{name}").main(rest)
     listed = "\n".join(f"  {each:<14}{what}" for each, what in BENCHMARKS.items())
     epilog = f"benchmarks:\n{listed}\n\nexample: python -m benchmarks step --help"
-    texts = {"description": "Benchmark zaya_jax against other libraries, or compare recipes.", "epilog": epilog}
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="python -m benchmarks", formatter_class=formatter, **texts)
+    description = "Benchmark zaya_jax against other libraries, or compare training recipes."
+    formatter, prog = argparse.RawDescriptionHelpFormatter, "python -m benchmarks"
+    parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=formatter)
     parser.add_argument("name", choices=[*BENCHMARKS], metavar="NAME", help="benchmark to run")
     parser.parse_args([name])
     return 0

@@ -77,7 +77,7 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     flops = stage.tokens * training_flops_per_token(model, stage.context)
     speed = throughput(statistics.median(times), stage.tokens, flops, kind, devices)
     print(f"   {describe_throughput(speed)}", flush=True)
-    memory = estimate.memory
+    estimated = {"seconds": estimate.step_seconds, "bytes": estimate.memory.total, "bounds": estimate.bounds}
     result = {
         "devices": devices,
         "layout": layout,
@@ -93,12 +93,7 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
         "losses": [round(loss, 4) for loss in losses],
         **speed,
         **peak_memory(jax.devices()[0], compiled),
-        "estimated": {
-            "seconds": estimate.step_seconds,
-            "bytes": memory.total,
-            "memory": memory._asdict(),
-            "bounds": estimate.bounds,
-        },
+        "estimated": estimated | {"memory": estimate.memory._asdict()},
         **_describe_program(fitting, kind, devices, hardware),
     }
     with tempfile.TemporaryDirectory() as folder:
