@@ -14,7 +14,7 @@ from benchmarks.benchmark_command import TRAINING, command, medians
 from zaya_jax.config import load_config
 from zaya_jax.errors import RunStopped
 from zaya_jax.lab.result import describe_run, rounded
-from zaya_jax.run.progress_record import SIZE, VARIABLE, Phase, Progress, read_progress
+from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, Phase, Progress, read_progress
 
 _STARTS = {"cold": "nothing prepared or compiled", "warm": "data prepared, programs compiled"}
 _PARTS = {
@@ -56,22 +56,22 @@ def bench_startup(config: str, overrides: Sequence[str], repeats: int) -> dict[s
 
 def _start(folder: Path, name: str, config: str, overrides: Sequence[str]) -> dict[str, float]:
     """Start a run, and end it after its first step; return the seconds of each part."""
-    record = folder / f"{name}.progress"
-    record.write_bytes(bytes(SIZE))
+    record = os.memfd_create(NAME, os.MFD_CLOEXEC)  # training writes to no other file than one in memory
+    os.truncate(record, SIZE)
     changes = [*overrides, f"run_dir={folder / name}", f"data.cache_dir={folder / 'data'}"]
     training = [sys.executable, "-m", "zaya_jax.main", "--config", config, *changes]
-    environment = {**os.environ, VARIABLE: str(record), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {**os.environ, VARIABLE: f"/proc/{os.getpid()}/fd/{record}", "XDG_CACHE_HOME": str(folder / "cache")}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     begun = time.monotonic()
     with (
-        record.open("rb") as read, (folder / "output").open("w+b") as output,
+        (folder / "output").open("w+b") as output,
         subprocess.Popen(training, env=environment, stdout=output, stderr=output) as process,  # noqa: S603
     ):  # fmt: skip
         try:
-            while read_progress(read.fileno()) is None and process.poll() is None:
+            while read_progress(record) is None and process.poll() is None:
                 time.sleep(0.01)
             before = time.monotonic() - begun  # the process keeps its record
-            while (progress := read_progress(read.fileno())) is None or progress.step < 1:
+            while (progress := read_progress(record)) is None or progress.step < 1:
                 if process.poll() is not None:
                     output.seek(0)
                     raise RunStopped(f"{' '.join(training)} failed: {output.read()[-300:].decode(errors='replace')}")
@@ -79,6 +79,7 @@ def _start(folder: Path, name: str, config: str, overrides: Sequence[str]) -> di
             return _parts(progress, before, time.monotonic() - begun)
         finally:
             process.kill()
+            os.close(record)
 
 
 def _parts(progress: Progress, before: float, total: float) -> dict[str, float]:

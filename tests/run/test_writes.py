@@ -34,7 +34,7 @@ OTHERS = {
     "benchmarks/gpu_report/supervisor.py": ("mkdir write_text", TEMPORARY),
     "benchmarks/gpu_report/speed.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "benchmarks/optimizer.py": ("TemporaryDirectory", TEMPORARY),
-    "benchmarks/startup.py": ("TemporaryDirectory open write_bytes", TEMPORARY),
+    "benchmarks/startup.py": ("TemporaryDirectory open truncate", TEMPORARY),
     "benchmarks/supervision.py": ("TemporaryDirectory truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),
     "checkpoint/orbax_save.py": ("save_checkpointables_async",
