@@ -33,13 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in BENCHMARKS:
         return importlib.import_module(f"benchmarks.{name}").main(rest)
-    width = max(map(len, BENCHMARKS)) + 2
-    parser = Parser(
-        prog="python -m benchmarks", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Benchmark zaya_jax against other libraries, or compare training recipes.",
-        epilog="\n".join(["benchmarks:", *(f"  {each:<{width}}{what}" for each, what in BENCHMARKS.items()),
-                          "\nexample: python -m benchmarks step --help"]),
-    )  # fmt: skip
+    listed = "\n".join(f"  {each:<14}{what}" for each, what in BENCHMARKS.items())
+    epilog = f"benchmarks:\n{listed}\n\nexample: python -m benchmarks step --help"
+    description = "Benchmark zaya_jax against other libraries, or compare training recipes."
+    formatter, prog = argparse.RawDescriptionHelpFormatter, "python -m benchmarks"
+    parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=formatter)
     parser.add_argument("name", choices=[*BENCHMARKS], metavar="NAME", help="benchmark to run")
     parser.parse_args([name])
     return 0

@@ -4,21 +4,20 @@ import argparse
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark_command import add_steps, prepare_trainings, run_benchmark
-from benchmarks.training_sweep import BATCH, CONTEXT, PACKAGES, SEEDS, SIZE, Curve, Trial, run_trials, small_config
+from benchmarks.benchmark_command import command, flag, prepare_trainings
+from benchmarks.training_sweep import BATCH, CONTEXT, SEEDS, Curve, Trial, run_trials, small_config, start_result
 from zaya_jax.config import Config, ModelConfig, PhaseConfig, ScheduleConfig
 from zaya_jax.lab.line_plot import draw_spread
-from zaya_jax.lab.result import describe_run
-from zaya_jax.run.parser import Parser
 
 WHOLE = "ZAYA1"
 MULTIPLIERS = (0.5, 1.0, 2.0)  # of all learning rates; the grid grows while the best is at its edge
 _MAX_EXTENSIONS = 2  # of the grid
+Key = tuple[str, float]  # a variant and a multiplier
 
 
 def variants(model: ModelConfig) -> dict[str, ModelConfig]:
@@ -37,26 +36,24 @@ def variants(model: ModelConfig) -> dict[str, ModelConfig]:
     }
 
 
-def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
-    """Train each variant with the FLOPs of `steps` steps of the whole model, with three seeds.
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time.
 
-    The learning rates are tuned on the first seed.
+    Trains models of 1.65M parameters with three seeds, one training per core. The learning rates of each variant are
+    tuned on the first seed.
 
-    Args:
-      steps: training steps of the whole model.
-      png: file for a plot of the differences; None for no plot.
+    ablations --steps 100 --png ablations.png
     """
     from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 
-    result = describe_run(
-        "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time, each at its best learning rates",
-        f"{SIZE}, {steps} steps of {BATCH:,} tokens of the text corpus for the whole model, cosine schedule",
-        "the whole model with the same seed", PACKAGES,
-    )  # fmt: skip
+    prepare_trainings(parsed.steps)
+    what = "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time, each at its best learning rates"
+    size = f"{parsed.steps} steps of {BATCH:,} tokens of the text corpus for the whole model, cosine schedule"
+    result = start_result(what, size, "the whole model with the same seed")
     with tempfile.TemporaryDirectory() as folder:
-        models = variants(small_config(Path(folder), steps).model)
+        models = variants(small_config(Path(folder), parsed.steps).model)
         flops = {name: training_flops_per_token(model, CONTEXT) for name, model in models.items()}
-        count = {name: round(steps * flops[WHOLE] / flops[name]) for name in flops}
+        count = {name: round(parsed.steps * flops[WHOLE] / flops[name]) for name in flops}
 
         def trial(name: str, multiplier: float, seed: int) -> Trial:
             config = _config(Path(folder), models[name], count[name], multiplier, seed)
@@ -81,24 +78,18 @@ def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
         }
         for name, model in models.items()
     }
-    for name, row in result["results"].items():
-        print(f"{name}: held-out loss {statistics.mean(final[name]):.4f} nats/token, {row['mean_over_zaya1']:+.4f} "
-              f"({min(over[name]):+.4f} to {max(over[name]):+.4f}) against ZAYA1")  # fmt: skip
-    if png:
-        over.pop(WHOLE)
-        draw_spread(Path(png), over, title=f"Ablations at equal FLOPs (mean and {len(SEEDS)} seeds)",
-                    x="held-out loss above ZAYA1 (nats/token)")  # fmt: skip
+    for name, losses in over.items():
+        spread = f"{statistics.mean(losses):+.4f} ({min(losses):+.4f} to {max(losses):+.4f}) against {WHOLE}"
+        print(f"{name}: held-out loss {statistics.mean(final[name]):.4f} nats/token, {spread}")
+    if parsed.png:
+        del over[WHOLE]
+        title, x = f"Ablations at equal FLOPs (mean and {len(SEEDS)} seeds)", "held-out loss above ZAYA1 (nats/token)"
+        draw_spread(Path(parsed.png), over, title=title, x=x)
     return result
 
 
-def tune(
-    names: list[str], run: Callable[[list[tuple[str, float]]], dict[tuple[str, float], Curve]]
-) -> dict[str, dict[float, float]]:
+def tune(names: list[str], train: Callable[[list[Key]], dict[Key, Curve]]) -> dict[str, dict[float, float]]:
     """Try multipliers of the learning rates for each variant, further ones while the best is at the edge.
-
-    Args:
-      names: of the variants.
-      run: trains pairs of a variant and a multiplier.
 
     Returns:
       Held-out loss by variant and multiplier.
@@ -106,7 +97,7 @@ def tune(
     losses: dict[str, dict[float, float]] = {name: {} for name in names}
     keys = [(name, multiplier) for name in names for multiplier in MULTIPLIERS]
     for _ in range(1 + _MAX_EXTENSIONS):
-        for (name, multiplier), curve in run(keys).items():
+        for (name, multiplier), curve in train(keys).items():
             losses[name][multiplier] = curve.final
         keys = [(name, further) for name, tried in losses.items() if (further := _further(tried)) is not None]
         if not keys:
@@ -115,7 +106,7 @@ def tune(
 
 
 def _best(losses: dict[float, float]) -> float:
-    """Return the multiplier with the lowest loss; one that diverged is never it, unless all did."""
+    """Return the multiplier with the lowest loss; one that diverged only if all did."""
     return min(losses, key=lambda multiplier: losses[multiplier] if math.isfinite(losses[multiplier]) else math.inf)
 
 
@@ -125,30 +116,14 @@ def _further(losses: dict[float, float]) -> float | None:
 
 
 def _config(cache: Path, model: ModelConfig, steps: int, multiplier: float, seed: int) -> Config:
-    schedule = ScheduleConfig(final=0.1, warmup_tokens=20 * BATCH)
-    config = small_config(cache, steps, seed, model=model, phases=(PhaseConfig(steps * BATCH, schedule=schedule),))
-    rates = config.optimizer
-    optimizer = replace(rates, muon=replace(rates.muon, learning_rate=multiplier * rates.muon.learning_rate),
-                        adamw=replace(rates.adamw, learning_rate=multiplier * rates.adamw.learning_rate))  # fmt: skip
-    return replace(config, optimizer=optimizer)
+    phase = PhaseConfig(steps * BATCH, schedule=ScheduleConfig(final=0.1, warmup_tokens=20 * BATCH))
+    config = small_config(cache, steps, seed, model=model, phases=(phase,))
+    muon, adamw = (
+        replace(rates, learning_rate=multiplier * rates.learning_rate)
+        for rates in (config.optimizer.muon, config.optimizer.adamw)
+    )
+    return replace(config, optimizer=replace(config.optimizer, muon=muon, adamw=adamw))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, _add, png="differences from the whole model")
-
-
-def _add(parser: Parser) -> None:
-    add_steps(parser, 200, "number of training steps of the whole model")
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time.
-
-    Trains models of 1.65M parameters with three seeds, one training per core. The learning rates of each variant are
-    tuned on the first seed.
-
-    ablations --steps 100 --png ablations.png
-    """
-    prepare_trainings(parsed)
-    return bench_ablations(parsed.steps, parsed.png)
+STEPS = {"--steps": flag(200, "N", "number of training steps of the whole model, at least 20")}
+main = command(run, STEPS, png="differences from the whole model")

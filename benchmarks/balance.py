@@ -3,27 +3,15 @@
 import argparse
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.benchmark_command import add_steps, prepare_trainings, run_benchmark
-from benchmarks.training_sweep import (
-    CONTEXT,
-    PACKAGES,
-    SEEDS,
-    SIZE,
-    Curve,
-    Trial,
-    median_or_never,
-    run_trials,
-    small_config,
-)
+from benchmarks.benchmark_command import command, flag, prepare_trainings
+from benchmarks.training_sweep import SEEDS, Curve, Trial, median_or_never, run_trials, small_config, start_result
 from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.optimizer import BalanceRule
 from zaya_jax.lab.line_plot import draw_lines
-from zaya_jax.lab.result import describe_run
-from zaya_jax.run.parser import Parser
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers
 ROUTER_OFFSET = 3.0  # added to the logits of two experts: e³ times the others' probability
@@ -40,56 +28,63 @@ class StepsUntilEven(NamedTuple):
     switch: int | None
 
 
-def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
-    """Tune the learning rate of each rule on one seed, then compare the rules on three seeds.
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Count the steps that each balancing rule needs to even out the expert load.
 
-    Args:
-      steps: number of steps before the change of data, and again after it.
-      png: file for a plot of the load entropy over the steps; None for no plot.
+    Trains models of 1.65M parameters with three seeds, one training per core. Training starts with a skewed router, and
+    the data changes half-way.
+
+    balance --steps 100 --png balance.png
     """
-    result = describe_run(
+    prepare_trainings(parsed.steps)
+    steps: int = parsed.steps
+    result = start_result(
         f"steps until the normalized expert-load entropy, mean over layers, stays at or above {EVEN} for {_HELD} steps",
-        f"{SIZE}, {steps} steps of {_BATCH:,} tokens of source code, then {steps} of character tables; "
+        f"{steps} steps of {_BATCH:,} tokens of source code, then {steps} of character tables; "
         f"at the start {ROUTER_OFFSET:g} is added to the router logits of 2 of 8 experts",
-        "bias update by sign at its best rate; no balancing", PACKAGES,
-    )  # fmt: skip
+        "bias update by sign at its best rate; no balancing",
+    )
     with tempfile.TemporaryDirectory() as folder:
         sources = _prepare(Path(folder))
 
         def trial(rule: BalanceRule, rate: float, seed: int) -> Trial:
-            name = f"{rule} {rate:g} seed {seed}"
-            return Trial(name, _config(Path(folder), sources, steps, rule, rate, seed), 2 * steps, ROUTER_OFFSET)
+            config = _config(Path(folder), sources, steps, rule, rate, seed)
+            return Trial(f"{rule} {rate:g} seed {seed}", config, 2 * steps, ROUTER_OFFSET)
 
         rules: tuple[BalanceRule, ...] = ("adamw", "sign")
-        grid: list[tuple[BalanceRule, float]] = [(rule, rate) for rule in rules for rate in RATES]
-        tuned = run_trials({(rule, rate): trial(rule, rate, 0) for rule, rate in grid})
+        tuned = run_trials({(rule, rate): trial(rule, rate, 0) for rule in rules for rate in RATES})
         tuning = {key: steps_until_even(curve, steps) for key, curve in tuned.items()}
-        compared: list[tuple[BalanceRule, float]] = [
-            (rule, min(RATES, key=lambda rate: _total_steps(tuning[rule, rate], steps))) for rule in rules
-        ]
-        compared.append(("none", min(RATES)))
-        curves = run_trials({(rule, rate, seed): trial(rule, rate, seed) for rule, rate in compared for seed in SEEDS})
-    result["rates"] = [{"rule": rule, "rate": rate, **tuning[rule, rate]._asdict()} for rule, rate in grid]
-    result["results"] = {
-        rule: {
+        rates: dict[BalanceRule, float] = {
+            rule: min(RATES, key=lambda rate: _total_steps(tuning[rule, rate], steps)) for rule in rules
+        }
+        rates["none"] = min(RATES)
+        curves = run_trials({(rule, seed): trial(rule, rate, seed) for rule, rate in rates.items() for seed in SEEDS})
+    result["rates"] = [{"rule": rule, "rate": rate, **until._asdict()} for (rule, rate), until in tuning.items()]
+    result["results"] = {}
+    for rule, rate in rates.items():
+        until = [steps_until_even(curves[rule, seed], steps) for seed in SEEDS]
+        counts = {what: [getattr(each, what) for each in until] for what in StepsUntilEven._fields}
+        start, switch = ("never" if (median := median_or_never(each)) is None else median for each in counts.values())
+        print(f"{rule}: steps until the load is even: {start}; after the data changes: {switch} (medians over seeds)")
+        result["results"][rule] = {
             "rate": rate if rule != "none" else None,
             "interior": min(RATES) < rate < max(RATES),  # whether the best rate is not at the edge of the grid
-            **{what: [getattr(steps_until_even(curves[rule, rate, seed], steps), what) for seed in SEEDS]
-               for what in StepsUntilEven._fields},
-            "heldout_loss": [round(curves[rule, rate, seed].final, 4) for seed in SEEDS],
+            **counts,
+            "heldout_loss": [round(curves[rule, seed].final, 4) for seed in SEEDS],
         }
-        for rule, rate in compared
-    }  # fmt: skip
-    for rule, row in result["results"].items():
-        start, switch = ("never" if steps is None else steps for steps in
-                         (median_or_never(row[what]) for what in StepsUntilEven._fields))  # fmt: skip
-        print(f"{rule}: steps until the load is even: {start}; after the data changes: {switch} (medians over seeds)")
-    if png:
-        lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
-                 for (rule, _, seed), curve in curves.items()}  # fmt: skip
-        draw_lines(Path(png), lines, title="Expert load from a skewed router, by rule (mean and range over seeds)",
-                   x="step", y="expert-load entropy (1 = uniform)", marks={steps: "other data"})  # fmt: skip
+    if parsed.png:
+        _draw(Path(parsed.png), curves, steps)
     return result
+
+
+def _draw(path: Path, curves: Mapping[tuple[BalanceRule, int], Curve], steps: int) -> None:
+    xs = range(1, 2 * steps + 1)
+    lines = {f"{rule} seed {seed}": (xs, curve.entropy) for (rule, seed), curve in curves.items()}
+    title, y = (
+        "Expert load from a skewed router, by rule (mean and range over seeds)",
+        "expert-load entropy (1 = uniform)",
+    )
+    draw_lines(path, lines, title=title, x="step", y=y, marks={steps: "other data"})
 
 
 def steps_until_even(curve: Curve, switch: int) -> StepsUntilEven:
@@ -113,10 +108,7 @@ def _prepare(folder: Path) -> dict[str, Path]:
     from zaya_jax.data.tokenizer import train_tokenizer
 
     root = Path(sysconfig.get_path("stdlib"))
-    files = {
-        "code": sorted(root.glob("*.py")),
-        "tables": sorted((root / "encodings").glob("[ckm]*.py")),
-    }
+    files = {"code": sorted(root.glob("*.py")), "tables": sorted(root.glob("encodings/[ckm]*.py"))}
     texts = [path.read_text(encoding="utf-8", errors="replace") for paths in files.values() for path in paths]
     train_tokenizer(texts, 2048).save(folder / "tokenizer.json")
     settings = PrepareSettings("tokens", "text", (".py",), None, 0.1)
@@ -126,40 +118,25 @@ def _prepare(folder: Path) -> dict[str, Path]:
 
 
 def _config(folder: Path, sources: dict[str, Path], steps: int, rule: BalanceRule, rate: float, seed: int) -> Config:
-    tokens = steps * _BATCH
-    return from_dict(to_dict(small_config(folder, steps, seed, _BATCH)) | {
-        "phases": [
-            {"name": "code", "tokens": tokens, "mixture": {"code": 1.0},
-             "schedule": {"shape": "constant", "warmup_tokens": 10 * _BATCH}},
-            {"name": "tables", "tokens": tokens, "mixture": {"tables": 1.0}},
-        ],
-        "data": {"context": CONTEXT, "cache_dir": str(folder),
-                 "sources": {name: {"path": str(path)} for name, path in sources.items()}},
+    base = to_dict(small_config(folder, steps, seed, _BATCH))
+    phase = {"name": "code", "tokens": steps * _BATCH, "mixture": {"code": 1.0}}
+    schedule = {"shape": "constant", "warmup_tokens": 10 * _BATCH}
+    changes = {
+        "phases": [phase | {"schedule": schedule}, phase | {"name": "tables", "mixture": {"tables": 1.0}}],
+        "data": {
+            "context": base["data"]["context"],
+            "cache_dir": str(folder),
+            "sources": {name: {"path": str(path)} for name, path in sources.items()},
+        },
         "optimizer": {
             "muon": {"learning_rate": 0.005, "newton_schulz_dtype": "float32"},
             "adamw": {"learning_rate": 0.006},
             "roles": {"router": {"learning_rate": _ROUTER}},
             "balance": {"rule": rule, "learning_rate": rate},
         },
-    })  # fmt: skip
+    }
+    return from_dict(base | changes)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, _add, png="expert-load entropy against steps")
-
-
-def _add(parser: Parser) -> None:
-    add_steps(parser, 100, "number of training steps before the data changes, and again after it")
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Count the steps that each balancing rule needs to even out the expert load.
-
-    Trains models of 1.65M parameters with three seeds, one training per core. Training starts with a skewed router, and
-    the data changes half-way.
-
-    balance --steps 100 --png balance.png
-    """
-    prepare_trainings(parsed)
-    return bench_balance(parsed.steps, parsed.png)
+STEPS = "number of training steps before the data changes, and again after it, at least 20"
+main = command(run, {"--steps": flag(100, "N", STEPS)}, png="expert-load entropy against steps")

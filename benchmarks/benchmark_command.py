@@ -1,52 +1,98 @@
-"""The command line of a benchmark."""
+"""What the benchmarks share: the command line, the header of a result, and timing of several sides in turn."""
 
-import argparse
-from collections.abc import Callable, Sequence
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from zaya_jax.config.checks import require
 from zaya_jax.hardware.environment import keep_compilations
+from zaya_jax.lab.measure.timing import interleave_subprocesses
+from zaya_jax.lab.result import describe_run, rounded
 from zaya_jax.lab.verbs import Run, add_flags, help_texts, run_verb
 from zaya_jax.run.parser import Parser
 
+Flags = dict[str, dict[str, Any]]  # arguments of `add_argument` by name of the flag
+OVERRIDES = {"nargs": "*", "metavar": "section.key=value", "help": "configuration value to override"}
 
-def run_benchmark(
-    run: Run, arguments: Sequence[str], add: Callable[[Parser], object] = lambda _: None, *,
-    repeats: int | None = None, png: str | None = None,
-) -> int:  # fmt: skip
-    """Parse the arguments of a benchmark, run it, and write its result to `--output`.
+
+def flag(default: Any, metavar: str, text: str) -> dict[str, Any]:
+    """Describe a flag whose help ends with its default; a list takes several values."""
+    several = {"nargs": "+"} if isinstance(default, list) else {}
+    values = default if several else [default]
+    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    settings = {"default": default, "type": type(values[0]), "metavar": metavar, **several}
+    return {**settings, "help": f"{text} (default: {shown})"}
+
+
+# Flags of the benchmarks that train a configuration, and of those that compare one dtype.
+TRAINING: Flags = {
+    "--config": flag("configs/tiny.yaml", "FILE", "configuration to train"),
+    "overrides": OVERRIDES,
+}
+DTYPE: Flags = {"--dtype": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "default: float32"}}
+
+
+Main = Callable[[Sequence[str]], int]
+
+
+def command(run: Run, flags: Flags, *, repeats: int | None = None, png: str | None = None, output: bool = True) -> Main:
+    """Make the `main` of a benchmark; it returns 0, 1 if the result says that something `failed`, or 2 for bad input.
 
     Args:
-      run: from the parsed arguments, makes the result; its docstring is the help, see `lab.verbs.add_verb`.
-      arguments: the arguments after the benchmark's name.
-      add: adds flags of this benchmark.
-      repeats: see `lab.verbs.add_flags`.
-      png: likewise.
-
-    Returns:
-      The exit status: 0, 1 if the result says that something `failed`, or 2 for bad input.
+      run: from the parsed arguments, makes the result and draws `--png`. Its docstring is the help, see
+        `lab.verbs.add_verb`.
+      flags: of this benchmark.
+      repeats: see `lab.verbs.add_flags`, like `png`.
+      png: see `repeats`.
+      output: whether there is a flag `--output`.
     """
-    name, texts = help_texts("python -m benchmarks", run)
-    parser = Parser(prog=f"python -m benchmarks {name}", **texts)
-    add(parser)
-    add_flags(parser, repeats=repeats, png=png)
-    parser.set_defaults(run=run)
-    return run_verb(parser, arguments)
+
+    def run_and_draw(parsed: Any) -> dict[str, Any]:
+        result = run(parsed)
+        parsed.png = None  # drawn
+        return result
+
+    def main(arguments: Sequence[str]) -> int:
+        name, texts = help_texts("python -m benchmarks", run)
+        parser = Parser(prog=f"python -m benchmarks {name}", **texts)
+        for each, settings in flags.items():
+            parser.add_argument(each, **settings)
+        if output:
+            add_flags(parser, repeats=repeats, png=png)
+        parser.set_defaults(run=run_and_draw)
+        return run_verb(parser, arguments)
+
+    return main
 
 
-def prepare_trainings(parsed: argparse.Namespace) -> None:
+def share_device() -> None:
+    """Let several processes use one GPU, before jax starts in the first of them."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def start_result(benchmark: str, size: str, peer: str, packages: Sequence[str]) -> dict[str, Any]:
+    """Make the result of `describe_run` with the device, which processes will share, and with empty `results`."""
+    import jax  # not earlier, since it would disturb a peer in its own process
+
+    share_device()
+    result = describe_run(benchmark, size, peer, packages)
+    result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, {}
+    return result
+
+
+def time_sides(sides: Mapping[str, tuple[Any, ...]], repeats: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Time passes of all sides in turn, see `interleave_subprocesses`; returns their seconds, and the medians."""
+    seconds = {name: passes.seconds for name, passes in interleave_subprocesses(sides, repeats).items()}
+    return {name: rounded(each) for name, each in seconds.items()}, medians(seconds)
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median of each side."""
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def prepare_trainings(steps: int) -> None:
     """Check `--steps`, and keep compiled programs: the seeds of a variant run the same ones."""
-    require(parsed.steps >= 20, "--steps", parsed.steps, "at least 20: the warm-up takes 10 steps")
+    require(steps >= 20, "--steps", steps, "at least 20: the warm-up takes 10 steps")
     keep_compilations()
-
-
-def add_run(parser: Parser) -> None:
-    """Add a configuration to train, and its overrides."""
-    parser.add_argument("--config", metavar="FILE", default="configs/tiny.yaml",
-                        help="configuration to train (default: configs/tiny.yaml)")  # fmt: skip
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration value to override")
-
-
-def add_steps(parser: Parser, steps: int, meaning: str) -> None:
-    """Add `--steps`."""
-    parser.add_argument("--steps", type=int, default=steps, metavar="N",
-                        help=f"{meaning}, at least 20 (default: {steps})")  # fmt: skip

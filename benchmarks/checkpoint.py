@@ -2,86 +2,97 @@
 
 import argparse
 import functools
+import gc
 import itertools
 import math
 import os
+import pickle
 import random
+import re
 import shutil
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.benchmark_command import run_benchmark
-from benchmarks.saving import Job, measure
-from zaya_jax.config.checks import require
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from benchmarks.benchmark_command import command, flag
+from zaya_jax.config.checks import counted, require
+from zaya_jax.job.multihost import join
 from zaya_jax.lab.line_plot import draw_lines
+from zaya_jax.lab.measure import storage
+from zaya_jax.lab.measure.storage import Method
+from zaya_jax.lab.measure.timing import elapsed, time_calls
 from zaya_jax.lab.result import describe_run
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
-from zaya_jax.run.parser import Parser
+from zaya_jax.run.files import sync_folder
 from zaya_jax.run.reserved_port import reserved_port
 
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
 _DRAWS = 2000  # of the bootstrap
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
+_HEAD = (
+    ("medians, in seconds", "training", "durable", "restore", "restore", "peak", "step time"),
+    ("", "waits", "after", "from disk", "cached", "memory", "during a save"),
+)
 _NAMES = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
+_SMALL = 1000  # number of arrays of 1 KiB, besides the large ones
+_WIDTH, _STEPS = 512, 20  # matrix width of a fake training step, and number of steps timed without saving
 
 
-def bench_checkpoint(
-    sizes: Sequence[float], processes: Sequence[int], repeats: int, png: str | None, folder: str | None
-) -> dict[str, Any]:
-    """Measure each size with each number of processes, and print a table.
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time saving and restoring against Orbax and gather-and-pickle.
 
-    Every method makes its files durable (fsync, rename, fsync of the folder); restored arrays are compared bitwise.
+    Measures how long a save blocks training, when the checkpoint is durable, and how long it takes to restore, with
+    several processes on one disk.
 
-    Args:
-      sizes: sizes of the state, in GiB.
-      processes: numbers of processes, each with one CPU device.
-      repeats: number of timed saves of each method, in turn, after one warm-up save.
-      png: file for a plot of times against the number of processes, for the largest state; None for no plot.
-      folder: folder on the disk to measure; None for the system temporary folder.
-
-    Raises:
-      InputError: `folder` is not a folder.
+    checkpoint --gib 2 --processes 1 4 --png saving.png
     """
+    for name, values in (("--gib", parsed.gib), ("--processes", parsed.processes)):
+        require(min(values) > 0, name, min(values), "above 0")
+    folder: str | None = parsed.folder
     require(folder is None or Path(folder).is_dir(), "--folder", folder, "an existing folder")
     result = describe_run(
         "seconds that a save blocks the step loop, until the checkpoint is durable, and to restore it",
-        f"states of {', '.join(f'{size:g}' for size in sizes)} GiB, 16 large arrays and 1,000 of 1 KiB",
+        f"states of {', '.join(f'{size:g}' for size in parsed.gib)} GiB, 16 large arrays and 1,000 of 1 KiB",
         "process_allgather to process 0, which pickles",
         ("orbax-checkpoint", "tensorstore"),
     )
     result["results"] = []
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=folder) as name:
         result["hardware"]["disk"] = describe_disk(Path(name))
-        for size, count in itertools.product(sizes, processes):
-            rows = run_job(Path(name), count, round(size * 2**30), repeats)
+        for size, count in itertools.product(parsed.gib, parsed.processes):
+            rows = run_job(Path(name), count, round(size * 2**30), parsed.repeats)
             result["results"].append(summary(size, count, rows))
             print_table(result["results"][-1])
-    if png:
-        _draw(Path(png), max(sizes), result["results"])
+    if parsed.png:
+        _draw(Path(parsed.png), max(parsed.gib), result["results"])
     return result
 
 
 def describe_disk(folder: Path) -> dict[str, Any]:
     """Describe a disk: file system, free space, and the speed of writing one durable file of 256 MiB."""
-    block = os.urandom(2**20)
+    blocks = [os.urandom(2**20)] * 256
     start = time.perf_counter()
     with (folder / "speed").open("wb") as file:
-        for _ in range(256):
-            file.write(block)
+        file.writelines(blocks)
         file.flush()
         os.fdatasync(file.fileno())
     seconds = time.perf_counter() - start
     (folder / "speed").unlink()
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    here = [(len(where), kind) for where, kind in mounts if folder.resolve().is_relative_to(where)]
-    return {"file_system": max(here)[1], "mb_per_second": round(256 * 1.048576 / seconds),
-            "free_bytes": shutil.disk_usage(folder).free}  # fmt: skip
+    _, kind = max((len(where), kind) for where, kind in mounts if folder.resolve().is_relative_to(where))
+    speed, free = round(256 * 1.048576 / seconds), shutil.disk_usage(folder).free
+    return {"file_system": kind, "mb_per_second": speed, "free_bytes": free}
 
 
 def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[str, Any]]:
@@ -105,20 +116,26 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
         for key in _FIGURES:
             if not math.isnan(row.get(key, math.nan)):
                 ways.setdefault(row["way"], {}).setdefault(key, []).append(row[key])
-    table = {way: {key: {"median": statistics.median(values), "least": min(values), "most": max(values)}
-                   for key, values in figures.items()} for way, figures in ways.items()}  # fmt: skip
+    table = {way: {key: _statistics(values) for key, values in figures.items()} for way, figures in ways.items()}
 
     def ratio(key: str, way: str, other: str) -> float:
         return table[way][key]["median"] / table[other][key]["median"]
 
     return {
-        "gib": size, "processes": processes, "ways": table,
-        "stall_ratio": ratio("stall", PEER, OURS), "stall_interval": interval(ways[PEER]["stall"], ways[OURS]["stall"]),
+        "gib": size,
+        "processes": processes,
+        "ways": table,
+        "stall_ratio": ratio("stall", PEER, OURS),
+        "stall_interval": interval(ways[PEER]["stall"], ways[OURS]["stall"]),
         "commit_ratio": ratio("commit", PEER, OURS),
         "commit_interval": interval(ways[PEER]["commit"], ways[OURS]["commit"]),
         "digest_share": ratio("commit", OURS, BARE) - 1,
         "restore_ratio": ratio("restore_warm", PEER, OURS),
-    }  # fmt: skip
+    }
+
+
+def _statistics(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def interval(numerators: list[float], denominators: list[float]) -> tuple[float, float]:
@@ -135,53 +152,169 @@ def interval(numerators: list[float], denominators: list[float]) -> tuple[float,
 def print_table(job: dict[str, Any]) -> None:
     """Print the figures of one job as a table. Memory is the increase during a save in the largest process."""
     (low, high), count = job["stall_interval"], job["processes"]
-    print(f"{job['gib']:g} GiB, {count} process{'es' if count > 1 else ''}:\n  {PEER} blocks "
-          f"training {job['stall_ratio']:.1f}× as long as zaya_jax (95 % interval {low:.1f} to {high:.1f})\n"
-          f"  compared with it, zaya_jax makes the checkpoint durable {job['commit_ratio']:.2f}× as fast, and "
-          f"restores it with checksums {job['restore_ratio']:.2f}× as fast\n"
-          f"  checksums add {100 * job['digest_share']:.1f} % to the time until the checkpoint is durable")  # fmt: skip
-    print(f"  {'medians, in seconds':<24}{'training':>10}{'durable':>9}{'restore':>10}{'restore':>10}{'peak':>10}"
-          f"{'step time':>15}\n  {'':<24}{'waits':>10}{'after':>9}{'from disk':>10}{'cached':>10}{'memory':>10}"
-          f"{'during a save':>15}")  # fmt: skip
+    durable, restored = f"{job['commit_ratio']:.2f}× as fast", f"{job['restore_ratio']:.2f}× as fast"
+    print(f"{job['gib']:g} GiB, {counted(count, 'process', 'es')}:")
+    print(f"  {PEER} blocks training {job['stall_ratio']:.1f}× as long as zaya_jax", end=" ")
+    print(f"(95 % interval {low:.1f} to {high:.1f})")
+    print(f"  compared with it, zaya_jax makes the checkpoint durable {durable}", end=", ")
+    print(f"and restores it with checksums {restored}")
+    print(f"  checksums add {100 * job['digest_share']:.1f} % to the time until the checkpoint is durable")
+    for first, *cells in _HEAD:
+        print(f"  {first:<24}" + "".join(f"{cell:>14}" for cell in cells))
     for way, figures in job["ways"].items():
-        seconds = "".join(f"{figures[key]['median']:>{width}.3f}" for key, width in
-                          (("stall", 10), ("commit", 9), ("restore_cold", 10), ("restore_warm", 10)))  # fmt: skip
-        steps = f"{figures['step_inflation']['median']:>14.2f}×" if "step_inflation" in figures else ""
-        print(f"  {_NAMES.get(way, way):<24}{seconds}{figures['memory']['median'] / 2**20:>6.0f} MiB{steps}")
+        median = {key: each["median"] for key, each in figures.items()}
+        cells = [f"{median[key]:.3f}" for key in ("stall", "commit", "restore_cold", "restore_warm")]
+        cells += [f"{median['memory'] / 2**20:.0f} MiB"]
+        cells += [f"{median['step_inflation']:.2f}×"] if "step_inflation" in median else []
+        print(f"  {_NAMES.get(way, way):<24}" + "".join(f"{cell:>14}" for cell in cells))
 
 
 def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
     jobs = [job for job in results if job["gib"] == size]
-    lines = {f"{way}: {what}": ([job["processes"] for job in jobs],
-                               [job["ways"][way][key]["median"] for job in jobs])
-             for key, what in (("stall", "training waits"), ("commit", "durable after"))
-             for way in jobs[0]["ways"]}  # fmt: skip
-    draw_lines(path, lines, title=f"Saving {size:g} GiB: how long training waits, and when the checkpoint is durable",
-               x="number of processes", y="time (s)", logarithmic="y")  # fmt: skip
+    counts, lines = [job["processes"] for job in jobs], {}
+    for key, what in (("stall", "training waits"), ("commit", "durable after")):
+        for way in jobs[0]["ways"]:
+            lines[f"{way}: {what}"] = counts, [job["ways"][way][key]["median"] for job in jobs]
+    title = f"Saving {size:g} GiB: how long training waits, and when the checkpoint is durable"
+    draw_lines(path, lines, title=title, x="number of processes", y="time (s)", logarithmic="y")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, _add, repeats=5, png="save times against the number of processes")
+# --- one process of a job that saves the same state with several methods, in turn, and times each ----------------
 
 
-def _add(parser: Parser) -> None:
-    parser.add_argument("--gib", type=float, nargs="+", default=[0.25, 2.0], metavar="SIZE",
-                        help="state sizes to save, in GiB (default: 0.25 2)")  # fmt: skip
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N",
-                        help="numbers of processes to save from (default: 1 2 4)")  # fmt: skip
-    parser.add_argument("--folder", metavar="FOLDER",
-                        help="folder on the disk to measure (default: the system temporary folder)")  # fmt: skip
+class Job(NamedTuple):
+    """A job, and the index of this process."""
+
+    folder: Path
+    coordinator: str
+    processes: int
+    process: int
+    size: int  # bytes of a state
+    repeats: int
 
 
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Time saving and restoring against Orbax and gather-and-pickle.
+def measure(job: Job) -> list[dict[str, Any]]:
+    """Save and restore together with the other processes; returns one row for each method and turn."""
+    if job.processes > 1:
+        join(job.coordinator, job.processes, job.process, 120, 600.0)
+    state = storage.make_state(job.size, _SMALL, jax.devices())
+    methods = make_methods(job.folder, state)
+    rows: list[dict[str, Any]] = []
+    for turn in range(job.repeats + 1):
+        for name, method in methods.items():
+            row = {"way": name, "turn": turn, **timed_save(method, turn)}
+            if turn == job.repeats:
+                row |= storage.time_restores(method, job.folder, state) | timed_steps(method, turn + 1)
+            if turn:  # the first turn is a warm-up
+                rows.append(row)
+    if job.processes > 1:
+        jax.distributed.shutdown()  # together, since the processes are ended one after the other
+    return rows
 
-    Measures how long a save blocks training, when the checkpoint is durable, and how long it takes to restore, with
-    several processes on one disk.
 
-    checkpoint --gib 2 --processes 1 4 --png saving.png
-    """
-    for name, values in (("--gib", parsed.gib), ("--processes", parsed.processes)):
-        require(min(values) > 0, name, min(values), "above 0")
-    return bench_checkpoint(parsed.gib, parsed.processes, parsed.repeats, parsed.png, parsed.folder)
+def make_methods(folder: Path, state: dict[str, jax.Array]) -> dict[str, Method]:
+    """Make the methods: gather and pickle; Orbax with its defaults; this project, with and without digests."""
+    shapes = storage.abstract(state)
+    return {
+        "gather and pickle": _pickled(folder / "pickle", state, shapes),
+        "Orbax": _orbax(folder / "orbax", state, shapes, wait=True),
+        "Orbax, asynchronous": _orbax(folder / "orbax_async", state, shapes, wait=False),
+        "verified": storage.make_method(folder / "verified", state, shapes),
+        "without digests": storage.make_method(folder / "unverified", state, shapes, "none"),
+    }
+
+
+def _pickled(folder: Path, state: Any, abstract: Any) -> Method:
+    path = folder / "state.pickle"
+
+    def start(step: int) -> None:
+        gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+        host = {name: np.asarray(x) if x.is_fully_replicated else gather(x) for name, x in state.items()}
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "partial").open("wb") as file:
+                pickle.dump(host, file, protocol=5)
+                file.flush()
+                os.fsync(file.fileno())
+            (folder / "partial").rename(path)
+            sync_folder(folder)
+        multihost_utils.sync_global_devices("pickled")
+
+    def restore() -> Any:
+        with path.open("rb") as file:
+            host = pickle.load(file)  # noqa: S301 (written above)
+        make = jax.make_array_from_callback
+        return {name: make(x.shape, abstract[name].sharding, x.__getitem__) for name, x in host.items()}
+
+    return Method(start, lambda: None, restore)
+
+
+def _orbax(folder: Path, state: Any, abstract: Any, wait: bool) -> Method:
+    response: Any = None
+    newest = 0
+
+    def start(step: int) -> None:
+        nonlocal response, newest
+        newest, response = step, ocp.save_checkpointables_async(str(folder / str(step)), {"state": state})
+        if wait:
+            response.result()
+
+    def finish() -> None:
+        response.result()
+        if jax.process_index() == 0:
+            shutil.rmtree(folder / str(newest - 1), ignore_errors=True)
+
+    def restore() -> Any:
+        return ocp.load_checkpointables(str(folder / str(newest)), {"state": abstract})["state"]
+
+    return Method(start, finish, restore)
+
+
+def timed_save(method: Method, step: int) -> dict[str, float]:
+    """Save once; return the figures of `time_save`, and `memory`, bytes: the maximum over processes."""
+    gc.collect()
+    multihost_utils.sync_global_devices("save")
+    before = restart_peak()
+    figures = storage.time_save(method, step)
+    return figures | {"memory": storage.largest(peak_memory() - before)}
+
+
+def restart_peak() -> int:
+    """Let the kernel count this process' peak memory anew (proc(5)), and return the resident memory in bytes."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    """Return this process' peak resident memory in bytes, as the kernel counts it."""
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[0])
+
+
+def timed_steps(method: Method, step: int) -> dict[str, float]:
+    """Return the duration of a step during a save, relative to one without, in the slowest process; NaN if none ran."""
+    multiply = jax.jit(lambda x: x @ x)
+    x = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
+
+    def one_step() -> None:
+        multiply(x).block_until_ready()
+
+    multihost_utils.sync_global_devices("steps alone")
+    alone = time_calls(one_step, _STEPS).median
+    multihost_utils.sync_global_devices("steps beside saving")
+    method.start(step)
+    finishing = threading.Thread(target=method.finish)
+    finishing.start()
+    beside = []
+    while finishing.is_alive():
+        beside.append(elapsed(one_step))
+    finishing.join()
+    return {"step_inflation": storage.largest(statistics.mean(beside) / alone if beside else math.nan)}
+
+
+DISK = "folder on the disk to measure (default: the system temporary folder)"
+FLAGS = {
+    "--gib": flag([0.25, 2.0], "SIZE", "state sizes to save, in GiB"),
+    "--processes": flag([1, 2, 4], "N", "numbers of processes to save from"),
+    "--folder": {"metavar": "FOLDER", "help": DISK},
+}
+main = command(run, FLAGS, repeats=5, png="save times against the number of processes")

@@ -1,22 +1,29 @@
 """Time data loading against other projects: packing against Grain, preparation against `datasets`."""
 
 import argparse
+import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.benchmark_command import run_benchmark
-from benchmarks.corpora import write_drawn, write_lines
+import numpy as np
+
+from benchmarks.benchmark_command import command, medians
 from benchmarks.data_peers import GrainSettings, datasets_preparing, grain_packing, time_batches
-from zaya_jax.config import DataConfig, from_dict
+from zaya_jax.config import DataConfig, load_config
+from zaya_jax.config.shipped import shipped
 from zaya_jax.data.loading.batches import train_batches
 from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.data.loading.text_corpus import find_corpus
-from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
-from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.data.prepare.manifest import Manifest, json_digest
+from zaya_jax.data.prepare.preparation import TOKENIZER, PrepareSettings, prepare, write_merged
+from zaya_jax.data.prepare.shard_conversion import Conversion, Record, remove_notes
+from zaya_jax.data.prepare.shards import token_dtype
+from zaya_jax.data.special_tokens import SpecialTokens
+from zaya_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from zaya_jax.lab.measure.timing import interleave_subprocesses
 from zaya_jax.lab.result import describe_run, require_packages, rounded
 
@@ -25,6 +32,8 @@ WORKERS = 2
 _THREADS = (0, 1, 2, 4, 16)  # numbers of Grain's reading threads to try
 _BUFFERS = (1, 4, 16)  # sizes of its workers' buffers to try, in batches
 _TRIES = 3  # passes with each setting
+_MEDIAN, _SIGMA = 700, 1.1  # log-normal distribution of document lengths, in tokens
+_HELDOUT_EVERY = 100  # documents
 _SKIPPED = 50  # batches before timing; more than all buffers hold
 
 
@@ -57,16 +66,18 @@ class Inputs(NamedTuple):
     drawn: Path  # prepared folder of random documents
 
 
-def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
-    """Time both sides, and print the speed of each and the relative speed.
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time packing against Grain, and data preparation against datasets.
 
-    Args:
-      sizes: sizes of the inputs.
-      repeats: number of timed passes of each side, interleaved.
+    Uses generated documents and the Python standard library as input, with Grain's fastest settings.
 
-    Raises:
-      InputError: a peer is not installed.
+    data --repeats 3 --output data.json
     """
+    return bench_data(Sizes(), parsed.repeats)
+
+
+def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
+    """Time both sides, and print the speed of each and the relative speed; InputError if a peer is not installed."""
     require_packages("bench", "datasets")
     result = describe_run(
         "packing and preparing data",
@@ -101,16 +112,15 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
     if workers:
         candidates = [GrainSettings(best.threads, workers, buffer) for buffer in _BUFFERS]
         best, tried = fastest_settings(inputs, sizes, candidates)
-    sides = {
-        "ours": (our_packing, inputs.drawn, inputs.folder / "cache", sizes, workers),
-        "peer": _grain(inputs, sizes, best, sizes.batches),
-    }
-    passes = interleave_subprocesses(sides, repeats)
+    ours = our_packing, inputs.drawn, inputs.folder / "cache", sizes, workers
+    passes = interleave_subprocesses({"ours": ours, "peer": _grain(inputs, sizes, best, sizes.batches)}, repeats)
     seconds = {name: timed.results for name, timed in passes.items()}  # without start-up, unlike `timed.seconds`
-    speeds = {name: sizes.batches * sizes.batch_tokens / statistics.median(times) for name, times in seconds.items()}
+    speeds = {name: sizes.batches * sizes.batch_tokens / each for name, each in medians(seconds).items()}
     ratio = speeds["ours"] / speeds["peer"]
-    print(f"packing, {workers} workers: zaya_jax {speeds['ours'] / 1e6:.1f} million tokens/s, Grain "
-          f"{speeds['peer'] / 1e6:.1f} ({_describe(best)}); zaya_jax is {ratio:.2f}× as fast", flush=True)  # fmt: skip
+    buffers = f", {best.workers} workers with buffers of {best.buffer}" if best.workers else ""
+    peer = f"Grain {speeds['peer'] / 1e6:.1f} ({best.threads} reading threads{buffers})"
+    text = f"zaya_jax {speeds['ours'] / 1e6:.1f} million tokens/s, {peer}; zaya_jax is {ratio:.2f}× as fast"
+    print(f"packing, {workers} workers: {text}", flush=True)
     return {
         "tokens_per_second": {name: round(speed) for name, speed in speeds.items()},
         "ratio": round(ratio, 3),
@@ -123,19 +133,18 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
 def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
     """Measure MB/s of input, from JSONL to what training reads."""
     size = inputs.lines.stat().st_size
-    sides = {"ours": (our_preparing, inputs.lines, inputs.tokenizer, inputs.folder)} | {
-        name: (datasets_preparing, inputs.lines, inputs.tokenizer, WORKERS, fast, inputs.folder)
-        for name, fast in (("peer", False), ("peer_fast", True))
-    }
+    sides: dict[str, tuple[Any, ...]] = {"ours": (our_preparing, inputs.lines, inputs.tokenizer, inputs.folder)}
+    for name, fast in (("peer", False), ("peer_fast", True)):
+        sides[name] = datasets_preparing, inputs.lines, inputs.tokenizer, WORKERS, fast, inputs.folder
     passes = interleave_subprocesses(sides, repeats)
     seconds = {name: timed.seconds for name, timed in passes.items()}
     seconds |= {f"{name}_map_alone": passes[name].results for name in ("peer", "peer_fast")}
-    speeds = {name: size / 1e6 / statistics.median(times) for name, times in seconds.items()}
+    speeds = {name: size / 1e6 / each for name, each in medians(seconds).items()}
     ratios = {name: speeds["ours"] / speed for name, speed in speeds.items() if name != "ours"}
     print(f"preparing, {WORKERS} processes: zaya_jax {speeds['ours']:.2f} MB/s", flush=True)
     for name, what in (("peer", "datasets"), ("peer_fast", "datasets with encode_batch_fast")):
-        print(f"  {what} {speeds[name]:.2f} MB/s ({speeds[f'{name}_map_alone']:.2f} without loading the JSONL); "
-              f"zaya_jax is {ratios[name]:.2f}× as fast", flush=True)  # fmt: skip
+        alone = f"({speeds[f'{name}_map_alone']:.2f} without loading the JSONL)"
+        print(f"  {what} {speeds[name]:.2f} MB/s {alone}; zaya_jax is {ratios[name]:.2f}× as fast", flush=True)
     return {
         "megabytes_per_second": {name: round(speed, 3) for name, speed in speeds.items()},
         "ratio": {name: round(ratio, 3) for name, ratio in ratios.items()},
@@ -145,24 +154,15 @@ def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
 
 
 def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callable[[], float]:
-    """Make a function that makes training batches from a prepared folder, and returns the seconds they took.
-
-    Args:
-      folder: prepared folder.
-      cache: `data.cache_dir`.
-      sizes: size and number of the batches.
-      workers: `data.workers`.
-    """
-    config = from_dict({
-        "model": {
-            "vocab_size": sizes.vocab_size, "hidden_size": 8, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 2,
-            "head_dim": 4, "num_experts": 2, "expert_size": 8, "router_size": 4, "max_positions": sizes.context,
-        },
-        "phases": [{"tokens": 2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens}],
-        "data": {"sources": {"drawn": {"path": str(folder)}}, "context": sizes.context, "cache_dir": str(cache),
-                 "workers": workers},
-        "train": {"batch": {"tokens": sizes.batch_tokens}},
-    })  # fmt: skip
+    """Make a function that makes training batches from a prepared folder, and returns the seconds they took."""
+    overrides = (
+        f"model.vocab_size={sizes.vocab_size} model.hidden_size=8 model.num_layers=1 model.head_dim=4 "
+        "model.num_kv_heads=2 model.num_experts=2 model.expert_size=8 model.router_size=4 "
+        f"model.max_positions={sizes.context} data.context={sizes.context} data.workers={workers} "
+        f"phases.0.tokens={2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens} train.batch.tokens={sizes.batch_tokens}"
+    )
+    paths = [f"data.sources.drawn.path={folder}", f"data.cache_dir={cache}"]
+    config = load_config(shipped("tiny.yaml"), [*overrides.split(), "phases.0.schedule=null", *paths])
     prepared = open_sources(config)
 
     def step() -> float:
@@ -187,9 +187,9 @@ def fastest_settings(
 ) -> tuple[GrainSettings, dict[GrainSettings, int]]:
     """Return the fastest of Grain's settings, and tokens/s with each."""
     sides = {settings: _grain(inputs, sizes, settings, sizes.tried) for settings in candidates}
+    seconds = {settings: timed.results for settings, timed in interleave_subprocesses(sides, _TRIES).items()}
     tokens = sizes.tried * sizes.batch_tokens
-    speeds = {settings: round(tokens / statistics.median(timed.results))
-              for settings, timed in interleave_subprocesses(sides, _TRIES).items()}  # fmt: skip
+    speeds = {settings: round(tokens / statistics.median(each)) for settings, each in seconds.items()}
     return max(speeds, key=speeds.__getitem__), speeds
 
 
@@ -197,21 +197,63 @@ def _grain(inputs: Inputs, sizes: Sizes, settings: GrainSettings, batches: int) 
     return grain_packing, inputs.drawn, sizes.context, sizes.batch, settings, _SKIPPED, batches
 
 
-def _describe(settings: GrainSettings) -> str:
-    buffers = f", {settings.workers} workers with buffers of {settings.buffer}" if settings.workers else ""
-    return f"{settings.threads} reading threads{buffers}"
+# --- the inputs -------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, repeats=5)
+def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
+    """Write JSONL of at least `size` bytes: all texts in random order, repeated as often as needed."""
+    rng, left = np.random.default_rng(0), size
+    with path.open("wb") as file:
+        while left > 0:
+            for index in rng.permutation(len(texts)):
+                left -= file.write(json.dumps({"text": texts[index]}).encode() + b"\n")
+                if left <= 0:
+                    break
 
 
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Time packing against Grain, and data preparation against datasets.
+def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Manifest:
+    """Write a new prepared folder of random documents, with about a hundredth of them held out.
 
-    Uses generated documents and the Python standard library as input, with Grain's fastest settings.
-
-    data --repeats 3 --output data.json
+    It has at least so many training tokens, in shards of equal size, of the vocabulary of a `tokenizer.json`.
     """
-    return bench_data(Sizes(), parsed.repeats)
+    folder.mkdir()
+    (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
+    loaded = load_tokenizer(tokenizer)
+    [eot] = loaded.encode_template(loaded.eot_text)
+    draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
+    invalid = "The benchmark generated invalid documents; please report it."
+    Conversion(folder, range(shards), [draw.bytes] * shards, invalid).convert(draw, "drawing documents")
+    special = SpecialTokens(*[loaded.eot_text] * 3)
+    manifest = write_merged(folder, shards, kind="tokens", inputs=json_digest(draw, shards), special=special)
+    remove_notes(folder)
+    return manifest
+
+
+class Draw(NamedTuple):
+    """Draws documents with log-normal lengths and Zipf-distributed tokens."""
+
+    vocab_size: int
+    eot: int
+    tokens: int  # training tokens of a unit
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a unit's training tokens."""
+        return self.tokens * token_dtype(self.vocab_size).itemsize
+
+    def __call__(self, unit: int) -> Iterator[Record]:
+        """Draw the documents of a unit, which depend on its number only."""
+        rng, dtype, drawn, nth = np.random.default_rng(unit), token_dtype(self.vocab_size), 0, 0
+        frequency = 1 / np.arange(2, self.vocab_size + 2)
+        frequency[self.eot] = 0
+        steps = np.cumsum(frequency)
+        while drawn < self.tokens:
+            tokens = np.full(2 + max(1, int(rng.lognormal(np.log(_MEDIAN), _SIGMA))), self.eot, dtype)
+            tokens[1:-1] = np.searchsorted(steps, steps[-1] * rng.random(len(tokens) - 2), side="right")
+            split = "heldout" if nth % _HELDOUT_EVERY == 0 else "train"
+            trained = len(tokens) if split == "train" else 0
+            yield Record(split, tokens.tobytes(), len(tokens), 4 * len(tokens), trained * dtype.itemsize)
+            drawn, nth = drawn + trained, nth + 1
+
+
+main = command(run, {}, repeats=5)

@@ -28,15 +28,11 @@ def grain_packing(
 ) -> Callable[[], float]:
     """Make a function that makes batches with `ConcatThenSplitIterDataset`, and returns the seconds they took.
 
-    Args:
-      folder: prepared folder, whose shards are read.
-      context: tokens of a row.
-      batch: rows of a batch.
-      settings: settings of the pipeline.
-      skipped: batches before timing, so that processes have started and buffers are full.
-      batches: number of timed batches.
+    It reads the shards of a prepared folder. `skipped` batches come before timing, so that processes have started and
+    buffers are full.
     """
     import grain
+    from absl import flags
     from array_record.python.array_record_data_source import ArrayRecordDataSource
     from grain import experimental
 
@@ -52,7 +48,8 @@ def grain_packing(
         )
         dataset: Any = rows.batch(batch)
         if settings.workers:
-            _parse_absl_flags()
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()  # Grain's workers read one of absl's, which fails before parsing
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(settings.workers, settings.buffer))
         iterator = iter(dataset)
         try:
@@ -78,23 +75,10 @@ def time_batches(iterator: Any, skipped: int, batches: int) -> float:
     return sum(time_calls(lambda: next(iterator), batches, skipped).seconds)
 
 
-def _parse_absl_flags() -> None:
-    """Mark absl's flags as parsed, since Grain's workers read one, which fails before parsing."""
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-
-
 def datasets_preparing(lines: Path, tokenizer: Path, workers: int, fast: bool, scratch: Path) -> Callable[[], float]:
     """Make a function that loads JSONL, maps a tokenizer over it, and returns the seconds of the map only.
 
-    Args:
-      lines: JSONL file.
-      tokenizer: `tokenizer.json` file.
-      workers: number of processes of the map.
-      fast: whether to use `encode_batch_fast`, without offsets, instead of `encode_batch`.
-      scratch: existing folder for caches; each call uses a new one in it.
+    It uses `encode_batch_fast`, without offsets, if it is `fast`; each call has new caches in the folder `scratch`.
     """
     os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     datasets: Any = importlib.import_module("datasets")  # an optional dependency, unknown to the type checker
@@ -109,7 +93,7 @@ def datasets_preparing(lines: Path, tokenizer: Path, workers: int, fast: bool, s
     def step() -> float:
         with tempfile.TemporaryDirectory(dir=scratch) as cache:
             dataset = datasets.load_dataset("json", data_files=str(lines), split="train", cache_dir=cache)
-            return elapsed(lambda: dataset.map(tokenize, batched=True, num_proc=workers,
-                                               remove_columns=dataset.column_names))  # fmt: skip
+            settings = {"num_proc": workers, "remove_columns": dataset.column_names}
+            return elapsed(lambda: dataset.map(tokenize, batched=True, **settings))
 
     return step

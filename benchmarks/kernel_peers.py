@@ -1,5 +1,6 @@
 """PyTorch counterparts of the kernels, at the sizes of `kernel_cases`."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -8,19 +9,14 @@ from zaya_jax.lab.kernel_cases import STEPS, Sizes
 from zaya_jax.lab.result import require_packages
 
 Call = Callable[[], Any]
+Made = tuple[Callable[..., Any], list[Any]]  # a function, and its arguments
 
 
 def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, Call]:
     """Make a function that runs a case of `kernel_cases.cases` in PyTorch, and one that waits for all its calls.
 
-    On a GPU, norms are compiled with `torch.compile`, and attention uses the flash kernel of
-    `scaled_dot_product_attention`; on a CPU both use PyTorch's defaults.
-
-    Args:
-      name: name of the case, a key of `PEERS`.
-      sizes: sizes of the arrays.
-      dtype: 'float32' or 'bfloat16'.
-      device: 'cpu' or 'cuda', PyTorch's name for ROCm devices, too.
+    On a GPU ('cuda', ROCm devices, too), norms are compiled with `torch.compile`, and attention uses the flash kernel
+    of `scaled_dot_product_attention`; on a CPU both use PyTorch's defaults.
 
     Raises:
       InputError: PyTorch is not installed.
@@ -32,19 +28,11 @@ def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, C
     with torch.device(device):
         function, arrays = make(torch, sizes, getattr(torch, dtype), device == "cuda")
         call = _pulled(torch, function, arrays) if backward else _without_gradient(torch, function, arrays)
-    return call, torch.cuda.synchronize if device == "cuda" else _nothing
-
-
-def _nothing() -> None:
-    """Do nothing: calls on a CPU are synchronous."""
+    return call, torch.cuda.synchronize if device == "cuda" else lambda: None  # calls on a CPU are synchronous
 
 
 def _without_gradient(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
-    def call() -> Any:
-        with torch.no_grad():
-            return function(*arrays)
-
-    return call
+    return functools.partial(torch.no_grad()(function), *arrays)
 
 
 def _pulled(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
@@ -58,11 +46,11 @@ def _pulled(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call
     return lambda: torch.autograd.grad(outputs, arrays, cotangents, retain_graph=True)
 
 
-def _residual_norm(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+def _residual_norm(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
     shape = (sizes.tokens, sizes.width)
 
-    def function(output: Any, stream: Any, scale: Any, bias: Any, stream_scale: Any, stream_bias: Any,
-                 weight: Any) -> tuple[Any, Any]:  # fmt: skip
+    def function(output: Any, stream: Any, *vectors: Any) -> tuple[Any, Any]:
+        scale, bias, stream_scale, stream_bias, weight = vectors
         new = (output.float() + bias) * scale + (stream + stream_bias) * stream_scale
         return new, torch.nn.functional.rms_norm(new.to(dtype), shape[1:], weight.to(dtype), 1e-5)
 
@@ -70,12 +58,12 @@ def _residual_norm(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Cal
     return torch.compile(function) if gpu else function, arrays
 
 
-def _attention(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+def _attention(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
     rows, length = sizes.tokens // sizes.sequence, sizes.sequence
     return _attend(torch, gpu, causal=True), _heads(torch, sizes, dtype, rows, length, length)
 
 
-def _decode(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+def _decode(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
     rows, keys = sizes.decoded
     return _attend(torch, gpu, causal=False), _heads(torch, sizes, dtype, rows, 1, keys)
 
@@ -99,7 +87,7 @@ def _heads(torch: Any, sizes: Sizes, dtype: Any, rows: int, queries: int, keys: 
     return [torch.randn(rows, *head, sizes.channels, dtype=dtype) for head in heads]
 
 
-def _grouped(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+def _grouped(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
     del gpu
     e, d, q = sizes.experts, sizes.width, 2 * sizes.expert_width
     ends = torch.arange(1, e + 1, dtype=torch.int32) * sizes.per_expert
@@ -107,7 +95,7 @@ def _grouped(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[
     return lambda x, w: torch._grouped_mm(x, w, offs=ends), arrays
 
 
-def _gram_polynomial(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+def _gram_polynomial(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
     del gpu
 
     def function(x: Any) -> Any:
@@ -117,18 +105,18 @@ def _gram_polynomial(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[C
     return function, [torch.randn(*sizes.matrices, dtype=dtype)]
 
 
-def _muon(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+def _muon(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
     del dtype, gpu  # torch's Muon always iterates in bf16
     n, p, q = sizes.matrices
     matrices = [torch.nn.Parameter(torch.randn(q, p)) for _ in range(n)]
     for matrix in matrices:
         matrix.grad = torch.randn(q, p)
-    optimizer = torch.optim.Muon(matrices, lr=6e-4, weight_decay=0.1, momentum=0.95, ns_steps=STEPS,
-                                 adjust_lr_fn="match_rms_adamw")  # fmt: skip
+    rates = {"lr": 6e-4, "weight_decay": 0.1, "momentum": 0.95}
+    optimizer = torch.optim.Muon(matrices, **rates, ns_steps=STEPS, adjust_lr_fn="match_rms_adamw")
     return optimizer.step, []
 
 
-PEERS: dict[str, Callable[..., tuple[Callable[..., Any], list[Any]]]] = {
+PEERS: dict[str, Callable[..., Made]] = {
     "residual_norm": _residual_norm,
     "residual_norm backward": _residual_norm,
     "attention": _attention,

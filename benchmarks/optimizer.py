@@ -4,27 +4,15 @@ import argparse
 import itertools
 import math
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from benchmarks.benchmark_command import add_steps, prepare_trainings, run_benchmark
-from benchmarks.training_sweep import (
-    PACKAGES,
-    SEEDS,
-    SIZE,
-    Curve,
-    Trial,
-    draw_heldout,
-    median_or_never,
-    run_trials,
-    small_config,
-)
+from benchmarks.benchmark_command import command, flag, prepare_trainings
+from benchmarks.training_sweep import SEEDS, Curve, Trial, median_or_never, run_trials, small_config, start_result
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
 from zaya_jax.errors import InputError
-from zaya_jax.lab.result import describe_run
+from zaya_jax.lab.line_plot import draw_lines
 from zaya_jax.run.files import expanded, read_object, require_existing
-from zaya_jax.run.parser import Parser
 
 Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # learning rates of the matrices, and of all other parameters
@@ -38,26 +26,30 @@ def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerCon
     """Make the configuration of one optimizer: `kind` for matrices, AdamW for the rest, each with its learning rate."""
     role = RoleConfig(learning_rate=matrices / others)
     roles = RolesConfig(attention=role, router=role, expert=role) if kind == "adamw" else RolesConfig()
-    return OptimizerConfig(kind, MuonConfig(learning_rate=matrices, newton_schulz_dtype="float32"),
-                           AdamWConfig(learning_rate=others), roles, BalanceConfig(learning_rate=0.02))  # fmt: skip
+    muon, adamw = MuonConfig(learning_rate=matrices, newton_schulz_dtype="float32"), AdamWConfig(learning_rate=others)
+    return OptimizerConfig(kind, muon, adamw, roles, BalanceConfig(learning_rate=0.02))
 
 
-def bench_optimizer(steps: int, png: str | None, tuned: str | None = None) -> dict[str, Any]:
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Count the steps that Muon needs to reach AdamW's final held-out loss.
+
+    Trains models of 1.65M parameters with three seeds, one training per core. The learning rates of both are tuned on a
+    grid first.
+
+    optimizer --steps 100 --png optimizer.png
+    """
+    prepare_trainings(parsed.steps)
+    return bench_optimizer(parsed.steps, parsed.png, parsed.tuned)
+
+
+def bench_optimizer(steps: int, png: str | None, tuned: str | None) -> dict[str, Any]:
     """Tune both optimizers on one seed with the same number of trials, then compare them on three seeds.
-
-    Args:
-      steps: training steps of each trial.
-      png: file for a plot of the curves; None for no plot.
-      tuned: file of an earlier result, whose best learning rates are used instead of tuning; None tunes.
 
     Raises:
       InputError: `tuned` is not a result of this benchmark.
     """
-    result = describe_run(
-        "steps to the final held-out loss of AdamW",
-        f"{SIZE}, {steps} steps of 2,048 tokens of the text corpus, rates constant after 10 steps",
-        "AdamW for all parameters", PACKAGES,
-    )  # fmt: skip
+    size = f"{steps} steps of 2,048 tokens of the text corpus, rates constant after 10 steps"
+    result = start_result("steps to the final held-out loss of AdamW", size, "AdamW for all parameters")
     kinds: tuple[Kind, ...] = get_args(Kind)
     grid = None if tuned is None else read_grid(tuned)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,26 +59,33 @@ def bench_optimizer(steps: int, png: str | None, tuned: str | None = None) -> di
             return Trial(f"{kind} {rates[0]:g} {rates[1]:g} seed {seed}", config, evaluation_interval)
 
         if grid is None:
-            pairs = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}
-            curves = run_trials(
-                {(kind, rates): trial(kind, rates, 0, steps) for kind in kinds for rates in pairs[kind]}
-            )
-            grid = {kind: _grid_rows({rates: curves[kind, rates].final for rates in pairs[kind]}, MATRICES[kind])
-                    for kind in kinds}  # fmt: skip
+            pairs: list[tuple[Kind, Rates]] = [
+                (kind, rates) for kind in kinds for rates in itertools.product(MATRICES[kind], OTHERS)
+            ]
+            curves = run_trials({(kind, rates): trial(kind, rates, 0, steps) for kind, rates in pairs})
+            grid = {
+                kind: _grid_rows(
+                    {rates: curves[kind, rates].final for each, rates in pairs if each == kind}, MATRICES[kind]
+                )
+                for kind in kinds
+            }
         best = {kind: (grid[kind]["best"]["matrices"], grid[kind]["best"]["others"]) for kind in kinds}
         curves = run_trials({(seed, kind): trial(kind, best[kind], seed, 5) for seed in SEEDS for kind in kinds})
-    result |= {"tuned": tuned, "grid": grid}
     named = {f"{kind} seed {seed}": curve for (seed, kind), curve in curves.items()}
-    result["curves"] = {name: curve.heldout for name, curve in named.items()}
+    result |= {"tuned": tuned, "grid": grid, "curves": {name: curve.heldout for name, curve in named.items()}}
     result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in SEEDS})
-    for kind, row in result["grid"].items():
+    for kind, row in grid.items():
         if not row["interior"]:
             print(f"The best learning rates of {kind} are at the edge of the grid: widen the grid.")
-    share = result["results"]["median"]
-    print("Muon did not reach AdamW's final held-out loss." if share is None else
-          f"Muon reaches AdamW's final held-out loss in {share:.0%} of its steps (median of "
-          f"{len(SEEDS)} seeds).")  # fmt: skip
-    draw_heldout(png, named, "Optimizers at their best learning rates")
+    share, target = result["results"]["median"], "AdamW's final held-out loss"
+    if share is None:
+        print(f"Muon did not reach {target}.")
+    else:
+        print(f"Muon reaches {target} in {share:.0%} of its steps (median of {len(SEEDS)} seeds).")
+    if png:
+        lines = {name: tuple(zip(*curve.heldout, strict=True)) for name, curve in named.items()}
+        title = "Optimizers at their best learning rates (mean and range over seeds)"
+        draw_lines(Path(png), lines, title=title, x="step", y="held-out loss (nats/token)")
     return result
 
 
@@ -123,9 +122,8 @@ def compare(curves: dict[int, dict[Kind, Curve]]) -> dict[str, Any]:
     for seed, both in curves.items():
         target = both["adamw"].final
         muon, adamw = (steps_to(both[kind], target) for kind in ("muon", "adamw"))
-        ratio = muon / adamw if muon is not None and adamw is not None else None
-        rows.append({"seed": seed, "heldout_loss": round(target, 4), "muon": muon, "adamw": adamw,
-                     "ratio": None if ratio is None else round(ratio, 3)})  # fmt: skip
+        ratio = None if muon is None or adamw is None else round(muon / adamw, 3)
+        rows.append({"seed": seed, "heldout_loss": round(target, 4), "muon": muon, "adamw": adamw, "ratio": ratio})
     return {"seeds": rows, "median": median_or_never([row["ratio"] for row in rows])}
 
 
@@ -145,24 +143,11 @@ def _interior(best: Rates, *axes: tuple[float, ...]) -> bool:
     return all(min(axis) < value < max(axis) for value, axis in zip(best, axes, strict=True))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, _add, png="held-out loss against steps")
-
-
-def _add(parser: Parser) -> None:
-    add_steps(parser, 150, "number of training steps")
-    parser.add_argument("--tuned", metavar="FILE", help="use the best learning rates of an earlier --output instead of "
-                        "tuning them, such as benchmarks/optimizer_cpu.json")  # fmt: skip
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Count the steps that Muon needs to reach AdamW's final held-out loss.
-
-    Trains models of 1.65M parameters with three seeds, one training per core. The learning rates of both are tuned on a
-    grid first.
-
-    optimizer --steps 100 --png optimizer.png
-    """
-    prepare_trainings(parsed)
-    return bench_optimizer(parsed.steps, parsed.png, parsed.tuned)
+TUNED = (
+    "use the best learning rates of an earlier --output instead of tuning them, such as benchmarks/optimizer_cpu.json"
+)
+FLAGS = {
+    "--steps": flag(150, "N", "number of training steps, at least 20"),
+    "--tuned": {"metavar": "FILE", "help": TUNED},
+}
+main = command(run, FLAGS, png="held-out loss against steps")

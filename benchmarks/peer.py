@@ -14,8 +14,12 @@ from zaya_jax.lab.result import require_packages
 from zaya_jax.lab.subprocesses import run_in_subprocess
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
-_TOO_LARGE = ("The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller "
-              "model with --config FILE model.num_layers=N.")  # fmt: skip
+_TOO_LARGE = (
+    "The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller model with "
+    "--config FILE model.num_layers=N."
+)
+Pass = Callable[[Any, int], Any]  # (tokens of some rows, rows of the whole batch) → loss
+Wait = Callable[[], object]
 
 
 def require_peer() -> None:
@@ -25,16 +29,21 @@ def require_peer() -> None:
         pass
 
 
-def _import_peer() -> Callable[[], None]:
+def _import_peer() -> Callable[[], object]:
     try:
         importlib.import_module("torch")
-        _ = importlib.import_module("transformers").ZayaForCausalLM
+        return importlib.import_module("transformers").ZayaForCausalLM
     except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        raise InputError(
-            "The comparison needs ZayaForCausalLM of transformers, which cannot be imported: "
-            f"{printable(str(error))}. Install what is missing: pip install -e '.[parity]'."
-        ) from error
-    return lambda: None
+        reason = f"ZayaForCausalLM of transformers, which cannot be imported: {printable(str(error))}"
+        message = f"The comparison needs {reason}. Install what is missing: pip install -e '.[parity]'."
+        raise InputError(message) from error
+
+
+def peer_device() -> str:
+    """Return PyTorch's name for the device that JAX uses; it names ROCm devices 'cuda', too."""
+    from zaya_jax.ops.target import current_target  # not in the peer's process, since it imports jax
+
+    return "cpu" if current_target().platform == "cpu" else "cuda"
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:
@@ -56,22 +65,16 @@ def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: st
 
 
 def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, repeats: int) -> dict[str, Any]:
-    """Time `repeats` optimizer steps on all of `tokens_bs`, after one warm-up step.
+    """Time optimizer steps of `peer_step`'s model on all of `tokens_bs`, after one warm-up step.
 
-    The model is that of `peer_step`. Parameters, gradients and moments are in the compute dtype; gradients are clipped,
-    and PyTorch's fused AdamW updates the parameters. Micro-batch size and activation checkpointing are those of the
-    fastest pass that fits.
-
-    Returns:
-      Seconds, losses, memory, and the settings that were used.
-
-    Raises:
-      InputError: nothing fits the device.
+    Parameters, gradients and moments are in the compute dtype; gradients are clipped, and PyTorch's fused AdamW updates
+    the parameters. Micro-batch size and activation checkpointing are those of the fastest pass that fits; InputError if
+    none does. Returns seconds, losses, memory, and the settings that were used.
     """
     torch, model = _make_model(config.model, config.train.compute_dtype, device, threads)
-    rates = config.optimizer.adamw
-    optimizer = torch.optim.AdamW(model.parameters(), rates.learning_rate, (rates.b1, rates.b2), rates.eps,
-                                  rates.weight_decay, fused=True)  # fmt: skip
+    adamw = config.optimizer.adamw
+    settings = adamw.learning_rate, (adamw.b1, adamw.b2), adamw.eps, adamw.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), *settings, fused=True)
     tokens = torch.tensor(tokens_bs, device=device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
@@ -124,10 +127,7 @@ def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> t
     return torch, model
 
 
-def _fastest(
-    torch: Any, model: Any, tokens: Any, one_pass: Callable[[Any, int], Any], update: Callable[[], None],
-    wait: Callable[[], None],
-) -> tuple[bool, int]:  # fmt: skip
+def _fastest(torch: Any, model: Any, tokens: Any, one_pass: Pass, update: Wait, wait: Wait) -> tuple[bool, int]:
     """Return the fastest settings that fit: whether to checkpoint activations, and the micro-batch size."""
     speeds: dict[tuple[bool, int], float] = {}
     _set_checkpointing(model, True)
@@ -147,7 +147,7 @@ def _fastest(
     return max(speeds, key=speeds.__getitem__)
 
 
-def _speed(torch: Any, rows: Any, one_pass: Callable[[Any, int], Any], wait: Callable[[], None]) -> float | None:
+def _speed(torch: Any, rows: Any, one_pass: Pass, wait: Wait) -> float | None:
     """Return sequences/s of a pass, after one warm-up pass; None if it does not fit."""
     try:
         seconds = time_calls(lambda: (one_pass(rows, len(rows)), wait()), 1).median
@@ -173,10 +173,8 @@ def peer_decode(
 
     def step() -> int:
         with torch.no_grad():
-            out = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                pad_token_id=0,
-            )  # fmt: skip
+            lengths = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+            out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **lengths)
         return int(out[-1, -1])
 
     return step

@@ -2,23 +2,19 @@
 
 import argparse
 import dataclasses
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.benchmark_command import run_benchmark
+from benchmarks.benchmark_command import DTYPE, command, flag, start_result, time_sides
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import require
 from zaya_jax.generate.placement import generation_kernels
-from zaya_jax.lab.measure.timing import interleave_subprocesses
-from zaya_jax.lab.result import describe_run, rounded
 from zaya_jax.model.attention import Context
 from zaya_jax.model.layers import rotary_table
 from zaya_jax.model.zaya import ATTENTION
-from zaya_jax.run.parser import Parser
 
 # The attention of ZAYA1-8B, and attention whose heads are as wide as the residual stream.
 CCA = ModelConfig(
@@ -32,38 +28,38 @@ KINDS = {
 }
 
 
-def bench_prefill(lengths: Sequence[int], dtype: str, repeats: int) -> dict[str, Any]:
-    """Time one attention layer of each kind on a prompt, with its projections; prints a line for each length.
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time the attention of a prompt: CCA against grouped-query and full attention.
 
-    Args:
-      lengths: tokens of a prompt.
-      dtype: 'float32' or 'bfloat16'.
-      repeats: number of timed passes of each kind.
+    Applies one attention layer of ZAYA1-8B, and others of the same width.
 
-    Returns:
-      For each length: seconds of each pass, bytes of cache per token, and how many times as long the others take.
+    prefill --lengths 4096
     """
-    heads = {name: f"{config.num_query_heads} query and {config.num_kv_heads} key heads"
-             for name, config in KINDS.items()}  # fmt: skip
-    result = describe_run(
-        "prefill of one attention layer", f"width {CCA.hidden_size:,}, heads of {CCA.head_dim}, {dtype}, one prompt; "
-        + "; ".join(f"{name}: {text}" for name, text in heads.items()), "grouped-query and full attention", ("flax",),
-    )  # fmt: skip
-    result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, {}
-    size = jnp.dtype(dtype).itemsize
-    for length in lengths:
-        sides = {name: (make_layer, config, length, dtype) for name, config in KINDS.items()}
-        passes = interleave_subprocesses(sides, repeats)
-        medians = {name: statistics.median(timed.seconds) for name, timed in passes.items()}
-        ratios = {name: seconds / medians["cca"] for name, seconds in medians.items()}
-        print(f"{length:,} tokens: CCA {1e3 * medians['cca']:,.0f} ms, GQA {1e3 * medians['gqa']:,.0f} ms "
-              f"({ratios['gqa']:.2f}×), full attention {1e3 * medians['full']:,.0f} ms ({ratios['full']:.2f}×)",
-              flush=True)  # fmt: skip
+    for length in parsed.lengths:
+        require(1 <= length <= CCA.max_positions, "--lengths", length, f"between 1 and {CCA.max_positions}")
+    heads = "; ".join(
+        f"{name}: {config.num_query_heads} query and {config.num_kv_heads} key heads" for name, config in KINDS.items()
+    )
+    size = f"width {CCA.hidden_size:,}, heads of {CCA.head_dim}, {parsed.dtype}, one prompt; {heads}"
+    result = start_result("prefill of one attention layer", size, "grouped-query and full attention", ("flax",))
+    for length in parsed.lengths:
+        sides = {name: (make_layer, config, length, parsed.dtype) for name, config in KINDS.items()}
+        seconds, medians = time_sides(sides, parsed.repeats)
+        ratios = {name: each / medians["cca"] for name, each in medians.items()}
+        cca, gqa, full = (f"{1e3 * each:,.0f} ms" for each in medians.values())
+        print(
+            f"{length:,} tokens: CCA {cca}, GQA {gqa} ({ratios['gqa']:.2f}×), full attention {full} "
+            f"({ratios['full']:.2f}×)",
+            flush=True,
+        )
         result["results"][str(length)] = {
-            name: {"seconds": rounded(timed.seconds), "relative_time": round(ratios[name], 3),
-                   "cache_bytes_per_token": 2 * KINDS[name].kv_size * size}
-            for name, timed in passes.items()
-        }  # fmt: skip
+            name: {
+                "seconds": seconds[name],
+                "relative_time": round(ratios[name], 3),
+                "cache_bytes_per_token": 2 * config.kv_size * jnp.dtype(parsed.dtype).itemsize,
+            }
+            for name, config in KINDS.items()
+        }
     return result
 
 
@@ -87,24 +83,5 @@ def make_layer(config: ModelConfig, length: int, dtype: str) -> Callable[[], flo
     return step
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, _add, repeats=5)
-
-
-def _add(parser: Parser) -> None:
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], metavar="TOKENS",
-                        help="tokens of a prompt (default: 4096 16384)")  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Time the attention of a prompt: CCA against grouped-query and full attention.
-
-    Applies one attention layer of ZAYA1-8B, and others of the same width.
-
-    prefill --lengths 4096
-    """
-    for length in parsed.lengths:
-        require(1 <= length <= CCA.max_positions, "--lengths", length, f"between 1 and {CCA.max_positions}")
-    return bench_prefill(parsed.lengths, parsed.dtype, parsed.repeats)
+LENGTHS = {"--lengths": flag([4096, 16384], "TOKENS", "tokens of a prompt")}
+main = command(run, LENGTHS | DTYPE, repeats=5)

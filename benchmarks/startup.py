@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -11,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark_command import add_run, run_benchmark
+from benchmarks.benchmark_command import TRAINING, command, medians
 from zaya_jax.config import load_config
 from zaya_jax.errors import RunStopped
 from zaya_jax.lab.result import describe_run, rounded
-from zaya_jax.run.progress_record import SIZE, VARIABLE, Phase, Progress, read_progress
+from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, Phase, Progress, read_progress
 
 _STARTS = {"cold": "nothing prepared or compiled", "warm": "data prepared, programs compiled"}
 _PARTS = {
@@ -26,58 +25,61 @@ _PARTS = {
 }  # the first step is the rest
 
 
-def bench_startup(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Time starts of training with empty caches, and with what the start before left, to the end of the first step.
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time the start of training by part, with empty caches and again.
 
-    Args:
-      config: path of the configuration to train.
-      overrides: of the configuration.
-      repeats: number of cold and of warm starts.
+    Starts a run with empty caches, ends it after its first step, and starts it again.
 
-    Raises:
-      RunStopped: a run ended before its first step.
+    startup --config configs/tiny.yaml --output startup.json
     """
+    load_config(parsed.config, parsed.overrides)  # so that a mistake is named before anything runs
+    return bench_startup(parsed.config, parsed.overrides, parsed.repeats)
+
+
+def bench_startup(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Time starts with and without empty caches; RunStopped if one ends before its first step."""
     result = describe_run("start-up", f"{config} {' '.join(overrides)}".strip(), "", ())
     starts: dict[str, list[dict[str, float]]] = {name: [] for name in _STARTS}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             for name in _STARTS:
                 starts[name].append(_start(Path(folder), name, config, overrides))
-    result["results"] = {name: {part: rounded([row[part] for row in rows]) for part in rows[0]}
-                         for name, rows in starts.items()}  # fmt: skip
-    for name, rows in result["results"].items():
-        medians = {part: statistics.median(seconds) for part, seconds in rows.items()}
-        total = medians.pop("total")
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in medians.items())
+    result["results"] = {}
+    for name, rows in starts.items():
+        seconds = {part: rounded([row[part] for row in rows]) for part in rows[0]}
+        result["results"][name], typical = seconds, medians(seconds)
+        total = typical.pop("total")
+        parts = ", ".join(f"{part} {median:.1f}" for part, median in typical.items())
         print(f"{name} start ({_STARTS[name]}): {total:.1f} s to the end of the first step: {parts}")
     return result
 
 
 def _start(folder: Path, name: str, config: str, overrides: Sequence[str]) -> dict[str, float]:
     """Start a run, and end it after its first step; return the seconds of each part."""
-    record = folder / f"{name}.progress"
-    record.write_bytes(bytes(SIZE))
-    command = [sys.executable, "-m", "zaya_jax.main", "--config", config, *overrides, f"run_dir={folder / name}",
-               f"data.cache_dir={folder / 'data'}"]  # fmt: skip
-    environment = {**os.environ, VARIABLE: str(record), "XDG_CACHE_HOME": str(folder / "cache")}
+    record = os.memfd_create(NAME, os.MFD_CLOEXEC)  # training writes to no other file than one in memory
+    os.truncate(record, SIZE)
+    changes = [*overrides, f"run_dir={folder / name}", f"data.cache_dir={folder / 'data'}"]
+    training = [sys.executable, "-m", "zaya_jax.main", "--config", config, *changes]
+    environment = {**os.environ, VARIABLE: f"/proc/{os.getpid()}/fd/{record}", "XDG_CACHE_HOME": str(folder / "cache")}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     begun = time.monotonic()
     with (
-        record.open("rb") as read, (folder / "output").open("w+b") as output,
-        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,  # noqa: S603
+        (folder / "output").open("w+b") as output,
+        subprocess.Popen(training, env=environment, stdout=output, stderr=output) as process,  # noqa: S603
     ):  # fmt: skip
         try:
-            while read_progress(read.fileno()) is None and process.poll() is None:
+            while read_progress(record) is None and process.poll() is None:
                 time.sleep(0.01)
             before = time.monotonic() - begun  # the process keeps its record
-            while (progress := read_progress(read.fileno())) is None or progress.step < 1:
+            while (progress := read_progress(record)) is None or progress.step < 1:
                 if process.poll() is not None:
                     output.seek(0)
-                    raise RunStopped(f"{' '.join(command)} failed: {output.read()[-300:].decode(errors='replace')}")
+                    raise RunStopped(f"{' '.join(training)} failed: {output.read()[-300:].decode(errors='replace')}")
                 time.sleep(0.01)
             return _parts(progress, before, time.monotonic() - begun)
         finally:
             process.kill()
+            os.close(record)
 
 
 def _parts(progress: Progress, before: float, total: float) -> dict[str, float]:
@@ -87,17 +89,4 @@ def _parts(progress: Progress, before: float, total: float) -> dict[str, float]:
     return {**parts, "first step": total - sum(parts.values()), "total": total}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, add_run, repeats=3)
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Time the start of training by part, with empty caches and again.
-
-    Starts a run with empty caches, ends it after its first step, and starts it again.
-
-    startup --config configs/tiny.yaml --output startup.json
-    """
-    load_config(parsed.config, parsed.overrides)  # so that a mistake is named before anything runs
-    return bench_startup(parsed.config, parsed.overrides, parsed.repeats)
+main = command(run, TRAINING, repeats=3)

@@ -1,23 +1,51 @@
-"""Time the forward and backward pass of a training step against `transformers`, interleaved on the same machine."""
+"""Time a training step against `transformers`: the forward and backward pass, or the whole optimizer step.
+
+Passes are interleaved on the same machine. Whole steps are timed one side after the other, since both do not fit one
+device. Ours is the program that `zaya_jax.main` trains with: gradient accumulation, clipping, Muon, AdamW and
+balancing; the optimizer's part is also timed separately, since several devices would share it.
+"""
 
 import argparse
+import dataclasses
+import functools
 import os
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from benchmarks.benchmark_command import run_benchmark
-from benchmarks.peer import peer_step, require_peer
+from benchmarks.benchmark_command import OVERRIDES, command, start_result, time_sides
+from benchmarks.peer import peer_device, peer_step, require_peer, time_peer
+from benchmarks.train_step import estimated_bytes, reduce_to_fit
 from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig, load_config
+from zaya_jax.config.checks import require
+from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
-from zaya_jax.lab.measure.timing import interleave_subprocesses
-from zaya_jax.lab.measure.training_steps import describe_throughput, forward_backward, random_tokens, throughput
-from zaya_jax.lab.result import describe_run, rounded
+from zaya_jax.hardware.detection import select_preset
+from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.lab.measure.timing import time_calls
+from zaya_jax.lab.measure.training_steps import (
+    describe_throughput,
+    forward_backward,
+    peak_memory,
+    random_tokens,
+    throughput,
+    time_train_steps,
+)
+from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
+from zaya_jax.lab.result import describe_run, rounded, write_result
+from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
-from zaya_jax.ops.target import current_target
-from zaya_jax.run.parser import Parser
+from zaya_jax.optim.skippable import skippable
+from zaya_jax.parallel.kernels import validated_kernels
+from zaya_jax.train.memory import available_memory, gigabytes
+from zaya_jax.train.program import Programs
+
+SHARED = (8, 1024)  # devices that would share the optimizer's work
+_GB = 1e9
 
 
 def default_config() -> Config:
@@ -30,75 +58,13 @@ def default_config() -> Config:
     return Config(model, (PhaseConfig(tokens=4 * 512),), data=DataConfig(context=512), train=train)
 
 
-def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Time both sides, and print tokens/s of each and the relative speed.
-
-    Args:
-      config: model, batch, context and remat are those of its first step.
-      dtypes: 'float32', 'bfloat16'.
-      repeats: number of timed passes of each side.
-
-    Raises:
-      InputError: PyTorch or `transformers` cannot be imported.
-    """
-    require_peer()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # three processes share a GPU
-    tokens_bs, threads, kind = random_tokens(config), len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
-    device = "cpu" if current_target().platform == "cpu" else "cuda"
-    batch, context = tokens_bs[:, 1:].shape
-    tokens = batch * context
-    flops = tokens * training_flops_per_token(config.model, context)
-    result = describe_run(
-        "forward and backward pass", f"{total_parameters(config.model):,} parameters, batch {batch} x {context}",
-        "transformers ZayaForCausalLM (sdpa, default experts)", ("flax", "torch", "transformers"),
-    )  # fmt: skip
-    result["hardware"]["device"], result["results"] = kind, {}
-    for dtype in dtypes:
-        sides = {
-            "ours": (forward_backward, config, dtype, tokens_bs),
-            "peer": (peer_step, config.model, dtype, tokens_bs[:, :context], device, threads),
-        }
-        passes = interleave_subprocesses(sides, repeats)
-        speeds = {name: throughput(statistics.median(timed.seconds), tokens, flops, kind)
-                  for name, timed in passes.items()}  # fmt: skip
-        ratio = speeds["ours"]["tokens_per_second"] / speeds["peer"]["tokens_per_second"]
-        print(f"{dtype}: zaya_jax {describe_throughput(speeds['ours'])}, transformers "
-              f"{speeds['peer']['tokens_per_second']:,.0f} tokens/s; zaya_jax is {ratio:.2f}× as fast", flush=True
-              )  # fmt: skip
-        result["results"][dtype] = {
-            "tokens_per_second": {name: speed["tokens_per_second"] for name, speed in speeds.items()},
-            "ratio": round(ratio, 3),
-            "seconds": {name: rounded(timed.seconds) for name, timed in passes.items()},
-        }
-    return result
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, _add, repeats=7)
-
-
-def _add(parser: Parser) -> None:
-    parser.add_argument("--whole", action="store_true",
-                        help="time the whole step, with micro-batches, clipping, optimizer and balancing, and report "
-                        "the optimizer's share (default: forward and backward pass only)")  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "both"), help="dtype of the forward and backward "
-                        "pass (default: both); --whole uses train.compute_dtype instead")  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="configuration to take model, batch and context from, such "
-                        "as configs/bench_8b.yaml on a GPU with 141 GB (default: 52.75M parameters)")  # fmt: skip
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="configuration value to override, such as model.num_layers=4")  # fmt: skip
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """Time a training step against transformers in PyTorch.
 
     Prints tokens/s of both on the same random tokens and the same device.
 
     step --dtype float32 --repeats 3
     """
-    from benchmarks.whole_step import bench_whole_step, default_whole_config
-
     if parsed.overrides and not parsed.config:
         raise InputError(f"{parsed.overrides[0]} overrides a configuration file, but none is given: add --config FILE.")
     config = load_config(parsed.config, parsed.overrides) if parsed.config else None
@@ -108,3 +74,227 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.dtype:
         raise InputError("--dtype cannot be combined with --whole. Use --config FILE train.compute_dtype=bfloat16.")
     return bench_whole_step(config or default_whole_config(), parsed.repeats, parsed.output)
+
+
+def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Time both sides with model, batch, context and remat of the first step of `config`.
+
+    Raises:
+      InputError: PyTorch or `transformers` cannot be imported.
+    """
+    require_peer()
+    tokens_bs, threads = random_tokens(config), len(os.sched_getaffinity(0))
+    batch, context = tokens_bs[:, 1:].shape
+    tokens = batch * context
+    flops = tokens * training_flops_per_token(config.model, context)
+    size = f"{total_parameters(config.model):,} parameters, batch {batch} x {context}"
+    peer = "transformers ZayaForCausalLM (sdpa, default experts)"
+    result = start_result("forward and backward pass", size, peer, ("flax", "torch", "transformers"))
+    for dtype in dtypes:
+        theirs = (config.model, dtype, tokens_bs[:, :context], peer_device(), threads)
+        sides = {"ours": (forward_backward, config, dtype, tokens_bs), "peer": (peer_step, *theirs)}
+        seconds, medians = time_sides(sides, repeats)
+        kind = result["hardware"]["device"]
+        ours, other = (throughput(median, tokens, flops, kind) for median in medians.values())
+        speeds = {"ours": ours["tokens_per_second"], "peer": other["tokens_per_second"]}
+        ratio = speeds["ours"] / speeds["peer"]
+        text = f"transformers {speeds['peer']:,.0f} tokens/s; zaya_jax is {ratio:.2f}× as fast"
+        print(f"{dtype}: zaya_jax {describe_throughput(ours)}, {text}", flush=True)
+        result["results"][dtype] = {"tokens_per_second": speeds, "ratio": round(ratio, 3), "seconds": seconds}
+    return result
+
+
+# --- the whole step -------------------------------------------------------------------------------------------
+
+
+def default_whole_config() -> Config:
+    """Make `step.default_config` with 16 sequences a step in micro-batches of 4."""
+    config = default_config()
+    batch = BatchConfig(tokens=16 * config.data.context, micro_batch=4)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch=batch))
+
+
+def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[str, Any]:
+    """Time the first step of `config` on one device; print tokens/s, MFU and memory, and write them after each side.
+
+    MFU does not count the FLOPs of Newton–Schulz. The relative speed is reported only if both sides do the same work:
+    AdamW on all parameters in fp32.
+
+    Raises:
+      InputError: the step or its peer does not fit the device, the peer cannot be imported, or `config` has adapters.
+    """
+    require_peer()
+    require(config.lora is None, "lora", "a section", "left out, because transformers trains all parameters")
+    dtype, first = config.train.compute_dtype, stages(config)[0]
+    require(dtype != "float64", "train.compute_dtype", dtype, "float32 or bfloat16")
+    context, tokens, tokens_bs = first.context, first.tokens, random_tokens(config)
+    model = f"{total_parameters(config.model):,} parameters in {config.model.num_layers} layers"
+    result = describe_run(
+        "whole optimizer step",
+        f"{model}, {dtype}, {first.sequences} x {context} tokens a step",
+        f"transformers ZayaForCausalLM (sdpa, default experts), all in {dtype}, torch.optim.AdamW(fused=True)",
+        ("flax", "optax", "torch", "transformers"),
+    )
+    waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    result["hardware"]["load"] = f"load average over the preceding minute: {waiting:.1f} on {cpus} CPUs"
+    with restored_environment():
+        apply_preset(select_preset(config.preset))  # like zaya_jax.main
+        with run_in_subprocess(functools.partial, time_ours, config, tokens_bs, repeats) as ask:
+            measured = ask()
+    kind, device = measured.pop("device"), "cpu" if measured.pop("platform") == "cpu" else "cuda"
+    flops = tokens * training_flops_per_token(config.model, context)
+    ours = our_figures(measured, tokens, flops, kind)
+    result["hardware"]["device"], result["results"] = kind, {"ours": ours}
+    write_result(result, output)
+    _print_ours(ours)
+
+    with run_in_subprocess(functools.partial, time_peer, config, tokens_bs[:, :context], device, cpus, repeats) as ask:
+        measured = ask()
+    peer = measured | throughput(statistics.median(measured["seconds"]["step"]), tokens, flops, kind)
+    result["results"]["peer"] = peer
+    settings = f"micro_batch {peer['micro_batch']}, activations {'recomputed' if peer['checkpointing'] else 'kept'}"
+    print(f"transformers: {describe_throughput(peer)}, {settings}{_memory_in_words(peer)}", flush=True)
+    if (config.matrices, dtype) == ("adamw", "float32"):  # otherwise the peer's step does less work
+        ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
+        result["results"]["ratio"] = round(ratio, 3)
+        print(f"zaya_jax is {ratio:.2f}× as fast as transformers", flush=True)
+    write_result(result, output)
+    return result
+
+
+# --- our side, in its own process ------------------------------------------------------------------------------
+
+
+class CompiledParts(NamedTuple):
+    """The compiled step, and the optimizer's part of it, with and without Newton–Schulz."""
+
+    step: Any
+    optimizer: Any
+    without_newton_schulz: Any
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the largest program."""
+        return max(peak_bytes(program_memory(program)) for program in self)
+
+
+def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, Any]:
+    """Time steps on the same rows, and the optimizer's part of them; InputError if the device has too little memory."""
+    for platform in ("cuda", "rocm"):  # the peer has one device too
+        jax.config.update(f"jax_{platform}_visible_devices", "0")
+    stage, device = stages(config)[0], jax.devices()[0]
+    programs = Programs(config, validated_kernels(config))
+    compiled = compile_parts(programs)
+    check_memory(config, compiled.bytes)
+    seconds_of_step, losses, state = time_train_steps(programs[0], compiled.step, stage, tokens_bs, repeats)
+    seconds = {"step": seconds_of_step}
+    peak = peak_memory(device, compiled.step)  # before timing the optimizer, which needs extra gradients
+    params, opt_state = state.params, state.opt_state
+    del state  # the calls below donate its buffers
+    gradients = jax.tree.map(jnp.copy, params)
+
+    def move(program: Any) -> None:
+        nonlocal params, opt_state
+        params, opt_state = jax.block_until_ready(program(params, opt_state, gradients))
+
+    for name in ("optimizer", "without_newton_schulz"):
+        seconds[name] = time_calls(functools.partial(move, getattr(compiled, name)), repeats).seconds
+    return {
+        "device": device.device_kind,
+        "platform": programs.kernels.target.platform,
+        "micro_batch": config.batch_for(config.phases[0]).micro_batch or stage.sequences,
+        "remat": config.remat_for(config.phases[0]),
+        "seconds": {name: rounded(each) for name, each in seconds.items()},
+        "losses": [round(loss, 4) for loss in losses],
+        **peak,
+    }
+
+
+def compile_parts(programs: Programs) -> CompiledParts:
+    """Compile the programs of the first stage for the first device, without allocating arrays."""
+    program = programs[0]
+    state, placement, optimizer = program.abstract_state, program.placement, skippable(program.optimizer)
+
+    def compiled(on_matrices: Any) -> Any:
+        def move(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
+            settings = {"on_matrices": on_matrices, "ops": placement.ops}
+            updates, opt_state = optimizer.update(gradients, opt_state, params, **settings)
+            return jax.tree.map(jnp.add, params, updates), opt_state
+
+        return jax.jit(move, donate_argnums=(0, 1)).lower(state.params, state.opt_state, state.params).compile()
+
+    step = program.compile(stages(programs.config)[0])
+    return CompiledParts(step, compiled(placement.on_matrices), compiled(_momentum_alone))
+
+
+def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, function: Any) -> tuple[Any, Any]:
+    del name, function
+    return local(numbers, *leaves)
+
+
+def check_memory(config: Config, needed: int) -> None:
+    """Raise `InputError` if the device has less than `needed` bytes; it names a smaller step that should fit."""
+    limit = available_memory()
+    if limit is None or needed <= limit:
+        return
+    # The estimate must shrink by as much as memory is short.
+    fitting = reduce_to_fit(config, 1, limit / needed * estimated_bytes(config, 1))
+    layers, micro_batch = fitting.model.num_layers, fitting.batch_for(fitting.phases[0]).micro_batch
+    step = f"A step with {config.model.num_layers} layers needs {gigabytes(needed)}"
+    advice = f"Set model.num_layers={layers} and train.batch.micro_batch={micro_batch}, which should fit."
+    raise InputError(f"{step}, but this device has {gigabytes(limit)}. {advice}")
+
+
+# --- what follows from it --------------------------------------------------------------------------------------
+
+
+def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) -> dict[str, Any]:
+    """Add speeds and the optimizer's share to what `time_ours` measured, also for devices that share the optimizer.
+
+    A step has so many tokens, and `flops` without the optimizer.
+    """
+    step, optimizer, rest = (statistics.median(seconds) for seconds in measured["seconds"].values())
+    shared = {}
+    for n in SHARED:
+        seconds = step - optimizer + optimizer / n
+        share = {"optimizer_share": round(optimizer / n / seconds, 5)}
+        shared[f"1/{n}"] = throughput(seconds, tokens, flops, kind) | share
+    return {
+        **measured,
+        **throughput(step, tokens, flops, kind),
+        "optimizer_share": round(optimizer / step, 4),
+        "newton_schulz_share": round((optimizer - rest) / step, 4),
+        "with_part_of_the_optimizer": shared,
+    }
+
+
+def _print_ours(ours: dict[str, Any]) -> None:
+    settings = f"micro_batch {ours['micro_batch']}, remat {ours['remat']}{_memory_in_words(ours)}"
+    print(f"zaya_jax: {describe_throughput(ours)}, {settings} (measured by {ours['peak_bytes_by']})")
+    share = f"{ours['optimizer_share']:.1%} of the step, {ours['newton_schulz_share']:.1%} in Newton–Schulz"
+    print(f"the optimizer takes {share}")
+    for part, shared in ours["with_part_of_the_optimizer"].items():
+        speed = f"{describe_throughput(shared)}, optimizer {shared['optimizer_share']:.1%}"
+        print(f"if the optimizer is sharded and takes {part} of its time: {speed}", flush=True)
+
+
+def _memory_in_words(side: dict[str, Any]) -> str:
+    return "" if side["peak_bytes"] is None else f", peak {side['peak_bytes'] / _GB:.1f} GB"
+
+
+WHOLE = (
+    "time the whole step, with micro-batches, clipping, optimizer and balancing, and report the optimizer's share "
+    "(default: forward and backward pass only)"
+)
+DTYPE = "dtype of the forward and backward pass (default: both); --whole uses train.compute_dtype instead"
+CONFIG = (
+    "configuration to take model, batch and context from, such as configs/bench_8b.yaml on a GPU with 141 GB "
+    "(default: 52.75M parameters)"
+)
+FLAGS = {
+    "--whole": {"action": "store_true", "help": WHOLE},
+    "--dtype": {"choices": ("float32", "bfloat16", "both"), "help": DTYPE},
+    "--config": {"metavar": "FILE", "help": CONFIG},
+    "overrides": {**OVERRIDES, "help": "configuration value to override, such as model.num_layers=4"},
+}
+main = command(run, FLAGS, repeats=7)

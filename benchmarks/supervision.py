@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark_command import add_run, run_benchmark
+from benchmarks.benchmark_command import TRAINING, command, medians
 from zaya_jax.config import load_config
 from zaya_jax.errors import RunStopped
 from zaya_jax.lab.result import describe_run, rounded
@@ -23,17 +23,15 @@ _WRITES = 20_000  # steps for which the record is timed
 _WARM_UP = 10  # steps of a run that are not timed
 
 
-def bench_supervision(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Time training with and without `aegis run`, in turn, and print the ratio of the median step times.
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time training under a supervisor against training without one.
 
-    Args:
-      config: path of the configuration to train.
-      overrides: of the configuration.
-      repeats: number of runs of each side.
+    Trains a configuration with and without `aegis run`, in turn, and times the progress record.
 
-    Raises:
-      RunStopped: a run failed.
+    supervision --config configs/tiny.yaml phases.0.tokens=122_880 --output supervision.json
     """
+    config, overrides, repeats = parsed.config, parsed.overrides, parsed.repeats
+    load_config(config, overrides)  # so that a mistake is named before anything runs
     result = describe_run("supervision", f"{config} {' '.join(overrides)}", "the same run without a supervisor", ())
     record = [_time_record() for _ in range(repeats)]
     seconds: dict[str, list[float]] = {"alone": [], "supervised": []}
@@ -41,15 +39,17 @@ def bench_supervision(config: str, overrides: Sequence[str], repeats: int) -> di
         for turn in range(repeats):
             for side in sorted(seconds, reverse=turn % 2 == 1):
                 seconds[side].append(_train(Path(folder), f"{side}-{turn}", side == "supervised", config, overrides))
-    medians = {side: statistics.median(each) for side, each in seconds.items()}
-    ratio = medians["supervised"] / medians["alone"]
-    spread = (max(seconds["alone"]) - min(seconds["alone"])) / medians["alone"]
-    print(f"The progress record takes {statistics.median(record):.2f} µs per step. A step takes "
-          f"{1000 * medians['supervised']:.3f} ms under a supervisor and {1000 * medians['alone']:.3f} ms without: "
-          f"{ratio:.3f}× (runs without a supervisor differ by {spread:.1%}).")  # fmt: skip
-    result["results"] = {"record_microseconds": rounded(record), "ratio": round(ratio, 4), "spread": round(spread, 4),
-                         "step_seconds": {side: rounded(each) for side, each in seconds.items()}}  # fmt: skip
-    return result
+    step = medians(seconds)
+    ratio = step["supervised"] / step["alone"]
+    spread = (max(seconds["alone"]) - min(seconds["alone"])) / step["alone"]
+    print(
+        f"The progress record takes {statistics.median(record):.2f} µs per step. A step takes "
+        f"{1000 * step['supervised']:.3f} ms under a supervisor and {1000 * step['alone']:.3f} ms without: "
+        f"{ratio:.3f}× (runs without a supervisor differ by {spread:.1%})."
+    )
+    steps = {side: rounded(each) for side, each in seconds.items()}
+    ratios = {"ratio": round(ratio, 4), "spread": round(spread, 4)}
+    return result | {"results": {"record_microseconds": rounded(record), **ratios, "step_seconds": steps}}
 
 
 def _time_record() -> float:
@@ -68,7 +68,7 @@ def _time_record() -> float:
 
 
 def _train(folder: Path, name: str, supervised: bool, config: str, overrides: Sequence[str]) -> float:
-    """Train once, and return the median seconds of a step."""
+    """Train once, and return the median seconds of a step; RunStopped if the run failed."""
     run_dir = folder / name
     training = [sys.executable, "-m", "zaya_jax.main", "--config", config, *overrides, f"run_dir={run_dir}"]
     supervisor = [sys.executable, "-m", "zaya_jax.aegis", "run", "--"] if supervised else []
@@ -79,17 +79,4 @@ def _train(folder: Path, name: str, supervised: bool, config: str, overrides: Se
     return statistics.median(row["seconds"] for row in read_rows(run_dir / TIMINGS)[_WARM_UP:])
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run this benchmark; see `benchmark_command.run_benchmark`."""
-    return run_benchmark(_run, arguments, add_run, repeats=3)
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Time training under a supervisor against training without one.
-
-    Trains a configuration with and without `aegis run`, in turn, and times the progress record.
-
-    supervision --config configs/tiny.yaml phases.0.tokens=122_880 --output supervision.json
-    """
-    load_config(parsed.config, parsed.overrides)  # so that a mistake is named before anything runs
-    return bench_supervision(parsed.config, parsed.overrides, parsed.repeats)
+main = command(run, TRAINING, repeats=3)

@@ -8,7 +8,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -53,13 +53,8 @@ _INSTRUCTIONS = 60  # in the result
 def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, Any]:
     """Time the first step of `config` on random tokens, on all devices, and trace two further ones.
 
-    Each device gets the tokens of `config`, so the batch grows with the number of devices. Depth and micro-batch are
-    reduced until the step fits.
-
-    Args:
-      config: model and batch of one device.
-      layout: mesh axis that all devices lie along: 'data' (the default layout) or 'fsdp'.
-      repeats: number of timed steps, after one warm-up step.
+    Each device gets the tokens of `config`, so the batch grows with the number of devices, which lie along the mesh
+    axis `layout`. Depth and micro-batch are reduced until the step fits. One step warms up before the timed ones.
 
     Returns:
       For JSON: seconds of each step, losses, speed and peak memory; the step's size; what its compiled program
@@ -73,15 +68,16 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     kind, devices = jax.devices()[0].device_kind, jax.device_count()
     hardware = find_hardware(kind)
     config = replace(spread(config, layout, devices), profile=_TRACED)
-    config, estimate, programs, compiled, seconds = compile_fitting(config, devices, hardware, available_memory())
-    program, stage, model = programs[0], stages(config)[0], config.model
-    print(f"   {model.num_layers} layers, {total_parameters(model):,} parameters, {stage.tokens:,} tokens per step on "
-          f"{devices} × {kind}, layout {layout}; compiled in {seconds:.0f} s", flush=True)  # fmt: skip
-    tokens = random_tokens(config)
+    fitting = compile_fitting(config, devices, hardware, available_memory())
+    config, estimate, compiled = fitting.config, fitting.estimate, fitting.compiled
+    program, stage, model, tokens = fitting.programs[0], stages(config)[0], config.model, random_tokens(config)
+    size = f"{model.num_layers} layers, {total_parameters(model):,} parameters, {stage.tokens:,} tokens per step"
+    print(f"   {size} on {devices} × {kind}, layout {layout}; compiled in {fitting.seconds:.0f} s", flush=True)
     times, losses, state = time_train_steps(program, compiled, stage, tokens, repeats)
     flops = stage.tokens * training_flops_per_token(model, stage.context)
     speed = throughput(statistics.median(times), stage.tokens, flops, kind, devices)
     print(f"   {describe_throughput(speed)}", flush=True)
+    estimated = {"seconds": estimate.step_seconds, "bytes": estimate.memory.total, "bounds": estimate.bounds}
     result = {
         "devices": devices,
         "layout": layout,
@@ -97,18 +93,17 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
         "losses": [round(loss, 4) for loss in losses],
         **speed,
         **peak_memory(jax.devices()[0], compiled),
-        "estimated": {"seconds": estimate.step_seconds, "bytes": estimate.memory.total,
-                      "memory": estimate.memory._asdict(), "bounds": estimate.bounds},
-        **_from_program(config, compiled, kind, devices, hardware, estimate, seconds),
-    }  # fmt: skip
+        "estimated": estimated | {"memory": estimate.memory._asdict()},
+        **_describe_program(fitting, kind, devices, hardware),
+    }
     with tempfile.TemporaryDirectory() as folder:
         trace_steps(compiled, state, place_rows(program, stage, tokens), _TRACED, Path(folder))
         trace = read_trace(Path(folder) / PROFILE)
-    shares = phase_shares(model, stage.context, {"expert": 1})
-    traced = trace_rows(trace, shares, instructions=_INSTRUCTIONS)
-    result |= {key: value for key, value in traced.items() if key != "not_predicted"}
+    traced = trace_rows(trace, phase_shares(model, stage.context, {"expert": 1}), instructions=_INSTRUCTIONS)
+    traced.pop("not_predicted", None)
     for warning in traced["warnings"]:
         print(f"   {warning}", flush=True)
+    result |= traced
     finite = all(map(math.isfinite, losses))
     return result if finite else result | {"failed": f"A loss is not finite: {result['losses']}."}
 
@@ -117,27 +112,24 @@ def spread(config: Config, layout: Layout, devices: int) -> Config:
     """Give each of `devices` the tokens per step of `config`, in the given layout."""
     phase = config.phases[0]
     batch = config.batch_for(phase)
-    phase = replace(
-        phase, tokens=phase.tokens * devices, batch=replace(batch, tokens=batch.tokens * devices),
-        parallel=ParallelConfig(fsdp=devices if layout == "fsdp" else 1),
-    )  # fmt: skip
+    batch = replace(batch, tokens=batch.tokens * devices)
+    parallel = ParallelConfig(fsdp=devices if layout == "fsdp" else 1)
+    phase = replace(phase, tokens=phase.tokens * devices, batch=batch, parallel=parallel)
     return replace(config, phases=(phase,))
 
 
-def compile_fitting(
-    config: Config, devices: int, hardware: Hardware | None, limit: int | None
-) -> tuple[Config, PhaseEstimate, Programs, Any, float]:
-    """Compile the largest step that the memory of the devices allows.
+class Fitting(NamedTuple):
+    """A step that fits the devices."""
 
-    Args:
-      config: the step, in its full size.
-      devices: number of devices.
-      hardware: data sheet of the device, for the estimate of the time; None if there is none.
-      limit: bytes that each device may allocate; None if unknown.
+    config: Config  # with the depth and micro-batch that fit
+    estimate: PhaseEstimate  # the dry run's
+    programs: Programs
+    compiled: Any  # the step
+    seconds: float  # to trace and compile it
 
-    Returns:
-      The configuration with the depth and micro-batch that fit, the dry run's estimate, the programs, the compiled
-      step, and the seconds that it took to trace and compile.
+
+def compile_fitting(config: Config, devices: int, hardware: Hardware | None, limit: int | None) -> Fitting:
+    """Compile the largest step of `config` that needs at most `limit` bytes of each device; None if that is unknown.
 
     Raises:
       InputError: no depth fits.
@@ -157,20 +149,15 @@ def compile_fitting(
         seconds, needed = round(time.monotonic() - start, 1), peak_bytes(program_memory(compiled))
         if limit is None or needed <= limit:
             estimate = estimate_phase(simulated_programs(fitting, devices), 0, hardware)
-            return fitting, estimate, programs, compiled, seconds
-        refused = (f"A step with {fitting.model.num_layers} layers needs {gigabytes(needed)} per device, but only "
-                   f"{gigabytes(limit)} is available.")  # fmt: skip
+            return Fitting(fitting, estimate, programs, compiled, seconds)
+        step = f"A step with {fitting.model.num_layers} layers needs {gigabytes(needed)} per device"
+        refused = f"{step}, but only {gigabytes(limit)} is available."
         print(f"   {refused}", flush=True)
     raise InputError(refused)
 
 
 def reduce_to_fit(config: Config, devices: int, limit: float) -> Config:
-    """Reduce depth, and if that is not enough the micro-batch, until the dry run's estimate is at most `limit` bytes.
-
-    Args:
-      config: the step, in its full size.
-      devices: number of devices.
-      limit: bytes of each device.
+    """Reduce depth, then the micro-batch, until the dry run estimates at most `limit` bytes of each device.
 
     Raises:
       InputError: one layer with a micro-batch of one sequence does not fit.
@@ -190,8 +177,8 @@ def reduce_to_fit(config: Config, devices: int, limit: float) -> Config:
         if fitting:
             return with_depth(depths[fitting - 1])
         micro //= 2
-    raise InputError(f"A step with {period} of the {config.model.num_layers} layers does not fit: the devices have "
-                     f"{gigabytes(int(limit))} each for it.")  # fmt: skip
+    step, available = f"A step with {period} of the {config.model.num_layers} layers", gigabytes(int(limit))
+    raise InputError(f"{step} does not fit: the devices have {available} each for it.")
 
 
 def estimated_bytes(config: Config, devices: int) -> int:
@@ -199,11 +186,9 @@ def estimated_bytes(config: Config, devices: int) -> int:
     return estimate_phase(simulated_programs(config, devices), 0, None).memory.total
 
 
-def _from_program(
-    config: Config, compiled: Any, kind: str, devices: int, hardware: Hardware | None, estimate: PhaseEstimate,
-    seconds: float,
-) -> dict[str, Any]:  # fmt: skip
+def _describe_program(fitting: Fitting, kind: str, devices: int, hardware: Hardware | None) -> dict[str, Any]:
     """Describe the compiled program, and predict its time if the device has a data sheet."""
+    compiled, seconds, axes = fitting.compiled, fitting.seconds, fitting.estimate.axes
     memory, host_bytes = program_memory(compiled), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = {"peak": peak_bytes(memory)}
     contents: dict[str, Any] = {"compiled": {"seconds": seconds, "host_bytes": host_bytes, "memory": memory | peak}}
@@ -211,9 +196,9 @@ def _from_program(
         return contents | {"predicted": None, "not_predicted": no_data_sheet(kind)}
     try:
         entry = entry_place(parse(compiled.as_text()))
-        shares = phase_shares(config.model, stages(config)[0].context, estimate.axes)
+        shares = phase_shares(fitting.config.model, stages(fitting.config)[0].context, axes)
         step = CompiledStep(kind, devices, memory, entry, [], seconds, host_bytes)
-        described = as_json(step, predict(entry, hardware, shares), estimate.axes)
+        described = as_json(step, predict(entry, hardware, shares), axes)
     except Exception as error:  # XLA's text changes between versions; the measurement is worth more
         reason = f"The compiled program could not be read ({type(error).__name__}: {str(error)[:200]})."
         return contents | {"predicted": None, "not_predicted": reason}

@@ -9,16 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.config import Config, from_dict
+from zaya_jax.config import Config, load_config
+from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import stages
 from zaya_jax.data.prepare.workers import end_with_parent
-from zaya_jax.lab.line_plot import draw_lines
+from zaya_jax.lab.result import describe_run
 
 CONTEXT = 128
 BATCH = 2048  # tokens a step
 SEEDS = (0, 1, 2)
-SIZE = "1.65M parameters"  # of `small_config`
-PACKAGES = ("optax",)
 
 
 class Trial(NamedTuple):
@@ -46,30 +45,25 @@ class Curve(NamedTuple):
 def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **changes: Any) -> Config:
     """Make a configuration with 1.65M parameters, the default text corpus, and constant rates after a short warm-up.
 
-    Args:
-      cache: folder for prepared data.
-      steps: number of steps.
-      seed: seed of the parameters and of the data order.
-      batch: tokens of a step, a multiple of the micro-batch's `BATCH` tokens.
-      **changes: sections of the configuration to replace.
+    A step has `batch` tokens, a multiple of the micro-batch's `BATCH`; `changes` replace sections.
     """
-    config = from_dict({
-        "model": {
-            "vocab_size": 2048, "hidden_size": 128, "num_layers": 3, "num_query_heads": 4, "num_kv_heads": 2,
-            "head_dim": 32, "num_experts": 8, "expert_size": 128, "router_size": 32, "max_positions": CONTEXT,
-            "rope_base": 1.0e4,
-        },
-        "phases": [{"tokens": steps * batch, "schedule": {"shape": "constant", "warmup_tokens": 10 * batch}}],
-        "seed": seed,
-        "data": {"context": CONTEXT, "cache_dir": str(cache)},
-        "optimizer": {"muon": {"learning_rate": 0.02, "newton_schulz_dtype": "float32"},
-                      "adamw": {"learning_rate": 0.018}, "balance": {"learning_rate": 0.02}},
-        "train": {"batch": {"tokens": batch, "micro_batch": BATCH // CONTEXT}},
-        "evaluation": {"batch_size": 32, "batches": 8},
-    })  # fmt: skip
+    overrides = (
+        "model.vocab_size=2048 model.hidden_size=128 model.num_layers=3 model.num_query_heads=4 model.num_kv_heads=2 "
+        f"model.head_dim=32 model.router_size=32 model.max_positions={CONTEXT} data.context={CONTEXT} seed={seed} "
+        f"phases.0.tokens={steps * batch} phases.0.schedule.shape=constant "
+        f"phases.0.schedule.warmup_tokens={10 * batch} phases.0.schedule.final=0.1 "
+        f"optimizer.muon.learning_rate=0.02 optimizer.adamw.learning_rate=0.018 train.batch.tokens={batch} "
+        f"train.batch.micro_batch={BATCH // CONTEXT} evaluation.batch_size=32 evaluation.batches=8"
+    )
+    config = load_config(shipped("tiny.yaml"), [*overrides.split(), f"data.cache_dir={cache}"])
     config = replace(config, **changes)
     config.check()
     return config
+
+
+def start_result(what: str, size: str, peer: str) -> dict[str, Any]:
+    """Make the header of a result of trainings with `small_config`."""
+    return describe_run(what, f"1.65M parameters, {size}", peer, ("optax",))
 
 
 def run_trials(trials: Mapping[Any, Trial]) -> dict[Any, Curve]:
@@ -90,14 +84,6 @@ def run_trials(trials: Mapping[Any, Trial]) -> dict[Any, Curve]:
 def _take_core(free: Any, parent: int) -> None:
     end_with_parent(parent)
     os.sched_setaffinity(0, {free.get()})
-
-
-def draw_heldout(png: str | None, curves: Mapping[str, Curve], title: str) -> None:
-    """Plot the held-out loss over the steps to the file `png`, if it is not None."""
-    if png:
-        lines = {name: tuple(zip(*curve.heldout, strict=True)) for name, curve in curves.items()}
-        draw_lines(Path(png), lines, title=f"{title} (mean and range over seeds)", x="step",
-                   y="held-out loss (nats/token)")  # fmt: skip
 
 
 def median_or_never(values: Sequence[float | None]) -> float | None:

@@ -79,9 +79,8 @@ def parse() -> Callable[[str, list[str]], Namespace]:
         if hasattr(main, "_parser"):
             return main._parser().parse_args(arguments)
         with pytest.MonkeyPatch.context() as patch:
-            of_benchmarks = "benchmarks.benchmark_command", "benchmarks.gpu_report"
-            for user in of_benchmarks if module == "benchmarks" else (main.__name__,):
-                patch.setattr(f"{user}.run_verb", lambda parser, arguments: parser.parse_args(arguments))
+            user = "benchmarks.benchmark_command" if module == "benchmarks" else main.__name__
+            patch.setattr(f"{user}.run_verb", lambda parser, arguments: parser.parse_args(arguments))
             return main.main(arguments)
 
     return parse

@@ -1,29 +1,12 @@
 """The report of GPUs: `make gpu-report`, or `python -m benchmarks gpu_report`."""
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
-from zaya_jax.lab.verbs import help_texts, run_verb
-from zaya_jax.run.parser import Parser
+from benchmarks.benchmark_command import command, flag
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the report; the exit status is 0, 1 if a part fails, or 2 for bad input."""
-    name, texts = help_texts("python -m benchmarks", _run)
-    parser = Parser(prog=f"python -m benchmarks {name}", **texts)
-    parser.add_argument("--folder", metavar="FOLDER", default="benchmarks/gpu",
-                        help="write FOLDER/DEVICE/PART.json (default: benchmarks/gpu)")  # fmt: skip
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts to run, also if they are recorded "
-                        "already (default: all that this code and device have not recorded)")  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=9.0, metavar="N",
-                        help="start nothing that might end after N minutes (default: 9)")  # fmt: skip
-    parser.add_argument("--commit", metavar="HASH", help="commit of this code (default: what git says)")
-    parser.set_defaults(run=_run)
-    return run_verb(parser, arguments)
-
-
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """Measure what training on this machine's GPUs computes, how fast, and whether it can be trusted.
 
     Each part runs in its own process and writes a JSON file. A table compares with the recording before, and with
@@ -35,3 +18,13 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.gpu_report.runner import gpu_report
 
     return gpu_report(parsed.folder, parsed.only, parsed.minutes, parsed.commit)
+
+
+_ONLY = "parts to run, also if they are recorded already (default: all that this code and device have not recorded)"
+FLAGS = {
+    "--folder": flag("benchmarks/gpu", "FOLDER", "write FOLDER/DEVICE/PART.json"),
+    "--only": {"nargs": "+", "default": [], "metavar": "PART", "help": _ONLY},
+    "--minutes": flag(9.0, "N", "start nothing that might end after N minutes"),
+    "--commit": {"metavar": "HASH", "help": "commit of this code (default: what git says)"},
+}
+main = command(run, FLAGS, output=False)

@@ -10,15 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_report.figures import Figures
-from benchmarks.gpu_report.tiny import ONE_DEVICE
-from benchmarks.gpu_report.training import large_config, small_config
+from benchmarks.gpu_report.runs import ONE_DEVICE, large_config, small_config
+from benchmarks.gpu_report.speed import Figures
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stages
 from zaya_jax.lab.measure.training_steps import place_rows, random_tokens
@@ -33,60 +32,51 @@ TIMES = 10
 
 # The digests of each tensor of the new state and of the metrics, one for each repetition.
 Digests = Mapping[str, Sequence[str]]
-
-
-class Side(NamedTuple):
-    """A process that repeats the step."""
-
-    deterministic: bool  # value of `train.deterministic`
-    folder: str  # name of the folder in which XLA's choices of algorithms are kept
-
-
-# The second process resumes with the choices of the first, the third makes its own.
+# The value of `train.deterministic` of each process, and the folder in which XLA's choices of algorithms are kept: the
+# second process resumes with the choices of the first, the third makes its own.
 _SIDES = {
-    "first": Side(False, "kept"), "resumed": Side(False, "kept"), "chosen again": Side(False, "other"),
-    "deterministic": Side(True, "none"), "deterministic, again": Side(True, "none"),
-}  # fmt: skip
+    "first": (False, "kept"),
+    "resumed": (False, "kept"),
+    "chosen again": (False, "other"),
+    "deterministic": (True, "none"),
+    "deterministic, again": (True, "none"),
+}
 
 
 def measure_determinism(small: bool) -> dict[str, Any]:
     """Repeat the same step ten times in each of several processes, which compile without a cache.
 
-    Args:
-      small: whether this is a CPU, on which algorithms are not chosen by time: a small model in two processes.
+    A CPU (`small`) does not choose algorithms by time: a small model in two processes.
 
     Returns:
       For JSON: which tensors `differ` in each process and between processes, by name; and `figures`. `failed`: a
       sentence, if they differ in a process, in one that resumes, or with `train.deterministic`.
     """
     config = small_config() if small else large_config()
-    sides = {name: side for name, side in _SIDES.items() if not small or side.folder == "kept"}
     digests, seconds = {}, {}
     with tempfile.TemporaryDirectory() as folder, restored_environment():
         os.environ |= ONE_DEVICE
-        for name, side in sides.items():
-            kept = Path(folder, side.folder)
-            kept.mkdir(exist_ok=True)
-            changed = replace(config, train=replace(config.train, deterministic=side.deterministic))
-            with run_in_subprocess(functools.partial, repeat_step, changed, str(kept)) as ask:
+        for name, (deterministic, kept) in itertools.islice(_SIDES.items(), 2 if small else None):
+            Path(folder, kept).mkdir(exist_ok=True)
+            changed = replace(config, train=replace(config.train, deterministic=deterministic))
+            with run_in_subprocess(functools.partial, repeat_step, changed, f"{folder}/{kept}") as ask:
                 digests[name], seconds[name] = ask()
     differ = {name: differing([each]) for name, each in digests.items()}
-    pairs = [("first", "resumed"), ("first", "chosen again"), ("deterministic", "deterministic, again")]
-    differ |= {f"{first}; {second}": differing([digests[first], digests[second]])
-               for first, second in pairs if second in digests}  # fmt: skip
-    figures: Figures = {f"differing tensors, {name}": [len(names), f"of {len(digests['first'])}"]
-                        for name, names in differ.items()}  # fmt: skip
+    for pair in (("first", "resumed"), ("first", "chosen again"), ("deterministic", "deterministic, again")):
+        if pair[1] in digests:
+            differ["; ".join(pair)] = differing([digests[name] for name in pair])
+    count = f"of {len(digests['first'])}"
+    figures: Figures = {f"differing tensors, {name}": [len(names), count] for name, names in differ.items()}
     steps = {name: statistics.median(each) for name, each in seconds.items()}
     figures["step"] = [round(1e3 * steps["first"], 3), "ms"]
     if "deterministic" in steps:
         price = 100 * (steps["deterministic"] / steps["first"] - 1)
         figures["price of train.deterministic"] = [round(price, 2), "% of the step"]
     result = {"times": TIMES, "differ": differ, "step_seconds": seconds, "figures": figures}
-    wrong = {name: names for name, names in differ.items() if names and "chosen again" not in name}
-    if wrong:
-        name, names = next(iter(wrong.items()))
-        result["failed"] = (f"{len(names)} tensors of a step differ ({name}), such as {names[0]}: a resumed run would "
-                            "not be bitwise the uninterrupted one.")  # fmt: skip
+    for name, names in differ.items():
+        if names and "chosen again" not in name and "failed" not in result:
+            tensors = f"{len(names)} tensors of a step differ ({name}), such as {names[0]}"
+            result["failed"] = f"{tensors}: a resumed run would not be bitwise the uninterrupted one."
     return result
 
 
@@ -99,9 +89,7 @@ def differing(processes: Sequence[Digests]) -> list[str]:
 def repeat_step(config: Config, folder: str) -> tuple[Digests, list[float]]:
     """Repeat the first step from the same state; return digests of all results, and the seconds of each repetition.
 
-    Args:
-      config: configuration of the run.
-      folder: where XLA's choices are kept, as in a run folder.
+    XLA's choices are kept in `folder`, as in a run folder.
     """
     jax.config.update("jax_enable_compilation_cache", False)  # each process compiles
     chooses = current_target().platform in GPU_PLATFORMS and not config.train.deterministic

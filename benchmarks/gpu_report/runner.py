@@ -5,7 +5,6 @@ left.
 """
 
 import functools
-import os
 import re
 import subprocess
 import time
@@ -13,40 +12,87 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_report.parts import Part, make_parts
+from benchmarks.benchmark_command import share_device
+from benchmarks.gpu_report.determinism import measure_determinism
+from benchmarks.gpu_report.speed import (
+    measure_decode,
+    measure_kernels,
+    measure_step,
+    measure_tuned_step,
+    measure_tuning,
+)
+from benchmarks.gpu_report.state import measure_state
+from benchmarks.gpu_report.supervisor import measure_supervisor
+from benchmarks.gpu_report.training import measure_training
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.lab.measure import context_attention as context
+from zaya_jax.lab.measure.collectives.programs import check_collectives
 from zaya_jax.lab.measure.describe import describe_machine
 from zaya_jax.lab.result import describe_run, print_tables, write_result
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
+from zaya_jax.ops.registry import OPERATIONS, check_operations
+from zaya_jax.ops.selfcheck import EXAMPLE
+from zaya_jax.ops.target import current_target
 from zaya_jax.run.files import expanded, read_json
 from zaya_jax.run.table import Table, make_table, number
 from zaya_jax.run.writing import make_folder
 
 _PACKAGES = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
-_MACHINE = Part(60.0, describe_machine)
 
 
-class Origin(NamedTuple):
-    """The code, device and size of a recording; the same origin is not measured again."""
+class Part(NamedTuple):
+    """A part of the report; `work` can be pickled."""
 
-    commit: str | None
-    device: str
-    driver: str
-    versions: Mapping[str, str]
-    size: str
+    seconds: float  # it is ended after them
+    work: Callable[..., dict[str, Any]]
+    arguments: tuple[Any, ...] = ()
+
+
+_MACHINE = Part(60, describe_machine)
+
+
+def make_parts(small: bool, devices: int, folder: Path) -> dict[str, Part]:
+    """Return the parts after `machine`, in the order in which they run.
+
+    Sizes are `small` on a CPU; `folder` has the recordings.
+    """
+    parts = {
+        "operations": Part(60, _check_operations, (small,)),
+        "determinism": Part(110, measure_determinism, (small,)),
+        "step": Part(100, measure_step, (small, "data")),
+        "training": Part(170, measure_training, (small,)),
+        "supervisor": Part(150, measure_supervisor, (small, 145)),
+        "state": Part(230, measure_state, (small, 220)),
+        "kernels": Part(90, measure_kernels, (small,)),
+        "tune": Part(270, measure_tuning, (small, 240)),
+        "step_tuned": Part(100, measure_tuned_step, (small, folder / "tune.json")),
+        "decode": Part(70, measure_decode, (small,)),
+    }
+    if not small:  # on a CPU it is the same program
+        parts["step_deterministic"] = Part(100, measure_step, (small, "data", True))
+    if devices > 1:
+        sizes = context.Sizes((512,), "float32", degrees=(1, 4)) if small else context.GPU
+        parts["collectives"] = Part(60, check_collectives)
+        parts["step_fsdp"] = Part(100, measure_step, (small, "fsdp"))
+        parts["context"] = Part(180, context.measure_context, (sizes, 2 if small else 5))
+    return parts
+
+
+def _check_operations(small: bool) -> dict[str, Any]:
+    names, dtypes = (("residual_norm", "router"), ("float32",)) if small else (OPERATIONS, ("float32", "bfloat16"))
+    result = check_operations(current_target(), EXAMPLE, dtypes, tuple(names))
+    errors = {f"error of {name}": [row["error"], f"of {row['tolerance']:g}"] for name, row in result["errors"].items()}
+    return result | {"figures": errors}
 
 
 def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str | None) -> dict[str, Any]:
     """Run the parts, print a table of their figures, and write each part to `FOLDER/DEVICE/PART.json`.
 
-    Args:
-      folder: FOLDER; created if missing.
-      only: names of the parts to run; empty for those that are not yet recorded for this code and device.
-      minutes: after which no further part starts that might take longer than what is left.
-      commit: commit of this code; None to ask git.
+    These are the parts in `only`, or those that are not yet recorded for this code and device. No part starts that
+    might end after so many minutes.
 
     Returns:
       The recordings of all `parts` by name, the names of those that `failed`, and of those that are `left`.
@@ -54,25 +100,22 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
     Raises:
       InputError: `only` contains an unknown name, or FOLDER cannot be written.
     """
-    start = time.monotonic()
+    end = time.monotonic() + 60 * minutes
     require(minutes > 0, "--minutes", minutes, "above 0")
     with restored_environment():
         apply_preset(select_preset(None))  # like zaya_jax.main
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
+        share_device()
         machine = run_part("machine", _MACHINE, _MACHINE.seconds)
         if "platform" not in machine:
             raise RunStopped(f"This machine cannot be described: {machine['failed']}")
-        device, small = machine.get("device", "unknown"), machine.get("platform", "cpu") == "cpu"
-        target = expanded(folder) / re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+        small, device = machine["platform"] == "cpu", machine.get("device", "unknown").lower()
+        target = expanded(folder) / re.sub(r"[^a-z0-9]+", "_", device).strip("_")
         parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1), target)}
         if unknown := [name for name in only if name not in parts]:
             raise InputError(f"--only is {unknown[0]!r}, but must be one of {', '.join(parts)}.")
         if small:
             print("JAX found no GPU: running every part on the CPU, at a small size.", flush=True)
-        header = describe_run("GPU report", "small" if small else "full", "", _PACKAGES)
-        driver = " ".join(machine.get("drivers", {}).values())
-        header["hardware"] |= {"device": device, "driver": driver}
-        origin = Origin(commit or _commit(), device, driver, header["versions"], header["size"])
+        header = _make_header(machine, commit)
         try:
             make_folder(target)
         except OSError as error:
@@ -80,44 +123,43 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         recordings, left = {}, []
         recorded = {name: _read(target / f"{name}.json") for name in parts}
         # What has failed with this code comes last, so that it keeps no time from the others.
-        for name in sorted(parts, key=lambda name: "failed" in recorded[name] and _origin(recorded[name]) == origin):
-            part, path, before = parts[name], target / f"{name}.json", recorded[name]
-            is_known = origin.commit is not None and not origin.commit.endswith("-dirty")
-            is_recorded = is_known and _origin(before) == origin and "failed" not in before
-            if not only and name != "machine" and is_recorded:
+        for name in sorted(parts, key=lambda name: "failed" in recorded[name] and _same_origin(recorded[name], header)):
+            part, before = parts[name], recorded[name]
+            if only and name not in only:
+                continue
+            if name != "machine" and not only and _is_recorded(before, header):
                 print(f"== {name}: recorded before", flush=True)
                 recordings[name] = before
-            elif only and name not in only:
-                continue
-            elif name != "machine" and start + 60 * minutes < time.monotonic() + part.seconds:
+            elif name != "machine" and end < time.monotonic() + part.seconds:
                 left.append(name)
             else:
                 # The limits are those of a GPU; a CPU that others use, too, may take longer.
-                limit = 60 * minutes if small else part.seconds
-                result = machine if name == "machine" else run_part(name, part, limit)
-                recordings[name] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name,
-                                    "commit": origin.commit, **header, **result,
-                                    "before": _last(before, origin)}  # fmt: skip
-                write_result(recordings[name], str(path))
+                result = machine if name == "machine" else run_part(name, part, 60 * minutes if small else part.seconds)
+                date = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name}
+                recordings[name] = {**date, **header, **result, "before": _last(before, header)}
+                write_result(recordings[name], str(target / f"{name}.json"))
     print()
     print_tables([figures_table(recordings)])
-    print(
-        "\n".join(["", *summary(recordings, left), f"The results are in {target}; please post its files in an issue."])
-    )
-    return {"parts": recordings, "failed": [name for name, part in recordings.items() if "failed" in part],
-            "left": left}  # fmt: skip
+    post = f"The results are in {target}; please post its files in an issue."
+    print("\n".join(["", *summary(recordings, left), post]))
+    failed = [name for name, part in recordings.items() if "failed" in part]
+    return {"parts": recordings, "failed": failed, "left": left}
+
+
+def _make_header(machine: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
+    """Return what all recordings of this code on this machine have in common."""
+    header = describe_run("GPU report", "small" if machine["platform"] == "cpu" else "full", "", _PACKAGES)
+    driver = " ".join(machine.get("drivers", {}).values())
+    header["hardware"] |= {"device": machine.get("device", "unknown"), "driver": driver}
+    return header | {"commit": commit or _commit()}
 
 
 def run_part(name: str, part: Part, seconds: float) -> dict[str, Any]:
-    """Run a part in its own process, which is killed after `seconds`.
-
-    Returns:
-      The part's result, with the `seconds` that it took, and `failed`, a sentence, if it failed.
-    """
+    """Run a part in its own process, which is killed after `seconds`; `failed` of its result says why it failed."""
     print(f"== {name}", flush=True)
     start = time.monotonic()
     try:
-        with run_in_subprocess(functools.partial, part.work, seconds=seconds) as step:
+        with run_in_subprocess(functools.partial, part.work, *part.arguments, seconds=seconds) as step:
             result: dict[str, Any] = step()
     except (InputError, RuntimeError) as error:
         result = {"failed": str(error)}
@@ -130,20 +172,15 @@ def figures_table(recordings: Mapping[str, Mapping[str, Any]]) -> Table:
     """Make the table of all figures, beside those of the recording before and beside predictions."""
     rows = []
     for name, part in recordings.items():
-        before = part.get("before") or {}
+        before = (part.get("before") or {}).get("figures", {})
         for figure, (value, unit, *predicted) in part.get("figures", {}).items():
-            last = before.get("figures", {}).get(figure, [None])[0]
-            rows.append({"part": name, "figure": figure, "unit": unit, "value": value, "last": last,
-                         "ratio": value / last if value is not None and last else None,
-                         "predicted": predicted[0] if predicted else None})  # fmt: skip
-
-    def value(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: number(row[key])
-
-    return make_table("Figures", rows, {
-        "part": "part", "figure": "figure", "unit": "unit", "measured": value("value"), "predicted": value("predicted"),
-        "last time": value("last"), "measured/last": value("ratio"),
-    })  # fmt: skip
+            last = before.get(figure, [None])[0]
+            ratio = value / last if value is not None and last else None
+            values = {"measured": value, "predicted": next(iter(predicted), None), "last time": last}
+            numbers = {key: number(each) for key, each in (values | {"measured/last": ratio}).items()}
+            rows.append({"part": name, "figure": figure, "unit": unit} | numbers)
+    names = ("part", "figure", "unit", "measured", "predicted", "last time", "measured/last")
+    return make_table("Figures", rows, {name: name for name in names})
 
 
 def summary(recordings: Mapping[str, Mapping[str, Any]], left: Sequence[str]) -> list[str]:
@@ -161,19 +198,23 @@ def _read(path: Path) -> dict[str, Any]:
         content = read_json(path)
     except InputError:
         return {}
-    whole = isinstance(content, dict) and isinstance(content.get("figures", {}), dict)
-    return content if whole and isinstance(content.get("hardware", {}), dict) else {}
+    return content if isinstance(content, dict) and isinstance(content.get("figures", {}), dict) else {}
 
 
-def _origin(recording: Mapping[str, Any]) -> Origin:
-    hardware = recording.get("hardware", {})
-    return Origin(recording.get("commit"), hardware.get("device", ""), hardware.get("driver", ""),
-                  recording.get("versions", {}), recording.get("size", ""))  # fmt: skip
+def _same_origin(recording: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
+    """Return whether a recording has the code, machine, versions and size of a header."""
+    return all(recording.get(key) == header[key] for key in ("commit", "hardware", "versions", "size"))
 
 
-def _last(recording: Mapping[str, Any], origin: Origin) -> dict[str, Any] | None:
+def _is_recorded(recording: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
+    """Return whether the same origin, a known commit, has a recording that did not fail: it is not measured again."""
+    known = header["commit"] is not None and not header["commit"].endswith("-dirty")
+    return known and _same_origin(recording, header) and "failed" not in recording
+
+
+def _last(recording: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what to compare a new recording with: this one, or what it was compared with if it says nothing new."""
-    if not recording.get("figures") or _origin(recording) == origin:
+    if not recording.get("figures") or _same_origin(recording, header):
         return recording.get("before")
     return {key: recording.get(key) for key in ("date", "commit", "versions", "figures")}
 
@@ -184,10 +225,10 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root)]
+    others = [".", ":!benchmarks/gpu"]  # without the recordings themselves
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], text=True, capture_output=True, check=True)  # noqa: S603
-        # Without the recordings themselves.
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/gpu"], check=False)  # noqa: S603
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *others], check=False)  # noqa: S603
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("-dirty" if changed.returncode else "")

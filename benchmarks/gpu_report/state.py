@@ -9,7 +9,6 @@ import bisect
 import dataclasses
 import functools
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -22,30 +21,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.checkpoint import describe_disk
-from benchmarks.corpora import write_drawn
+from benchmarks.checkpoint import describe_disk, make_methods, timed_save
+from benchmarks.data import write_drawn
 from benchmarks.gpu_report.observed_training import SAVED
-from benchmarks.gpu_report.temporary import temporary_folder
-from benchmarks.gpu_report.tiny import CONTEXT, ONE_DEVICE, TINY, text_folder
-from benchmarks.saving import make_methods, peak_memory, restart_peak, timed_save
+from benchmarks.gpu_report.runs import CONTEXT, SMALL_TEXT, TINY, folder_of_runs, make_config
+from benchmarks.gpu_report.speed import Figures, short
 from benchmarks.train_step import EIGHT_B, compile_fitting
-from zaya_jax.config import Config, DataConfig, from_dict, load_config, to_dict, to_yaml
+from zaya_jax.config import Config, from_dict, load_config, to_dict, to_yaml
 from zaya_jax.data.loading.text_corpus import find_corpus
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
-from zaya_jax.hardware.detection import select_preset
-from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.lab.measure.storage import Method, drop_cached, make_state
 from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
-from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
+from zaya_jax.lab.subprocesses import run_in_subprocess
 from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.files import read_json
 from zaya_jax.run.host_memory import free_memory
 from zaya_jax.train.memory import available_memory, gigabytes
 
-METHODS = ("verified", "Orbax", "Orbax, asynchronous", "gather and pickle")  # of `saving.make_methods`
+METHODS = ("verified", "Orbax", "Orbax, asynchronous", "gather and pickle")  # of `checkpoint.make_methods`
 _TITLES = {"verified": "zaya_jax", "gather and pickle": "gather"}
 _SIZE, _SMALL_SIZE, _WARM_UP = 8 * 10**9, 64 * 2**20, 2**24  # bytes of the state that all methods save
 _TURNS = 3  # at most, of each method
@@ -65,23 +61,15 @@ class Room(NamedTuple):
     time: float  # what the disk can write and read in the remaining time
 
     @property
-    def size(self) -> float:
-        """The least of them."""
-        return min(self)
-
-    @property
     def bound(self) -> str:
-        """The limit of the size."""
-        names = ("free disk space", "free host memory", "the time to save and restore")
-        return names[self.index(self.size)]
+        """The name of the least of them."""
+        return ("free disk space", "free host memory", "the time to save and restore")[self.index(min(self))]
 
 
 def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
-    """Measure saves and restores of a run and of each method; everything is in a temporary folder.
+    """Measure saves and restores of a run and of each method, on a CPU of a tiny model and state (`small`).
 
-    Args:
-      small: whether to take a tiny model and state, for a CPU.
-      seconds: that this may take on a GPU, about; the states are reduced to what can be saved in this time.
+    On a GPU the states are reduced to what can be saved in about so many seconds.
 
     Returns:
       For JSON: results of the `training`, of the `methods` and of the `disk`, `figures` (value and unit by name), and
@@ -90,10 +78,7 @@ def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
     deadline = math.inf if small else time.monotonic() + seconds
     result: dict[str, Any] = {"figures": {}, "notes": []}
     problems: list[str] = []
-    with temporary_folder("state") as folder, restored_environment():
-        apply_preset(select_preset(None))  # like zaya_jax.main
-        os.environ |= {**ONE_DEVICE, "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
+    with folder_of_runs("state") as folder:
         result["disk"] = disk = describe_disk(folder)
         for name, measure in {"training": _measure_training, "methods": _measure_methods}.items():
             try:
@@ -125,31 +110,26 @@ def _measure_training(folder: Path, small: bool, speed: float, deadline: float) 
 
 def _make_config(folder: Path, small: bool) -> Config:
     """Write random documents, and make a run that trains on them with few tokens a step, and saves each step."""
-    texts = find_corpus(DataConfig(corpus=text_folder(), heldout_fraction=0.2)).texts("train")
+    tiny = make_config(TINY, CONTEXT, 4, 100, 100, "float32", SMALL_TEXT)
     tokenizer, drawn, context = folder / "tokenizer.json", folder / "drawn", CONTEXT if small else 1024
-    train_tokenizer(texts, 300).save(tokenizer)
+    train_tokenizer(find_corpus(tiny.data).texts("train"), 300).save(tokenizer)
     write_drawn(drawn, tokenizer, 100 * 4 * context, 1)
-    batch, changes = {"tokens": 4 * context, "micro_batch": 2}, {}
-    if small:
-        changes = {**TINY, "train": {"batch": batch, "compute_dtype": "float32"}}
-    base = to_dict(load_config(EIGHT_B))
-    phase = {"name": "step", "tokens": 100 * batch["tokens"], "context": context, "batch": batch,
-             "schedule": {"shape": "constant"}, "rope_base": 1.0e4, "remat": "dots"}  # fmt: skip
-    return from_dict({
-        **base, **changes, "phases": [phase], "run_dir": str(folder / "run"),
+    phase = {"name": "step", "tokens": 100 * 4 * context, "batch": {"tokens": 4 * context, "micro_batch": 2}}
+    phase |= {"context": context, "schedule": {"shape": "constant"}, "rope_base": 1.0e4, "remat": "dots"}
+    changes = {
+        "phases": [phase],
+        "run_dir": str(folder / "run"),
         "data": {"sources": {"drawn": {"path": str(drawn)}}, "context": context, "cache_dir": str(folder / "cache")},
-        "evaluation": {"every": 10**6, "batches": 1, "batch_size": 1}, "checkpoint": {"every": SAVED, "keep": 1},
-    })  # fmt: skip
+        "evaluation": {"every": 10**6, "batches": 1, "batch_size": 1},
+        "checkpoint": {"every": SAVED, "keep": 1},
+    }
+    return from_dict(to_dict(tiny if small else load_config(EIGHT_B)) | changes)
 
 
 def fit(config: Config, room: Room) -> dict[str, Any]:
     """Compile the deepest step of `config` whose state has `room` and which fits the first device.
 
-    Returns:
-      Its configuration as YAML, and what it is.
-
-    Raises:
-      InputError: no depth fits.
+    Returns its configuration as YAML, and what it is; InputError if no depth fits.
     """
     period = len(config.model.period)
     depths = range(period, config.model.num_layers + 1, period)
@@ -160,23 +140,28 @@ def fit(config: Config, room: Room) -> dict[str, Any]:
     def size(config: Config) -> int:
         return device_bytes(simulated_programs(config, 1)[0].abstract_state)
 
-    if not (count := bisect.bisect_right(depths, room.size, key=lambda depth: size(deep(depth)))):
-        raise InputError(f"A state of {period} layers has {gigabytes(size(deep(period)))}, but {room.bound} allows "
-                         f"{gigabytes(int(room.size))}.")  # fmt: skip
-    stored, device = deep(depths[count - 1]), jax.devices()[0]
-    fitting, _, _, _, seconds = compile_fitting(stored, 1, find_hardware(device.device_kind), available_memory())
-    layers, wanted = fitting.model.num_layers, config.model.num_layers
+    if not (count := bisect.bisect_right(depths, min(room), key=lambda depth: size(deep(depth)))):
+        needed, allowed = gigabytes(size(deep(period))), gigabytes(int(min(room)))
+        raise InputError(f"A state of {period} layers has {needed}, but {room.bound} allows {allowed}.")
+    stored, kind = deep(depths[count - 1]), jax.devices()[0].device_kind
+    fitting = compile_fitting(stored, 1, find_hardware(kind), available_memory())
+    layers, wanted = fitting.config.model.num_layers, config.model.num_layers
     limit = room.bound if layers == stored.model.num_layers else "device memory"
     reduced = f"The run had {layers} of {wanted} layers: {limit} does not suffice for more."
-    return {"config": to_yaml(fitting), "layers": layers, "state_bytes": size(fitting), "compile_seconds": seconds,
-            "reduced": reduced if layers < wanted else None}  # fmt: skip
+    return {
+        "config": to_yaml(fitting.config),
+        "layers": layers,
+        "state_bytes": size(fitting.config),
+        "compile_seconds": fitting.seconds,
+        "reduced": reduced if layers < wanted else None,
+    }
 
 
 def _train(folder: Path, config: Path, name: str) -> dict[str, Any]:
     """Train in a new process, which kills itself; return its notes, and when it `started`."""
     output, checkpoint = folder / f"{name}.json", folder / "run" / CHECKPOINTS / str(SAVED)
-    command = [sys.executable, "-m", "benchmarks.gpu_report.observed_training", str(output), str(checkpoint), "--",
-               "--config", str(config)]  # fmt: skip
+    arguments = [str(output), str(checkpoint), "--", "--config", str(config)]
+    command = [sys.executable, "-m", "benchmarks.gpu_report.observed_training", *arguments]
     started = time.monotonic()
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # noqa: S603
     if not output.exists():
@@ -187,10 +172,7 @@ def _train(folder: Path, config: Path, name: str) -> dict[str, Any]:
 def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitted: Mapping[str, Any]) -> dict[str, Any]:
     """Describe what the process that saved and the one that resumed have noted (`observed_training.observe`).
 
-    Args:
-      first: notes of the process that saved.
-      second: of the one that resumed.
-      fitted: what they trained, see `fit`.
+    They trained what `fit` returned (`fitted`).
     """
     seconds = {
         "training waits for the save": first["training_continued"] - first["step_1"],
@@ -199,12 +181,17 @@ def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitte
         "restore": second["restored"] - second["restore_started"],
         "start to first resumed step": second["step_2"] - second["started"],
     }
-    peaks = {"device peak, training": first["device_peak"], "device peak, resuming": second["device_peak"],
-             "device peak after restoring": second["restored_device_peak"], "host peak, training": first["host_peak"],
-             "host peak, resuming": second["host_peak"]}  # fmt: skip
-    figures: dict[str, Any] = {name: [_short(value), "s"] for name, value in seconds.items()}
-    figures |= {name: [_short(value / _GB), "GB"] for name, value in peaks.items() if value is not None}
-    figures["state"] = [_short(fitted["state_bytes"] / _GB), "GB"]
+    most, resuming = first["device_peak"], second["device_peak"]
+    peaks = {
+        "device peak, training": most,
+        "device peak, resuming": resuming,
+        "device peak after restoring": second["restored_device_peak"],
+        "host peak, training": first["host_peak"],
+        "host peak, resuming": second["host_peak"],
+    }
+    figures: dict[str, Any] = {name: [short(value), "s"] for name, value in seconds.items()}
+    figures |= {name: [short(value / _GB), "GB"] for name, value in peaks.items() if value is not None}
+    figures["state"] = [short(fitted["state_bytes"] / _GB), "GB"]
     same = [first[key] for key in ("loss", "grad_norm")] == [second[key] for key in ("loss", "grad_norm")]
     figures["resumed step bitwise the same"] = [int(same), ""]
     problems, notes = [], [fitted["reduced"]] if fitted["reduced"] else []
@@ -213,12 +200,11 @@ def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitte
         problems.append("The checkpoint was not saved.")
     if "step_1" in second:
         problems.append("The second process started over, and did not resume.")
-    most, resuming = first["device_peak"], second["device_peak"]
     if most is None or resuming is None:
         notes.append("The device does not count its peak memory, so training and resuming were not compared.")
     elif resuming > _ROUNDING * most:
-        problems.append(f"Resuming takes {gigabytes(resuming)} of device memory, more than the {gigabytes(most)} of "
-                        "training.")  # fmt: skip
+        more = f"{gigabytes(resuming)} of device memory, more than the {gigabytes(most)} of training"
+        problems.append(f"Resuming takes {more}.")
     return {**fitted, "bytes": peaks, "figures": figures, "notes": notes, "problems": problems}
 
 
@@ -228,49 +214,38 @@ def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitte
 def _measure_methods(folder: Path, small: bool, speed: float, deadline: float) -> dict[str, Any]:
     wanted = _SMALL_SIZE if small else _SIZE
     shutil.rmtree(folder / "run", ignore_errors=True)
+    disk, count = shutil.disk_usage(folder).free / _SPARE, len(METHODS)
     seconds = max(deadline - time.monotonic() - _COMPARING, 1.0)
-    room = Room(shutil.disk_usage(folder).free / (len(METHODS) + 1) / _SPARE, free_memory() / 4,
-                speed * seconds / 2 / len(METHODS))  # fmt: skip
-    size = int(min(wanted, room.size))
+    room = Room(disk / (count + 1), free_memory() / 4, speed * seconds / 2 / count)
+    size = int(min(wanted, *room))
+    figures: Figures = {}
     if size < min(wanted, _SMALL_SIZE):
         note = f"The methods were not compared: {room.bound} allows only {gigabytes(size)}."
-        return {"figures": {}, "notes": [note], "problems": []}
+        return {"figures": figures, "notes": [note], "problems": []}
     with run_in_subprocess(functools.partial, compare_methods, folder, size, deadline) as ask:
         rows = ask()
-    names = {"stall": "stall", "commit": "until durable", "restore": "restore", "memory": "host memory of a save"}
-    figures = {}
     for method, row in rows.items():
-        for key, name in names.items():
-            value = statistics.median(row[key])
-            figures[f"{_TITLES.get(method, method)}: {name}"] = (
-                [_short(value / _GB), "GB"] if key == "memory" else [_short(value), "s"]
-            )
-    notes = [] if size == wanted else [f"The methods saved {gigabytes(size)} in place of {gigabytes(wanted)}, because "
-                                       f"of {room.bound}."]  # fmt: skip
+        for key, name in (("stall", "stall"), ("commit", "until durable"), ("restore", "restore")):
+            figures[f"{_TITLES.get(method, method)}: {name}"] = [short(statistics.median(row[key])), "s"]
+        memory = short(statistics.median(row["memory"]) / _GB)
+        figures[f"{_TITLES.get(method, method)}: host memory of a save"] = [memory, "GB"]
+    saved = f"The methods saved {gigabytes(size)} in place of {gigabytes(wanted)}, because of {room.bound}."
+    notes = [] if size == wanted else [saved]
     return {"bytes": size, "rows": rows, "figures": figures, "notes": notes, "problems": []}
 
 
 def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[str, list[float]]]:
     """Save and restore with each of `METHODS` in turn, after a warm-up with a small state, on the first device.
 
-    Args:
-      folder: an existing folder.
-      size: bytes of the state.
-      deadline: of `time.monotonic`, after which no further turn starts.
-
-    Returns:
-      For each method, the figures of `saving.timed_save` and seconds to `restore` from the disk, by turn.
-
-    Raises:
-      RuntimeError: a restored array differs.
+    No further turn starts after the `deadline` of `time.monotonic`. Returns for each method the figures of
+    `checkpoint.timed_save` and seconds to `restore` from the disk, by turn; RuntimeError if a restored array differs.
     """
     rows: dict[str, dict[str, list[float]]] = {}
-    for name, count, turns in (("warm-up", _WARM_UP, 1), ("measured", size, _TURNS)):
+    for title, count, turns in (("warm-up", _WARM_UP, 1), ("measured", size, _TURNS)):
         state = make_state(count, 100, jax.devices()[:1])
-        work = folder / name
+        work = folder / title
         methods = {each: method for each, method in make_methods(work, state).items() if each in METHODS}
-        rows = {each: {"stall": [], "commit": [], "memory": [], "restore": [], "restore_memory": []}
-                for each in METHODS}  # fmt: skip
+        rows = {each: {"stall": [], "commit": [], "memory": [], "restore": []} for each in METHODS}
         for turn in range(turns):
             start = time.monotonic()
             for each in METHODS:
@@ -278,28 +253,24 @@ def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[
                 for key, value in timed_save(methods[each], turn).items():
                     rows[each][key].append(value)
             for each in METHODS:
-                _time_restore(methods[each], work, state, rows[each])
+                rows[each]["restore"].append(_time_restore(methods[each], work, state))
             if time.monotonic() + (time.monotonic() - start) > deadline:
                 break
         shutil.rmtree(work)
     return rows
 
 
-def _time_restore(method: Method, folder: Path, state: dict[str, jax.Array], row: dict[str, list[float]]) -> None:
-    """Restore from the disk, add the seconds and the host memory to `row`, and compare on the device."""
+def _time_restore(method: Method, folder: Path, state: dict[str, jax.Array]) -> float:
+    """Restore from the disk, return the seconds, and compare on the device."""
     drop_cached(folder)
-    before, start = restart_peak(), time.perf_counter()
+    start = time.perf_counter()
     restored = jax.block_until_ready(method.restore())
-    row["restore"].append(time.perf_counter() - start)
-    row["restore_memory"].append(peak_memory() - before)
+    seconds = time.perf_counter() - start
     for name, x in state.items():
         if not bool(_equal(x, restored[name])):
             raise RuntimeError(f"{name} was restored from {folder} with wrong values.")
+    return seconds
 
 
 _copied: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 _equal: Callable[[jax.Array, jax.Array], jax.Array] = jax.jit(jnp.array_equal)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")

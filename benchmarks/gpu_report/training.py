@@ -8,13 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report.figures import Figures
-from benchmarks.gpu_report.tiny import ONE_DEVICE, text_folder
-from zaya_jax.config import Config, DataConfig, ModelConfig, from_dict, to_dict, to_yaml
+from benchmarks.gpu_report.runs import LARGE_EVERY, ONE_DEVICE, large_config, small_config
+from benchmarks.gpu_report.speed import Figures
+from zaya_jax.config import Config, to_yaml
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import read_rows
@@ -22,14 +21,13 @@ from zaya_jax.run.metrics import read_rows
 FALL = 0.5  # nats/token that the loss must fall
 BOUND = 0.02  # nats/token by which the held-out loss may differ from the CPU's, in fp32
 SECONDS = 100.0  # of the run on a GPU, after its first step
-_EVERY = 100  # steps between evaluations of that run
+Rows = list[dict[str, Any]]
 
 
 def measure_training(small: bool) -> dict[str, Any]:
     """Train on the source of Python's standard library: 116M parameters for 100 s, and a small model on GPU and CPU.
 
-    Args:
-      small: whether this is a CPU, which trains the small model only.
+    On a CPU (`small`) the small model only.
 
     Returns:
       For JSON: losses of every tenth step and held-out losses, which are what this kind of device should repeat; the
@@ -40,73 +38,45 @@ def measure_training(small: bool) -> dict[str, Any]:
     rows, timings, seconds = _train(config, None if small else SECONDS)
     losses = [row["loss"] for row in rows]
     heldout = {row["step"]: row["heldout_loss"] for row in rows if "heldout_loss" in row}
-    later = timings[1:]
-    stepping = sum(row["seconds"] for row in later)
-    figures: Figures = {
-        "speed without evaluation": [round(statistics.median(row["tokens_per_second"] for row in later)), "tokens/s"],
-        "speed with evaluation and saves": [round(len(later) * config.train.batch.tokens / seconds), "tokens/s"],
-        "waiting for data": [round(100 * sum(row["data_wait"] for row in later) / stepping, 2), "% of the step"],
-        "steps": [len(rows), ""],
-        **{f"held-out loss, step {step}": [round(loss, 4), "nats/token"] for step, loss in heldout.items()
-           if step in (_EVERY, 2 * _EVERY, 5 * _EVERY, max(heldout))},
-    }  # fmt: skip
     result: dict[str, Any] = {
-        "parameters": total_parameters(config.model), "tokens_per_step": config.train.batch.tokens,
+        "parameters": total_parameters(config.model),
+        "tokens_per_step": config.train.batch.tokens,
         "compute_dtype": config.train.compute_dtype,
         "losses": {row["step"]: round(row["loss"], 4) for row in rows if row["step"] % 10 == 0},
         "heldout": heldout,
-    }  # fmt: skip
+    }
+    figures = result["figures"] = _figures(timings[1:], config.train.batch.tokens, seconds) | {"steps": [len(rows), ""]}
+    for step in sorted(heldout.keys() & {LARGE_EVERY, 2 * LARGE_EVERY, 5 * LARGE_EVERY, max(heldout, default=0)}):
+        figures[f"held-out loss, step {step}"] = [round(heldout[step], 4), "nats/token"]
     first, last = statistics.mean(losses[:5]), statistics.mean(losses[-5:])
     if not first - last >= FALL:
-        result["failed"] = (f"The loss went from {first:.2f} to {last:.2f}, but should fall by at least {FALL:g} "
-                            "nats/token.")  # fmt: skip
+        change = f"The loss went from {first:.2f} to {last:.2f}"
+        result["failed"] = f"{change}, but should fall by at least {FALL:g} nats/token."
     if not small:
-        here, cpu = (_train(small_config(), None, environment)[0][-1]["heldout_loss"]
-                     for environment in ({}, {"JAX_PLATFORMS": "cpu"}))  # fmt: skip
+        environments = ({}, {"JAX_PLATFORMS": "cpu"})
+        here, cpu = (_train(small_config(), None, each)[0][-1]["heldout_loss"] for each in environments)
         result |= {"small_heldout": here, "small_heldout_on_cpu": cpu}
         figures["held-out loss, less the CPU's"] = [round(here - cpu, 6), "nats/token"]
         if not abs(here - cpu) <= BOUND:
-            result["failed"] = (f"A small model in fp32 has a held-out loss of {here:.4f} nats/token here, and "
-                                f"{cpu:.4f} on the CPU; they may differ by {BOUND:g}.")  # fmt: skip
-    return result | {"figures": figures}
+            both = f"{here:.4f} nats/token here, and {cpu:.4f} on the CPU; they may differ by {BOUND:g}"
+            result["failed"] = f"A small model in fp32 has a held-out loss of {both}."
+    return result
 
 
-def small_config() -> Config:
-    """Make a run of 50 steps on one package of the standard library, whose tokenizer takes a second."""
-    model = ModelConfig(
-        vocab_size=512, hidden_size=64, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=32,
-        num_experts=4, expert_size=64, router_size=16, max_positions=64, rope_base=1.0e4,
-    )  # fmt: skip
-    data = DataConfig(corpus=text_folder(), heldout_fraction=0.2, context=64)
-    return _run(model, data, 4, 50, "float32", 25)
-
-
-def large_config() -> Config:
-    """Make a run of 116M parameters in bf16 that is longer than `SECONDS`."""
-    model = ModelConfig(
-        vocab_size=16384, hidden_size=512, num_layers=8, num_query_heads=8, num_kv_heads=2, head_dim=64,
-        num_experts=16, expert_size=512, router_size=128, max_positions=1024, rope_base=1.0e4,
-    )  # fmt: skip
-    return _run(model, DataConfig(context=1024), 32, 20_000, "bfloat16", _EVERY)
-
-
-def _run(model: ModelConfig, data: DataConfig, sequences: int, steps: int, dtype: str, every: int) -> Config:
-    batch = sequences * data.context
-    return from_dict({
-        "model": to_dict(model),
-        "phases": [{"tokens": steps * batch, "schedule": {"shape": "constant", "warmup_tokens": 5 * batch}}],
-        "data": to_dict(data),
-        "optimizer": {"muon": {"learning_rate": 0.01}, "adamw": {"learning_rate": 0.006},
-                      "balance": {"learning_rate": 0.02}},
-        "train": {"batch": {"tokens": batch}, "compute_dtype": dtype, "remat": "dots"},
-        "evaluation": {"every": every, "batches": 1, "batch_size": sequences},
-        "checkpoint": {"every": 5 * every},
-    })  # fmt: skip
+def _figures(timings: Rows, tokens: int, seconds: float) -> Figures:
+    """Return speeds, and the share of waiting for data, of steps of so many tokens that took `seconds` in all."""
+    waiting = sum(row["data_wait"] for row in timings) / sum(row["seconds"] for row in timings)
+    speed = statistics.median(row["tokens_per_second"] for row in timings)
+    return {
+        "speed without evaluation": [round(speed), "tokens/s"],
+        "speed with evaluation and saves": [round(len(timings) * tokens / seconds), "tokens/s"],
+        "waiting for data": [round(100 * waiting, 2), "% of the step"],
+    }
 
 
 def _train(
-    config: Config, seconds: float | None, environment: Mapping[str, str] | None = None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
+    config: Config, seconds: float | None, environment: dict[str, str] | None = None
+) -> tuple[Rows, Rows, float]:
     """Train with `zaya_jax.main`, and stop it `seconds` after its first step; None to let it end.
 
     Returns:
@@ -118,12 +88,13 @@ def _train(
     with tempfile.TemporaryDirectory() as folder:
         run, file = Path(folder, "run"), Path(folder, "config.yaml")
         file.write_text(to_yaml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "zaya_jax.main", "--config", str(file), f"run_dir={run}",
-                   f"data.cache_dir={folder}/data"]  # fmt: skip
+        command = [sys.executable, "-m", "zaya_jax.main", "--config", str(file)]
+        command += [f"run_dir={run}", f"data.cache_dir={folder}/data"]
         with open(Path(folder, "output"), "w+b") as output:
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             variables = {**os.environ, **ONE_DEVICE, **(environment or {})}
-            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output)  # noqa: S603
-            while process.poll() is None and not _size(run / METRICS):
+            process = subprocess.Popen(command, env=variables, **streams)  # noqa: S603
+            while process.poll() is None and not ((run / METRICS).exists() and (run / METRICS).stat().st_size):
                 time.sleep(0.05)
             first = time.time()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -135,7 +106,3 @@ def _train(
                 raise RuntimeError(f"Training failed: {output.read()[-500:].decode(errors='replace')}")
         last = (run / METRICS).stat().st_mtime
         return read_rows(run / METRICS), read_rows(run / TIMINGS), last - first
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

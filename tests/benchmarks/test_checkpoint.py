@@ -5,10 +5,21 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import saving
+from benchmarks import checkpoint
 from benchmarks.__main__ import main
-from benchmarks.checkpoint import BARE, OURS, PEER, describe_disk, print_table, summary
-from benchmarks.saving import make_methods, peak_memory, restart_peak, timed_save, timed_steps
+from benchmarks.checkpoint import (
+    BARE,
+    OURS,
+    PEER,
+    describe_disk,
+    make_methods,
+    peak_memory,
+    print_table,
+    restart_peak,
+    summary,
+    timed_save,
+    timed_steps,
+)
 from zaya_jax.lab.measure.storage import LARGE, make_state, time_restores
 
 ROWS = [{"way": way, "turn": turn, "stall": stall * turn, "commit": 1.5 * stall * turn, "memory": 10.0,
@@ -27,7 +38,7 @@ def test_a_state_has_the_size_asked_for(small):
 
 
 def test_every_way_gives_back_what_it_saved(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "_WIDTH", 64)
+    monkeypatch.setattr(checkpoint, "_WIDTH", 64)
     for name, method in make_methods(tmp_path, small).items():
         for turn in (0, 1):
             took = timed_save(method, turn)

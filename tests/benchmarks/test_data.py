@@ -14,8 +14,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import data as bench
 from benchmarks import data_peers
-from benchmarks.corpora import write_drawn, write_lines
-from benchmarks.data import Sizes, bench_data, make_inputs, our_packing, our_preparing
+from benchmarks.data import Sizes, bench_data, make_inputs, our_packing, our_preparing, write_drawn, write_lines
 from benchmarks.data_peers import Decode, GrainSettings, datasets_preparing, grain_packing, time_batches
 from zaya_jax.config import DataConfig
 from zaya_jax.data.loading.batches import train_batches

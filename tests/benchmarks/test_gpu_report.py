@@ -10,12 +10,11 @@ import psutil
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.gpu_report import determinism, runner, training, tuning
+from benchmarks.gpu_report import determinism, runner, speed, training
 from benchmarks.gpu_report.determinism import differing
-from benchmarks.gpu_report.figures import kernel_figures
-from benchmarks.gpu_report.parts import Part, make_parts
-from benchmarks.gpu_report.runner import figures_table, gpu_report, run_part
-from benchmarks.gpu_report.training import large_config, small_config
+from benchmarks.gpu_report.runner import Part, figures_table, gpu_report, make_parts, run_part
+from benchmarks.gpu_report.runs import large_config, small_config
+from benchmarks.gpu_report.speed import kernel_figures
 from zaya_jax.config.stages import total_steps
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE
 from zaya_jax.hardware.environment import describe_preset
@@ -32,14 +31,11 @@ KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {
 
 
 def test_a_part_that_raises_hangs_or_takes_its_process_down_fails(capsys):
-    assert run_part("broken", Part(0, functools.partial(divmod, 1, 0)), 60)["failed"].startswith("ZeroDivisionError: ")
-    assert "status 3" in run_part("broken", Part(0, functools.partial(os._exit, 3)), 60)["failed"]
+    assert run_part("broken", Part(0, divmod, (1, 0)), 60)["failed"].startswith("ZeroDivisionError: ")
+    assert "status 3" in run_part("broken", Part(0, os._exit, (3,)), 60)["failed"]
     assert "status 3" in capsys.readouterr().out
     begun = time.monotonic()
-    assert (
-        "ended after 2 s"
-        in run_part("hung", Part(0, functools.partial(os.system, "sleep 987 & sleep 987")), 2)["failed"]
-    )
+    assert "ended after 2 s" in run_part("hung", Part(0, os.system, ("sleep 987 & sleep 987",)), 2)["failed"]
     assert time.monotonic() - begun < 30
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
     assert left == [], "what it started goes with it"
@@ -193,9 +189,9 @@ def test_a_gpu_times_all_operations_and_emulation_one(small, timed, monkeypatch)
         size = {"rows": 64, "seconds": {"reference": {}, "pallas (64/1/1)": {"plain": 2e-6, "packed": 1e-6}}}
         return {"operations": {"residual_norm": {"sizes": [size]}}}
 
-    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setattr(speed, "tune", tune)
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    figures = tuning.measure_tuning(small, 1)["figures"]
+    figures = speed.measure_tuning(small, 1)["figures"]
     assert set(asked) == timed
     assert figures == {f"residual_norm, 64 rows: {what}": [0.003, "ms"] for what in ("fastest", "default")}
 

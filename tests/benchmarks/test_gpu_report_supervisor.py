@@ -4,49 +4,38 @@ import json
 import os
 import subprocess
 import sys
-from copy import deepcopy
 
 import pytest
 
 from benchmarks.gpu_report import supervisor as part
-from benchmarks.gpu_report.supervisor import GpuReadings, Reading, describe, measure_supervisor
-from benchmarks.gpu_report.temporary import temporary_folder
+from benchmarks.gpu_report.runs import temporary_folder
+from benchmarks.gpu_report.supervisor import describe, measure_supervisor, read_gpus
 from tests.aegis.test_gpu_probe import NVIDIA
 from tests.train_helpers import ROOT
 from zaya_jax.aegis import __main__ as command
 from zaya_jax.aegis.drill import score
+from zaya_jax.config import to_yaml
 from zaya_jax.errors import ExitCode
 
 CARD = {"faults": 1, "made": 1, "missed": [], "false_alarms": 0, "identical": True,
         "times": [{"fault": "sigkill@0:5:dispatch", "since_fault": 0.03, "recover": 5.5}]}  # fmt: skip
 STOPPED = {"status": 93, "class": "device_memory", "seconds": 0.2}
-EVENTS = [{"kind": "start", "monotonic": 10.0}, {"kind": "end", "monotonic": 19.0},
-          {"kind": "detect", "monotonic": 19.5, "fault": "gpu", "code": "gpu-pcie-replay", "text": "Repeated: 2."},
-          {"kind": "start", "monotonic": 20.0}]  # fmt: skip
-STEPS = {"undisturbed": [0.1, 0.1, 0.3], "disturbed": [0.1, 0.12, 0.2]}
-
-
-def reading(begun: float, used: int | None, processes: int | None = 0) -> Reading:
-    return Reading(begun, begun + 0.5, [{"memory_used": used, "processes": processes, "temperature": 50}])
-
-
-# Before the drill, in the first attempt, while it ends, at the restart, in the second attempt, and after everything.
-READINGS = [reading(1.0, 10**8), reading(12.0, 5 * 10**10, 1), reading(19.5, 4 * 10**10, 1), reading(20.1, 10**8),
-            reading(25.0, 5 * 10**10, 1), reading(40.0, 10**8)]  # fmt: skip
+EVENTS = [{"kind": "start"}, {"kind": "detect", "fault": "gpu", "code": "gpu-pcie-replay", "text": "Repeated: 2."}]
+GPUS = [{"memory_used": 10**8, "processes": 0, "temperature": 50}, {"memory_used": 2 * 10**8, "processes": 1}]
+UNREAD = "GPUs are not read: no library."
 
 
 def test_faults_and_readings_become_figures():
-    result = describe(CARD, STOPPED, EVENTS, READINGS, "", STEPS)
+    result = describe(CARD, STOPPED, EVENTS, GPUS, GPUS)
     assert "failed" not in result
     assert result["notes"] == []
     assert result["figures"] == {
         "sigkill: detected": [0.03, "s"], "sigkill: next step": [5.5, "s"], "false alarms": [0, ""],
         "bitwise identical": [1, ""], "device-memory: detected": [0.2, "s"],
-        "step beside readings of the GPU": [1.2, "×"], "memory left at a restart": [0.0, "GB"],
-        "processes left on the GPU": [0, ""],
+        "memory used left on the GPU": [0, "bytes"], "processes left on the GPU": [0, ""],
     }  # fmt: skip
     assert result["gpu_events"] == ["gpu-pcie-replay: Repeated: 2."]
-    assert result["counters"] == [{"memory_used": 5 * 10**10, "processes": 1, "temperature": 50}]
+    assert result["counters"] == GPUS
 
 
 @pytest.mark.parametrize(("card", "problem"), [
@@ -56,34 +45,31 @@ def test_faults_and_readings_become_figures():
     ({"identical": False}, "not bitwise the undisturbed one"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_drill_is_said(card, problem):
-    assert problem in describe({**CARD, **card}, "No time.", EVENTS, [], "GPUs are not read.", STEPS)["failed"]
+    assert problem in describe({**CARD, **card}, "No time.", EVENTS, UNREAD, UNREAD)["failed"]
 
 
 @pytest.mark.parametrize("end", [{"status": 0}, {"class": "crash"}])
 def test_a_device_without_memory_must_stop_the_run(end):
-    assert "should end with 93 and device_memory" in describe(CARD, STOPPED | end, EVENTS, [], "", STEPS)["failed"]
+    assert "should end with 93 and device_memory" in describe(CARD, STOPPED | end, EVENTS, UNREAD, UNREAD)["failed"]
 
 
-@pytest.mark.parametrize(("place", "changed", "problem"), [
-    (3, reading(20.1, 3 * 10**9), "At restart 1, 2.9 GB"),
-    (5, reading(40.0, 2 * 10**9), "At end, 1.9 GB"),
-    (5, reading(40.0, 10**8, 1), "Processes are left on the GPU: 1"),
+@pytest.mark.parametrize(("changed", "problem"), [
+    ({"memory_used": 3 * 10**9}, "memory used left on the GPU: 2,900,000,000"),
+    ({"processes": 1}, "processes left on the GPU: 1"),
 ])  # fmt: skip
-def test_memory_and_processes_that_stay_on_the_gpu_are_said(place, changed, problem):
-    readings = deepcopy(READINGS)
-    readings[place] = changed
-    assert problem in describe(CARD, STOPPED, EVENTS, readings, "", STEPS)["failed"]
+def test_memory_and_processes_that_stay_on_the_gpu_are_said(changed, problem):
+    assert problem in describe(CARD, STOPPED, EVENTS, GPUS, [GPUS[0] | changed, GPUS[1]])["failed"]
 
 
 def test_what_could_not_be_measured_is_said():
-    unread = describe(CARD, "No time.", EVENTS, [], "GPUs are not read: no library.", STEPS)
-    assert unread["notes"] == ["GPUs are not read: no library.", "No time."]
-    broken = describe(CARD, STOPPED, EVENTS, READINGS[:3], "GPUs are not read: it hung.", STEPS)
-    assert "failed" not in broken
-    assert "memory left at a restart" not in broken["figures"]
-    silent = [reading(each.begun, None, None) for each in READINGS]
-    notes = describe(CARD, STOPPED, EVENTS, silent, "", STEPS)["notes"]
-    assert notes == ["The GPU does not report its used memory.", "The GPU does not report its processes."]
+    for before, after in ((UNREAD, UNREAD), (GPUS, UNREAD), (UNREAD, GPUS)):
+        unread = describe(CARD, "No time.", EVENTS, before, after)
+        assert unread["notes"] == [UNREAD, "No time."]
+        assert "failed" not in unread
+        assert "memory used left on the GPU" not in unread["figures"]
+    silent = [{"memory_used": None}, {"memory_used": 5, "processes": None}]
+    notes = describe(CARD, STOPPED, EVENTS, silent, silent)["notes"]
+    assert notes == ["The GPU does not report memory_used.", "The GPU does not report processes."]
 
 
 def test_gpus_are_read_through_the_probe_of_the_supervisor(tmp_path, monkeypatch):
@@ -92,22 +78,20 @@ def test_gpus_are_read_through_the_probe_of_the_supervisor(tmp_path, monkeypatch
     (tmp_path / "gpus.json").write_text(json.dumps({"gpus": [{"name": "GPU-1"}, {"name": "GPU-2"}]}))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("FAKE_GPUS", str(tmp_path / "gpus.json"))
-    gpus = GpuReadings(tmp_path)
-    gpus.read()
-    assert not gpus.problem
-    [first] = gpus.all
-    assert (first.total("memory_used"), first.total("processes"), first.total("pcie_replays")) == (4 * 10**9, 4, None)
+    gpus = read_gpus()
+    assert not isinstance(gpus, str)
+    totals = [sum(gpu[field] for gpu in gpus) for field in ("memory_used", "processes")]
+    assert totals == [4 * 10**9, 4]
+    assert {gpu["pcie_replays"] for gpu in gpus} == {None}
     (tmp_path / "gpus.json").write_text(json.dumps({"gpus": [], "fault": "raise"}))
-    gpus.read()
-    assert "driver not loaded" in gpus.problem
-    assert len(gpus.all) == 1
+    assert "driver not loaded" in read_gpus()
 
 
 def test_a_drill_makes_the_faults_that_it_is_given(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(command.Drill, "run", lambda drill, say: made.extend(drill.faults) or {})
     monkeypatch.setattr(command, "format_card", str)
-    (tmp_path / "run.yaml").write_text(part._make_config(tmp_path, small=True))
+    (tmp_path / "run.yaml").write_text(to_yaml(part._make_config(tmp_path, small=True)))
     arguments = ["drill", "--folder", str(tmp_path / "drill"), "--fault", "device-hang@0:4:device_wait", "--fault"]
     trainer = ["--", "--config", str(tmp_path / "run.yaml")]
     with pytest.raises(KeyError):  # the card is empty
@@ -138,10 +122,9 @@ def test_host_memory_runs_out_as_it_does_in_python():
 
 @pytest.mark.parametrize(("seconds", "note"), [(1.0, ["There was no time to let device memory run out."]), (99.0, [])])
 def test_device_memory_runs_out_if_there_is_time(monkeypatch, seconds, note):
-    monkeypatch.setattr(GpuReadings, "read", lambda gpus: setattr(gpus, "problem", ""))
+    monkeypatch.setattr(part, "read_gpus", lambda: GPUS)
     monkeypatch.setattr(part, "_drill", lambda *_: CARD)
     monkeypatch.setattr(part, "_run_out_of_device_memory", lambda *_: STOPPED)
-    monkeypatch.setattr(part, "_step_seconds", lambda _: [])
     result = measure_supervisor(False, seconds)
     assert "failed" not in result
     assert result["notes"] == note
@@ -164,7 +147,7 @@ def test_a_run_whose_device_has_too_little_memory_is_stopped(monkeypatch):
     """A CPU refuses to allocate more than any machine has, with the same error of XLA."""
     monkeypatch.setitem(os.environ, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     with temporary_folder("test") as folder:
-        (folder / "run.yaml").write_text(part._make_config(folder, small=True))
+        (folder / "run.yaml").write_text(to_yaml(part._make_config(folder, small=True)))
         end = part._run_out_of_device_memory(folder, folder / "run.yaml")
     assert (end["status"], end["class"]) == (93, "device_memory")
     assert end["verdict"]["exit_code"] == 93

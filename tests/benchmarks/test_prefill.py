@@ -1,8 +1,9 @@
 """`bench prefill`: the attention layers that it compares, and what it reports of them."""
 
 import dataclasses
+from argparse import Namespace
 
-from benchmarks import prefill
+from benchmarks import benchmark_command, prefill
 from benchmarks.__main__ import main
 from tests.helpers import tiny_config
 from zaya_jax.lab.measure.timing import interleave
@@ -19,10 +20,10 @@ def test_a_prompt_is_timed_in_each_layer(monkeypatch, capsys):
     small = dataclasses.replace(tiny_config(), num_layers=1)
     monkeypatch.setattr(prefill, "KINDS", {"cca": small, **dict.fromkeys(("gqa", "full"), dataclasses.replace(
         small, attention="gqa"))})  # fmt: skip
-    monkeypatch.setattr(prefill, "interleave_subprocesses", lambda sides, repeats: interleave(
+    monkeypatch.setattr(benchmark_command, "interleave_subprocesses", lambda sides, repeats: interleave(
         {name: make(*arguments) for name, (make, *arguments) in sides.items()}, repeats))  # fmt: skip
     monkeypatch.setattr("zaya_jax.lab.measure.timing.SETTLE", 0)
-    results = prefill.bench_prefill([16], "float32", 2)["results"]
+    results = prefill.run(Namespace(lengths=[16], dtype="float32", repeats=2))["results"]
     assert list(results) == ["16"]
     for row in results.values():
         assert row["cca"]["relative_time"] == 1

@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import peer, train_step
-from benchmarks import step as one_pass
-from benchmarks import whole_step as bench
+from benchmarks import step as bench
 from benchmarks.peer import peer_step, time_peer
-from benchmarks.step import bench_step, default_config
-from benchmarks.whole_step import (
+from benchmarks.step import (
+    bench_step,
     bench_whole_step,
     check_memory,
+    default_config,
     default_whole_config,
     our_figures,
     time_ours,
@@ -72,7 +72,7 @@ def test_both_sides_get_the_same_tokens_and_the_result_has_their_ratio(monkeypat
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
     monkeypatch.setattr(timing, "run_in_subprocess", run)
-    monkeypatch.setattr(one_pass, "require_peer", lambda: None)
+    monkeypatch.setattr(bench, "require_peer", lambda: None)
     path = tmp_path / "step.json"
     assert command.main(["step", "--repeats", "2", "--dtype", "bfloat16", "--output", str(path), *TINY]) == 0
     config, dtype, tokens = made[forward_backward]

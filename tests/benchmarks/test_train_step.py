@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import train_step as module
-from benchmarks.gpu_report.figures import step_figures
+from benchmarks.gpu_report.speed import step_figures
 from benchmarks.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
 from tests.lab.compilers.test_schedule import TEXT
 from tests.lab.helpers import Program

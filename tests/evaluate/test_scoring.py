@@ -13,8 +13,7 @@ from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import scoring, writing
-from zaya_jax.evaluate.scoring import Request, Score, Scorer
-from zaya_jax.evaluate.texts import windows
+from zaya_jax.evaluate.scoring import Request, Score, Scorer, windows
 from zaya_jax.evaluate.writing import Prompt, Writer, prompt_seed
 from zaya_jax.generate import decode
 from zaya_jax.generate.placement import decode_placement

@@ -205,10 +205,9 @@ def test_a_step_does_not_copy_the_cache():
     branches = Sampling().branches
     state = decode._prefilled(made, PROMPTS, STEPS, None, branches, placement)
     keys = jax.vmap(jax.random.key)(np.zeros(len(PROMPTS), np.uint32))
-    text = decode._decode.lower(
-        made, state, keys, jax.tree.map(np.float32, Sampling()), np.array(UNUSED, np.int32), np.int32(2), size=BLOCK,
-        branches=branches, placement=placement,
-    ).compile().as_text()  # fmt: skip
+    block = decode.Block(keys, jax.tree.map(np.float32, Sampling()), np.array(UNUSED, np.int32), np.int32(2))
+    lowered = decode._decode.lower(made, state, block, size=BLOCK, branches=branches, placement=placement)
+    text = lowered.compile().as_text()
     shape = ",".join(map(str, state.cache.layers[0].kv.k_btx.shape))
     assert f"f32[{shape}]" in text
     assert not re.findall(rf"= f32\[{shape}\]\S* (?:copy|transpose)\(.*", text)

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, RunStopped, exit_message
@@ -46,65 +47,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(run)
 
 
+_PATH = (
+    "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), RUN_DIR/checkpoints/STEP, or a "
+    "transformers folder; adapters are merged into their base"
+)
+_PEER = "model to score with transformers in the same way, such as hf:Qwen/Qwen3-4B; can be given several times"
+_CODE = "allow tasks that execute code which the model writes, on this machine"
+_POLL = "seconds to wait between checks of the run folder (--follow only; default: 30)"
+_OUTPUT = (
+    "JSON file to write (default: RUN_DIR/evaluations/NAME-STEP.json; with --follow, RUN_DIR/evaluations/NAME.jsonl). "
+    "NAME is heldout, or what is scored (the name of the --config file, else the tasks) and 8 digits of a sha256 of "
+    "all settings that change a score"
+)
+_DTYPE = "dtype to compute tasks and texts in (default: bfloat16 on GPUs, float32 on CPUs)"
+_TOKENS = "tokens of a device in one forward pass (tasks and texts only; default: 8192)"
+_ROWS = "continuations that a device writes at once (tasks only; default: 16)"
+_NUMBER, _FILE, _SWITCH = {"type": int, "metavar": "N"}, {"metavar": "FILE"}, {"action": "store_true"}
+# Of each flag its help, and the other arguments of `add_argument`.
+_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "path": (_PATH, {"metavar": "PATH"}),
+    "--text": ("plain-text files to score", {"nargs": "+", "default": [], **_FILE}),
+    "--tasks": ("tasks, groups or tags of lm-eval, with their own settings", {"metavar": "A,B"}),
+    "--config": ("suite of tasks, such as configs/evals/base.yaml", _FILE),
+    "--task-folder": ("folder of more tasks, as lm-eval's YAML files", {"type": Path, "metavar": "FOLDER"}),
+    "--limit": ("score only the first N items of each task, for a trial", _NUMBER),
+    "--peer": (_PEER, {"action": "append", "default": [], "metavar": "hf:NAME"}),
+    "--run-generated-code": (_CODE, _SWITCH),
+    "--follow": ("score each checkpoint of the run PATH as it appears, until training ends", _SWITCH),
+    "--poll": (_POLL, {"type": float, "metavar": "SECONDS"}),
+    "--output": (_OUTPUT, {"type": Path, **_FILE}),
+    "--seed": ("seed of samples and of examples in prompts (tasks only; default: 0)", _NUMBER),
+    "--dtype": (_DTYPE, {"choices": ("float32", "bfloat16")}),
+    "--tokenizer": ("tokenizer to use in place of the model's own", {"metavar": "FOLDER"}),
+    "--batch-tokens": (_TOKENS, _NUMBER),
+    "--batch-rows": (_ROWS, _NUMBER),
+    "--coordinator": ("address of process 0 (default: set by the launcher)", {"metavar": "HOST:PORT"}),
+    "--processes": ("number of processes in the job (default: set by the launcher)", _NUMBER),
+    "--process": ("index of this process, from 0 (default: set by the launcher)", {**_NUMBER, "metavar": "I"}),
+}
+
+
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m zaya_jax.evaluate", description="Score a model. Without --text, --tasks and --config: the "
-        "held-out loss of a run.", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add = parser.add_argument
-    add("path", metavar="PATH", help="RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), "
-        "RUN_DIR/checkpoints/STEP, or a transformers folder; adapters are merged into their base")  # fmt: skip
-    add("--text", nargs="+", default=[], metavar="FILE", help="plain-text files to score")
-    add("--tasks", metavar="A,B", help="tasks, groups or tags of lm-eval, with their own settings")
-    add("--config", metavar="FILE", help="suite of tasks, such as configs/evals/base.yaml")
-    add("--task-folder", type=Path, metavar="FOLDER", help="folder of more tasks, as lm-eval's YAML files")
-    add("--limit", type=int, metavar="N", help="score only the first N items of each task, for a trial")
-    add("--peer", action="append", default=[], metavar="hf:NAME", help="model to score with transformers in the same "
-        "way, such as hf:Qwen/Qwen3-4B; can be given several times")  # fmt: skip
-    add("--run-generated-code", action="store_true", help="allow tasks that execute code which the model writes, on "
-        "this machine")  # fmt: skip
-    add("--follow", action="store_true", help="score each checkpoint of the run PATH as it appears, until "
-        "training ends")  # fmt: skip
-    add("--poll", type=float, metavar="SECONDS", help="seconds to wait between checks of the run folder (--follow "
-        "only; default: 30)")  # fmt: skip
-    add("--output", type=Path, metavar="FILE", help="JSON file to write (default: RUN_DIR/evaluations/NAME-STEP.json; "
-        "with --follow, RUN_DIR/evaluations/NAME.jsonl). NAME is heldout, or what is scored (the name of the --config "
-        "file, else the tasks) and 8 digits of a sha256 of all settings that change a score")  # fmt: skip
-    add("--seed", type=int, metavar="N", help="seed of samples and of examples in prompts (tasks only; default: 0)")
-    add("--dtype", choices=("float32", "bfloat16"), help="dtype to compute tasks and texts in (default: bfloat16 on "
-        "GPUs, float32 on CPUs)")  # fmt: skip
-    add("--tokenizer", metavar="FOLDER", help="tokenizer to use in place of the model's own")
-    add("--batch-tokens", type=int, metavar="N", help="tokens of a device in one forward pass (tasks and texts only; "
-        "default: 8192)")  # fmt: skip
-    add("--batch-rows", type=int, metavar="N", help="continuations that a device writes at once (tasks only; default: "
-        "16)")  # fmt: skip
-    add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
-    add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
-    add("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")
+    description = "Score a model. Without --text, --tasks and --config: the held-out loss of a run."
+    formatter, prog = argparse.RawDescriptionHelpFormatter, "python -m zaya_jax.evaluate"
+    parser = Parser(prog=prog, description=description, epilog=_EXAMPLES, formatter_class=formatter)
+    for name, (text, settings) in _FLAGS.items():
+        parser.add_argument(name, help=text, **settings)
     return parser
 
 
 def _check(options: argparse.Namespace, unset: Callable[[str], object]) -> None:
     """Raise `InputError` for options that do not go together, before jax is imported; else set the defaults.
 
-    Args:
-      options: the options.
-      unset: returns the value of an option that the user did not set.
+    `unset` returns the value of an option that the user did not set.
     """
     tasks = options.tasks is not None or options.config is not None
     if options.tasks is not None and options.config is not None:
         raise InputError("--tasks and --config do not go together: name the tasks in the file, or remove one.")
-    for name, value in (("limit", options.limit), ("batch-tokens", options.batch_tokens),
-                        ("batch-rows", options.batch_rows)):  # fmt: skip
-        require(value is None or value >= 1, f"--{name}", value, "at least 1")
+    for name in ("limit", "batch_tokens", "batch_rows"):
+        value = getattr(options, name)
+        require(value is None or value >= 1, f"--{name.replace('_', '-')}", value, "at least 1")
     require(options.poll is None or 0 <= options.poll < math.inf, "--poll", options.poll, "finite and at least 0")
+    for_tasks = ("limit", "peer", "task_folder", "run_generated_code", "seed", "batch_rows")
+    heldout = "since held-out data is scored as in training: add --tasks, --config or --text"
     rules = [
-        (tasks, ("limit", "peer", "task_folder", "run_generated_code", "seed", "batch_rows"),
-         "is only for tasks: add --tasks or --config"),
-        (tasks or options.text, ("dtype", "tokenizer", "batch_tokens"),
-         "is only for tasks and texts, since held-out data is scored as in training: add --tasks, --config or --text"),
+        (tasks, for_tasks, "is only for tasks: add --tasks or --config"),
+        (tasks or options.text, ("dtype", "tokenizer", "batch_tokens"), f"is only for tasks and texts, {heldout}"),
         (options.follow, ("poll",), "is only for a run that is followed: add --follow"),
-    ]  # fmt: skip
+    ]
     for allowed, names, reason in rules:
         extra = [name for name in names if getattr(options, name) != unset(name)]
         if extra and not allowed:

@@ -15,31 +15,21 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.loader import to_dict
 from zaya_jax.data.loading.account import evaluated_lines
 from zaya_jax.errors import InputError, RunStopped, as_sentence
-from zaya_jax.evaluate import harness
+from zaya_jax.evaluate import harness, results
 from zaya_jax.evaluate.follow import check_followed, follow
 from zaya_jax.evaluate.heldout_run import RunHeldout
-from zaya_jax.evaluate.results import (
-    FOLDER,
-    check_writable,
-    evaluation_name,
-    report_progress,
-    task_table,
-    text_record,
-    text_table,
-    write_record,
-)
-from zaya_jax.evaluate.scoring import Scorer
+from zaya_jax.evaluate.scoring import Scorer, text_losses
 from zaya_jax.evaluate.suites import SuiteConfig, load_suite, named_tasks
-from zaya_jax.evaluate.texts import read_texts, text_losses
 from zaya_jax.generate.source import open_text_model
 from zaya_jax.job.multihost import broadcast, is_primary
 from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
-from zaya_jax.run.files import display_path, expanded
+from zaya_jax.run.files import display_path, expanded, read_text
 from zaya_jax.run.versions import package_version
 from zaya_jax.weights.load import is_transformers, open_weights
 
+OpenHeldout = Callable[[Path], RunHeldout]
 _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
 
 
@@ -53,7 +43,9 @@ class _Subject(NamedTuple):
 
 def evaluate(options: argparse.Namespace) -> None:
     """Run the command; InputError before anything is compiled if an input cannot be used."""
-    suite, texts = _suite(options), read_texts(options.text)
+    suite, texts = _suite(options), {path: read_text(path, "--text") for path in options.text}
+    for path in (path for path, text in texts.items() if not text):
+        raise InputError(f"--text {path} is empty, but must have text to score.")
     if suite is not None:
         harness.require_lm_eval()
     name = _name(options, suite, texts)
@@ -69,21 +61,22 @@ def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts
     subject = _subject(broadcast(_subject(options.path).source if is_primary() else ""))
     output = options.output
     if output is None and subject.run is not None:
-        output = subject.run / FOLDER / f"{name}-{subject.step}.json"
+        output = subject.run / results.FOLDER / f"{name}-{subject.step}.json"
     if output is not None and is_primary():
-        check_writable(output)
-    tasks = _load_tasks(options, suite)
+        results.check_writable(output)
+    tasks: Any = _load_tasks(options, suite)  # not None if there are peers
     record = _score(options, subject, tasks, texts, RunHeldout)
     failed = _failed(record)  # a sentence about each request and peer without a score
     for peer, path in peers.items():
         try:
-            scores = _score_peer(options, tasks, path, record["dtype"])
-            record["peers"] = {**record.get("peers", {}), peer: scores}
+            model = harness.make_peer(path, tasks.suite, dtype=record["dtype"], rows=options.batch_rows)
+            scores = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
+            record.setdefault("peers", {})[peer] = scores
         except Exception as error:  # whatever it is, the scores so far have taken hours
             failed.append(f"--peer {peer} could not be scored. {type(error).__name__}: {as_sentence(error)}")
     _show(record)
     if output is not None and is_primary():
-        write_record(output, record)
+        results.write_record(output, record)
         print(f"Wrote {display_path(output)}")
     _require_all(failed)
 
@@ -100,12 +93,12 @@ def _require_all(failed: Sequence[str]) -> None:
 
 def _follow(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
     if jax.process_count() > 1:
-        raise InputError(f"--follow runs in one process, but this job has {jax.process_count()}. Start one process, or "
-                         "remove --follow.")  # fmt: skip
+        count = f"but this job has {jax.process_count()}. Start one process, or remove --follow."
+        raise InputError(f"--follow runs in one process, {count}")
     run = expanded(options.path).resolve()
     check_followed(run)
-    output = options.output or run / FOLDER / f"{name}.jsonl"
-    check_writable(output)
+    output = options.output or run / results.FOLDER / f"{name}.jsonl"
+    results.check_writable(output)
     tasks, heldout = _load_tasks(options, suite), functools.cache(RunHeldout)
     failed: list[str] = []
 
@@ -125,8 +118,8 @@ def _load_tasks(options: argparse.Namespace, suite: SuiteConfig | None) -> harne
         return None
     if is_primary():
         print("Reading lm-eval's tasks and their data.", flush=True)
-    return harness.load_tasks(suite, folder=options.task_folder, runs_code=options.run_generated_code,
-                              seed=options.seed)  # fmt: skip
+    runs_code, folder = options.run_generated_code, options.task_folder
+    return harness.load_tasks(suite, folder=folder, runs_code=runs_code, seed=options.seed)
 
 
 def _suite(options: argparse.Namespace) -> SuiteConfig | None:
@@ -136,17 +129,16 @@ def _suite(options: argparse.Namespace) -> SuiteConfig | None:
 
 
 def _name(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str]) -> str:
-    """Return the NAME of this evaluation in files, see `evaluation_name`."""
+    """Return the NAME of this evaluation in files, see `results.evaluation_name`."""
     scored = ["text"] if texts else []
     if suite is not None:
         scored += [task.name for task in suite.tasks] if options.config is None else [Path(options.config).stem]
-    folders = {key: None if value is None else str(expanded(value).resolve())
-               for key, value in (("task_folder", options.task_folder), ("tokenizer", options.tokenizer))}  # fmt: skip
-    return evaluation_name(scored, {
-        "suite": None if suite is None else to_dict(suite), **folders, "seed": options.seed, "limit": options.limit,
-        "texts": {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()},
-        "dtype": options.dtype, "peers": options.peer,
-    })  # fmt: skip
+    folders = {"task_folder": options.task_folder, "tokenizer": options.tokenizer}
+    settings = {key: None if value is None else str(expanded(value).resolve()) for key, value in folders.items()}
+    settings |= {"seed": options.seed, "limit": options.limit, "dtype": options.dtype, "peers": options.peer}
+    digests = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
+    whole = {"suite": None if suite is None else to_dict(suite), "texts": digests, **settings}
+    return results.evaluation_name(scored, whole)
 
 
 def _subject(source: str) -> _Subject:
@@ -158,53 +150,55 @@ def _subject(source: str) -> _Subject:
 
 
 def _score(
-    options: argparse.Namespace, subject: _Subject, tasks: harness.LoadedTasks | None, texts: dict[str, str],
-    heldout: Callable[[Path], RunHeldout],
-) -> dict[str, Any]:  # fmt: skip
+    options: argparse.Namespace, subject: _Subject, tasks: Any, texts: dict[str, str], heldout: OpenHeldout
+) -> dict[str, Any]:
     """Score one model; returns the record."""
-    started = time.monotonic()
-    record: dict[str, Any] = {"model": subject.source, "step": subject.step,
-                              "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
-    progress = functools.partial(report_progress, show=is_primary())
+    started, now = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    record: dict[str, Any] = {"model": subject.source, "step": subject.step, "time": now}
     if tasks is None and not texts:
-        if subject.run is None:
-            raise InputError(f"{subject.source} is a transformers folder, which has no held-out data. Name what to "
-                             "score: --text FILE, --tasks A,B or --config FILE.")  # fmt: skip
-        weights = open_weights(subject.source, "PATH")
-        if is_primary():
-            print("Scoring the held-out text of the run", flush=True)
-        texts_of_run, step = heldout(subject.run), subject.step or 0
-        losses = texts_of_run.losses(weights, step)
-        record["heldout"] = {name: text_record(loss) for name, loss in losses.items()}
-        record["data"] = {name: text.use._asdict() for name, text in texts_of_run.texts(step).items()}
+        record |= _score_heldout(subject, heldout)
     else:
-        opened = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig())
-        scorer = Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
-        model: Any = None
-        if tasks is not None:  # first, since it refuses tasks that cannot be answered
-            model = harness.make_model(opened, scorer, tasks, seed=options.seed, rows=options.batch_rows,
-                                       progress=progress)  # fmt: skip
-        record["dtype"] = opened.model.dtype.name
-        record["fingerprint"] = fingerprint({**parameters(opened.model), **balancing_biases(opened.model)})
-        if texts:
-            losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
-            record["texts"] = {name: text_record(loss) for name, loss in losses.items()}
-        if tasks is not None:
-            record["tasks"] = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
-            record["truncated"] = model.truncated
-            record["suite"], record["not_covered"] = to_dict(tasks.suite), list(tasks.suite.not_covered)
-        record["settings"] = {"seed": options.seed, "limit": options.limit, "batch_tokens": options.batch_tokens,
-                              "batch_rows": options.batch_rows}  # fmt: skip
-    record["versions"] = versions() | {
-        name: version for name in _PACKAGES if (version := package_version(name)) is not None
-    }
-    record["environment"], record["seconds"] = environment(), round(time.monotonic() - started, 3)
-    return record
+        record |= _score_texts_and_tasks(options, subject, tasks, texts)
+    packages = {name: package_version(name) for name in _PACKAGES}
+    record["versions"] = versions() | {name: version for name, version in packages.items() if version is not None}
+    return record | {"environment": environment(), "seconds": round(time.monotonic() - started, 3)}
 
 
-def _score_peer(options: argparse.Namespace, tasks: Any, name: str, dtype: str) -> dict[str, Any]:
-    model = harness.make_peer(name, tasks.suite, dtype=dtype, rows=options.batch_rows)
-    return harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
+def _score_heldout(subject: _Subject, heldout: OpenHeldout) -> dict[str, Any]:
+    if subject.run is None:
+        advice = "Name what to score: --text FILE, --tasks A,B or --config FILE."
+        raise InputError(f"{subject.source} is a transformers folder, which has no held-out data. {advice}")
+    weights = open_weights(subject.source, "PATH")
+    if is_primary():
+        print("Scoring the held-out text of the run", flush=True)
+    run, step = heldout(subject.run), subject.step or 0
+    losses = {name: results.text_record(loss) for name, loss in run.losses(weights, step).items()}
+    return {"heldout": losses, "data": {name: text.use._asdict() for name, text in run.texts(step).items()}}
+
+
+def _score_texts_and_tasks(
+    options: argparse.Namespace, subject: _Subject, tasks: harness.LoadedTasks | None, texts: dict[str, str]
+) -> dict[str, Any]:
+    progress = functools.partial(results.report_progress, show=is_primary())
+    opened, model = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig()), None
+    sizes = {"tokens": options.batch_tokens, "rows": options.batch_rows}
+    if tasks is not None:  # first, since it refuses tasks that cannot be answered
+        model = harness.make_model(opened, tasks, seed=options.seed, **sizes)
+        model.progress = progress
+    arrays = {**parameters(opened.model), **balancing_biases(opened.model)}
+    record: dict[str, Any] = {"dtype": opened.model.dtype.name, "fingerprint": fingerprint(arrays)}
+    if texts:
+        scorer = (
+            model.scorer if model is not None else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
+        )
+        losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
+        record["texts"] = {name: results.text_record(loss) for name, loss in losses.items()}
+    if tasks is not None and model is not None:
+        record["tasks"] = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
+        record["truncated"] = model.truncated
+        record["suite"], record["not_covered"] = to_dict(tasks.suite), list(tasks.suite.not_covered)
+    names = ("seed", "limit", "batch_tokens", "batch_rows")
+    return record | {"settings": {name: getattr(options, name) for name in names}}
 
 
 def _show(record: dict[str, Any]) -> None:
@@ -214,11 +208,11 @@ def _show(record: dict[str, Any]) -> None:
     print(f"{display_path(Path(record['model']))}{step}")
     for kind in ("heldout", "texts"):
         if kind in record:
-            print(text_table(record[kind]))
+            print(results.text_table(record[kind]))
     for name, use in record.get("data", {}).items():
         for line in evaluated_lines(use):
             print(f"{name}: {line}")
     if "tasks" in record:
-        print(task_table({"this model": record["tasks"], **record.get("peers", {})}))
+        print(results.task_table({"this model": record["tasks"], **record.get("peers", {})}))
     for name in record.get("not_covered", ()):
         print(f"not covered by lm-eval: {name}")

@@ -19,10 +19,10 @@ def follow(
     run: Path, path: Path, name: str, score: Callable[[int], dict[str, Any]], seconds: float,
     say: Callable[[str], object] = print, sleep: Callable[[float], object] = time.sleep,
 ) -> None:  # fmt: skip
-    """Score the checkpoints of a run until its training ends.
+    """Score the checkpoints of a run until its training ends; it runs, has ended, or has not started yet.
 
     Args:
-      run: the run folder, see `check_followed`; its training runs, has ended, or has not started yet.
+      run: the run folder, see `check_followed`.
       path: JSONL file of the scores, one line for each checkpoint. It may also have scores of other evaluations.
       name: of the evaluation, see `results.evaluation_name`; the steps that `path` has under it are not scored again.
       score: scores the checkpoint of a step, and compares its checksums. A checkpoint for which it raises is left out
@@ -67,8 +67,8 @@ def check_followed(run: Path) -> None:
     if (run / CONFIG).exists() or is_locked(run) is not False:
         return
     if any(not entry.name.startswith(".") and entry.name not in (STATUS, FOLDER) for entry in run.iterdir()):
-        raise InputError(f"--follow {run} has files but no run. Name the folder of a run, or an empty one in which a "
-                         "training will start.")  # fmt: skip
+        advice = "Name the folder of a run, or an empty one in which a training will start."
+        raise InputError(f"--follow {run} has files but no run. {advice}")
 
 
 def has_ended(run: Path) -> bool:

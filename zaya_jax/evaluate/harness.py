@@ -21,8 +21,6 @@ import numpy as np
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, as_sentence, did_you_mean
-from zaya_jax.evaluate.results import MakeProgress
-from zaya_jax.evaluate.scoring import Scorer
 from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig
 from zaya_jax.generate.source import TextModel
 
@@ -44,15 +42,15 @@ class LoadedTasks(NamedTuple):
 def require_lm_eval() -> None:
     """Raise `InputError` if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise InputError("lm-eval is not installed, and --tasks and --config need it. Install it with: "
-                         "pip install 'zaya-jax[evaluation]'.")  # fmt: skip
+        advice = "Install it with: pip install 'zaya-jax[evaluation]'."
+        raise InputError(f"lm-eval is not installed, and --tasks and --config need it. {advice}")
 
 
 def require_peer(peer: str) -> str:
     """Return what `transformers` loads for --peer; InputError if it cannot be."""
     if missing := [name for name in _PEER_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise InputError(f"--peer {peer} needs {', '.join(missing)}. Install what is missing with: "
-                         "pip install 'zaya-jax[evaluation,parity]'.")  # fmt: skip
+        advice = "Install what is missing with: pip install 'zaya-jax[evaluation,parity]'."
+        raise InputError(f"--peer {peer} needs {', '.join(missing)}. {advice}")
     name = peer.removeprefix(HF_PEER)
     require(name not in ("", peer), "--peer", peer, "hf:NAME or hf:FOLDER, such as hf:Qwen/Qwen3-4B")
     return name
@@ -63,12 +61,8 @@ def load_tasks(
 ) -> LoadedTasks:
     """Load the tasks of a suite with their data.
 
-    Args:
-      suite: the suite.
-      folder: folder of more tasks, as YAML files.
-      own_only: whether to leave out lm-eval's tasks, which take seconds to list.
-      runs_code: whether tasks may execute code that a model wrote.
-      seed: of the choice of examples in prompts.
+    A `folder` has more tasks, as YAML files; lm-eval's own, which take seconds to list, are left out with `own_only`.
+    With `runs_code`, tasks may execute code that a model wrote. Examples in prompts are chosen with `seed`.
 
     Raises:
       InputError: a task is unknown or executes code, or its data or a package is missing.
@@ -87,9 +81,8 @@ def load_tasks(
         try:
             members = manager.load([entry.name])
         except Exception as error:  # of the network, of a data set, of a package that a task needs
-            reason = as_sentence(error)
-            raise InputError(f"The task {entry.name} cannot be loaded; its data or a package is missing here. "
-                             f"{type(error).__name__}: {reason}") from error  # fmt: skip
+            what, reason = f"The task {entry.name} cannot be loaded", f"{type(error).__name__}: {as_sentence(error)}"
+            raise InputError(f"{what}; its data or a package is missing here. {reason}") from error
         for name, task in members["tasks"].items():
             if name in loaded.tasks:
                 raise InputError(f"The task {name} is in {entry.name} and in {loaded.entries[name].name}; remove one.")
@@ -112,12 +105,12 @@ def _build_requests(name: str, build: Callable[..., None], *arguments: Any, **se
 def _check_task(name: str, index: Mapping[str, Any], runs_code: bool) -> None:
     """Raise `InputError` if a task is unknown, or would execute code without permission."""
     if name not in index:
-        raise InputError(f"The task {name!r} is unknown to the installed lm-eval.{did_you_mean(name, index)} List its "
-                         "tasks with: lm_eval ls tasks.")  # fmt: skip
+        advice = f"{did_you_mean(name, index)} List its tasks with: lm_eval ls tasks."
+        raise InputError(f"The task {name!r} is unknown to the installed lm-eval.{advice}")
     unsafe = next((member for member, config in _members(name, index, set()) if config.get("unsafe_code")), None)
     if unsafe is not None and not runs_code:
-        raise InputError(f"The task {unsafe} executes code that the model writes, on this machine. Run it in a "
-                         "sandbox, and allow it with --run-generated-code.")  # fmt: skip
+        advice = "Run it in a sandbox, and allow it with --run-generated-code."
+        raise InputError(f"The task {unsafe} executes code that the model writes, on this machine. {advice}")
 
 
 def _members(name: str, index: Mapping[str, Any], seen: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -127,11 +120,12 @@ def _members(name: str, index: Mapping[str, Any], seen: set[str]) -> Iterator[tu
     seen.add(name)
     config = index[name].cfg or {}
     yield name, config
-    parts: Iterable[Any] = config.get("task", ()) if isinstance(config.get("task"), list) else ()
-    for part in parts:
+    parts: Any = config.get("task")
+    for part in parts if isinstance(parts, list) else ():
+        member = str(part.get("task") if isinstance(part, dict) else part)
         if isinstance(part, dict):
-            yield str(part.get("task")), part
-        yield from _members(str(part.get("task") if isinstance(part, dict) else part), index, seen)
+            yield member, part
+        yield from _members(member, index, seen)
     for member in index[name].tags if index[name].kind.name == "TAG" else ():
         yield from _members(member, index, seen)
 
@@ -140,28 +134,24 @@ def _apply(entry: TaskConfig, task: Any, seed: int) -> None:
     """Apply the settings of a suite to a task."""
     generates = task.get_config("output_type") == "generate_until"
     if not generates and (entry.generation or entry.samples > 1):
-        raise InputError(f"The task {task.task_name} writes no continuations, so tasks.{entry.name} must not set "
-                         "samples, temperature, top_p, top_k or max_new_tokens.")  # fmt: skip
+        keys = "samples, temperature, top_p, top_k or max_new_tokens"
+        raise InputError(
+            f"The task {task.task_name} writes no continuations, so tasks.{entry.name} must not set {keys}."
+        )
     if generates and entry.generation:
         task.set_config(key="generation_kwargs", value=entry.generation, update=True)
     if generates and entry.samples > 1 and not (task.get_config("generation_kwargs") or {}).get("do_sample"):
-        raise InputError(f"tasks.{entry.name}.samples is {entry.samples}, but its continuations are always the same; "
-                         "set temperature.")  # fmt: skip
+        reason = "but its continuations are always the same; set temperature"
+        raise InputError(f"tasks.{entry.name}.samples is {entry.samples}, {reason}.")
     if entry.fewshot is not None or task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=entry.fewshot or 0)
     task.set_fewshot_seed(seed=seed)
 
 
 def score_tasks(model: Any, loaded: LoadedTasks, *, seed: int, limit: int | None = None) -> dict[str, Any]:
-    """Score a model on tasks.
+    """Score an lm-eval model on tasks, or on so many items of each (`limit`); `seed` is that of everything random.
 
     With `samples: k`, a task is scored k times, and its scores are means over them (avg@k).
-
-    Args:
-      model: an lm-eval model.
-      loaded: the tasks.
-      seed: of everything random.
-      limit: score only so many items of each task; None for all.
 
     Returns:
       For each task, and each group that lm-eval averages: `version`, `fewshot`, `samples`, `items`, `prompts` (sha256
@@ -174,8 +164,8 @@ def score_tasks(model: Any, loaded: LoadedTasks, *, seed: int, limit: int | None
     failed: dict[str, list[str]] = {}
     for sample in range(max(entry.samples for entry in loaded.entries.values())):
         names = [name for name, entry in loaded.entries.items() if entry.samples > sample]
-        groups = {name: group for name, group in loaded.groups.items()
-                  if all(task.task_name in names for task in group.get_all_tasks())}  # fmt: skip
+        chosen = {"tasks": {name: loaded.tasks[name] for name in names}}
+        chosen["groups"] = {name: group for name, group in loaded.groups.items() if _task_names(group) <= {*names}}
         random.seed(seed + sample)
         np.random.seed(seed + sample)
         if "torch" in sys.modules:  # a peer samples with it
@@ -187,43 +177,56 @@ def score_tasks(model: Any, loaded: LoadedTasks, *, seed: int, limit: int | None
         model.failed = failed
         model.samples = {name: entry.samples for name, entry in loaded.entries.items()}
         model.sample = sample
-        rounds.append(evaluate(
-            model, {"tasks": {name: loaded.tasks[name] for name in names}, "groups": groups}, limit=limit,
-            log_samples=True, apply_chat_template=loaded.suite.chat_template, fewshot_as_multiturn=True,
-            confirm_run_unsafe_code=loaded.runs_code,
-        ))  # fmt: skip
+        prompts = {"apply_chat_template": loaded.suite.chat_template, "fewshot_as_multiturn": True}
+        code = {"confirm_run_unsafe_code": loaded.runs_code}
+        rounds.append(evaluate(model, chosen, limit=limit, log_samples=True, **prompts, **code))
     return _summary(rounds, loaded, failed)
+
+
+def _task_names(group: Any) -> set[str]:
+    return {task.task_name for task in group.get_all_tasks()}
 
 
 def _summary(rounds: Sequence[Mapping[str, Any]], loaded: LoadedTasks, failed: Mapping[str, Any]) -> dict[str, Any]:
     first, summary = rounds[0], {}
-    for name, scores in {**first["results"], **first.get("groups", {})}.items():
-        own = [result for result in rounds if name in result["results"] or name in result.get("groups", {})]
-        results = [{**result["results"].get(name, {}), **result.get("groups", {}).get(name, {})} for result in own]
-        samples = [result["samples"].get(name, ()) for result in own]
-        metrics = {}
-        for metric, value in scores.items():
-            if "," not in metric or "_stderr," in metric or not isinstance(value, int | float):
-                continue
-            plain, _, chosen = metric.partition(",")
-            stderr = scores.get(f"{plain}_stderr,{chosen}")
-            if len(own) > 1:
-                stderr = _standard_error(samples, plain, chosen)
-            better = first["higher_is_better"].get(name, {}).get(plain)
-            mean = sum(result[metric] for result in results) / len(results)
-            metrics[metric] = {"value": mean, "stderr": stderr if isinstance(stderr, float) else None,
-                               "higher_is_better": better}  # fmt: skip
-        members = [task.task_name for task in loaded.groups[name].get_all_tasks()] if name in loaded.groups else []
+    for name in {**first["results"], **first.get("groups", {})}:
+        own = [each for each in rounds if name in each["results"] or name in each.get("groups", {})]
+        results = [{**each["results"].get(name, {}), **each.get("groups", {}).get(name, {})} for each in own]
+        samples = [each["samples"].get(name, ()) for each in own]
+        metrics = _metrics(results, samples, first["higher_is_better"].get(name, {}))
+        members = _task_names(loaded.groups[name]) if name in loaded.groups else ()
         if not metrics or not failed.keys().isdisjoint(members):
             continue
-        count = first.get("n-samples", {}).get(name, {}).get("effective")
-        summary[name] = {"version": first["versions"].get(name), "fewshot": first.get("n-shot", {}).get(name),
-                         "samples": len(own), "items": count, "metrics": metrics}  # fmt: skip
+        summary[name] = {
+            "version": first["versions"].get(name),
+            "fewshot": first.get("n-shot", {}).get(name),
+            "samples": len(own),
+            "items": first.get("n-samples", {}).get(name, {}).get("effective"),
+            "metrics": metrics,
+        }
         if name in loaded.tasks:
             summary[name]["prompts"] = _digest(samples[0])
         if name in failed:
             summary[name] |= {"metrics": {}, "failed": list(dict.fromkeys(failed[name]))}
     return summary
+
+
+def _metrics(
+    results: Sequence[Mapping[str, Any]], samples: Sequence[Any], better: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the mean of each metric over the rounds of a task, with its standard error."""
+    metrics = {}
+    for metric, value in results[0].items():
+        if "," not in metric or "_stderr," in metric or not isinstance(value, int | float):
+            continue
+        plain, _, chosen = metric.partition(",")
+        stderr = results[0].get(f"{plain}_stderr,{chosen}")
+        if len(results) > 1:
+            stderr = _standard_error(samples, plain, chosen)
+        mean = sum(result[metric] for result in results) / len(results)
+        stderr = stderr if isinstance(stderr, float) else None
+        metrics[metric] = {"value": mean, "stderr": stderr, "higher_is_better": better.get(plain)}
+    return metrics
 
 
 def _standard_error(rounds: Sequence[Sequence[Mapping[str, Any]]], metric: str, chosen: str) -> float | None:
@@ -239,20 +242,17 @@ def _standard_error(rounds: Sequence[Sequence[Mapping[str, Any]]], metric: str, 
 
 def _digest(samples: Iterable[Mapping[str, Any]]) -> str:
     """Return the sha256 of the prompts and targets of a task."""
-    lines = sorted({f"{sample['doc_id']} {sample['doc_hash']} {sample['prompt_hash']} {sample['target_hash']}\n"
-                    for sample in samples})  # fmt: skip
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    keys = ("doc_id", "doc_hash", "prompt_hash", "target_hash")
+    lines = {" ".join(str(sample[key]) for key in keys) + "\n" for sample in samples}
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
-def make_model(
-    opened: TextModel, scorer: Scorer, loaded: LoadedTasks, *, seed: int, rows: int, progress: MakeProgress
-) -> Any:
-    """Make the lm-eval model of an opened model; InputError if it cannot answer a task."""
+def make_model(opened: TextModel, loaded: LoadedTasks, **settings: Any) -> Any:
+    """Make the lm-eval model of an opened model, see `ZayaLM`; InputError if it cannot answer a task."""
     from zaya_jax.evaluate.lm_eval_model import ZayaLM
 
-    suite = loaded.suite
-    model: Any = ZayaLM(opened, seed=seed, rows=rows, think_end=suite.think_end, progress=progress, scorer=scorer)
-    model.check(loaded.tasks, chat=suite.chat_template)
+    model: Any = ZayaLM(opened, think_end=loaded.suite.think_end, **settings)
+    model.check(loaded.tasks, chat=loaded.suite.chat_template)
     return model
 
 
@@ -260,6 +260,5 @@ def make_peer(name: str, suite: SuiteConfig, *, dtype: str, rows: int) -> Any:
     """Load a model with `transformers`, as lm-eval's model `hf`; raises anything: of the network, a file, memory."""
     from lm_eval.api.registry import get_model  # pyright: ignore[reportMissingImports]
 
-    return get_model("hf")(
-        pretrained=name, dtype=dtype, batch_size=rows, device="auto", think_end_token=suite.think_end
-    )
+    settings = {"pretrained": name, "dtype": dtype, "batch_size": rows, "think_end_token": suite.think_end}
+    return get_model("hf")(device="auto", **settings)

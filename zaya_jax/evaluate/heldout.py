@@ -42,11 +42,7 @@ class HeldoutLoss(NamedTuple):
 
 
 class HeldoutEvaluator:
-    """Computes the held-out loss of each source, over the same batches at each evaluation of a phase.
-
-    Attributes:
-      losses: losses of the last evaluation, by source; sources without held-out tokens are left out.
-    """
+    """Computes the held-out loss of each source, over the same batches at each evaluation of a phase."""
 
     name = "heldout_loss"
     label = "held-out"
@@ -61,7 +57,7 @@ class HeldoutEvaluator:
             first = {name: self._first_alike(source, phase) for name, source in prepared.sources.items()}
             self._batches.append({name: read(name, index) for name, index in first.items()})
         self._compressed_nats = functools.cache(self._measure_compressors)  # by phase
-        self.losses: dict[str, HeldoutLoss] = {}
+        self.losses: dict[str, HeldoutLoss] = {}  # of the last evaluation, by source that has held-out tokens
 
     def _first_alike(self, source: Source, phase: int) -> int:
         """Return the first phase that packs a source as `phase` does."""
@@ -77,8 +73,8 @@ class HeldoutEvaluator:
         config, prepared = self._config, self._prepared
         (name,) = prepared.sources  # only the text corpus has baselines
         text = heldout_text(config, prepared, name, config.evaluation.batches, phase)
-        return {} if text is None else {compressor: bits * math.log(2) * text.text_bytes
-                                        for compressor, bits in prepared.baselines.items()}  # fmt: skip
+        baselines = {} if text is None else prepared.baselines
+        return {name: bits * math.log(2) * text.text_bytes for name, bits in baselines.items() if text is not None}
 
     @property
     def compressors(self) -> dict[str, float]:

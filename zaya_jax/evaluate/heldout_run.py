@@ -5,7 +5,7 @@ import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -16,6 +16,7 @@ from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
+from zaya_jax.evaluate.scoring import TextLoss
 from zaya_jax.job.multihost import primary_first
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, roles, shapes, with_values
@@ -27,15 +28,6 @@ from zaya_jax.parallel.mesh import make_mesh, replicated
 from zaya_jax.parallel.placement import Placement, make_placement
 from zaya_jax.run.folder import read_config
 from zaya_jax.weights.sources import Weights
-
-
-class TextLoss(NamedTuple):
-    """The loss over a text."""
-
-    nats: float  # cross-entropy of all tokens
-    tokens: int  # number of tokens predicted
-    text_bytes: int  # UTF-8 bytes that these tokens stand for
-    lost_bytes: int = 0  # other bytes of the text, for which the tokenizer has no token
 
 
 class RunHeldout:
@@ -60,28 +52,25 @@ class RunHeldout:
 
     def _measure_texts(self, phase: int) -> dict[str, HeldoutText]:
         limit = self._config.evaluation.batches
-        texts = {name: heldout_text(self._config, self._prepared, name, limit, phase)
-                 for name in self._prepared.sources}  # fmt: skip
-        return {name: text for name, text in texts.items() if text is not None}
+        texts = (
+            (name, heldout_text(self._config, self._prepared, name, limit, phase)) for name in self._prepared.sources
+        )
+        return {name: text for name, text in texts if text is not None}
 
     def losses(self, weights: Weights, step: int) -> dict[str, TextLoss]:
-        """Compute the loss of each source that has held-out text.
+        """Compute the loss of each source that has held-out text, with a checkpoint's weights and step.
 
-        Args:
-          weights: a checkpoint of the run. Adapters are merged into their base first.
-          step: of the checkpoint.
+        Adapters are merged into their base first.
 
         Raises:
           InputError: the weights are damaged.
         """
         placement, loss_sums = self._program(weights.config)
         values = weights.load(_abstract(weights, placement))
-        params, balance = ({name: x for name, x in values.items() if is_balancing_bias(name) == biases}
-                           for biases in (False, True))  # fmt: skip
-        self._evaluator.evaluate(ModelSnapshot(params, balance, {}, placement, loss_sums, self._phase(step)))
-        texts = self.texts(step)
-        return {name: TextLoss(loss.nats, loss.tokens, texts[name].text_bytes)
-                for name, loss in self._evaluator.losses.items()}  # fmt: skip
+        balance = {name: values.pop(name) for name in list(values) if is_balancing_bias(name)}
+        self._evaluator.evaluate(ModelSnapshot(values, balance, {}, placement, loss_sums, self._phase(step)))
+        sizes, losses = {name: text.text_bytes for name, text in self.texts(step).items()}, self._evaluator.losses
+        return {name: TextLoss(loss.nats, loss.tokens, sizes[name]) for name, loss in losses.items()}
 
 
 def _program(run_config: Config, run: Path, config: ModelConfig) -> tuple[Placement, Any]:
@@ -92,12 +81,11 @@ def _program(run_config: Config, run: Path, config: ModelConfig) -> tuple[Placem
     placement = make_placement(ParallelConfig(), make_mesh(), shapes(model), roles(model), dtype, kernels)
 
     def loss(params: Arrays, balance: Arrays, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        out: Any = with_values(model, {**params, **balance})(
-            batch["tokens"], batch["segment_ids"], batch["positions"], ops=placement.ops, dtype=dtype
-        )
+        arrays = (batch[name] for name in ("tokens", "segment_ids", "positions"))
+        out: Any = with_values(model, {**params, **balance})(*arrays, ops=placement.ops, dtype=dtype)
         weights_t = batch["loss_mask"].reshape(-1).astype(accumulation_dtype(dtype))
-        losses: Any = chunked_loss(out.hidden_bsd.reshape(-1, config.hidden_size), params["embedding"],
-                                   params.get("head_bias"), batch["targets"].reshape(-1), weights_t)  # fmt: skip
+        hidden_td, targets_t = out.hidden_bsd.reshape(-1, config.hidden_size), batch["targets"].reshape(-1)
+        losses: Any = chunked_loss(hidden_td, params["embedding"], params.get("head_bias"), targets_t, weights_t)
         return {"loss": losses[0], "tokens": weights_t.sum()}
 
     return placement, jax.jit(placement.sums(loss))
@@ -105,12 +93,11 @@ def _program(run_config: Config, run: Path, config: ModelConfig) -> tuple[Placem
 
 def _abstract(weights: Weights, placement: Placement) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the arrays of a model in the dtypes of training, sharded as stored."""
-
-    def placed(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if is_balancing_bias(name):
-            exact = accumulation_dtype(placement.dtypes["embedding"])
-            return jax.ShapeDtypeStruct(x.shape, exact, sharding=replicated(placement.mesh))
-        stored = jax.sharding.NamedSharding(placement.mesh, placement.leaves[name].stored)
-        return jax.ShapeDtypeStruct(x.shape, placement.dtypes[name], sharding=stored)
-
-    return {name: placed(name, x) for name, x in abstract_weights(weights.config).items()}
+    arrays, exact = {}, accumulation_dtype(placement.dtypes["embedding"])
+    for name, x in abstract_weights(weights.config).items():
+        dtype, sharding = exact, replicated(placement.mesh)
+        if not is_balancing_bias(name):
+            dtype = placement.dtypes[name]
+            sharding = jax.sharding.NamedSharding(placement.mesh, placement.leaves[name].stored)
+        arrays[name] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+    return arrays

@@ -24,8 +24,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.checks import counted, require
 from zaya_jax.data.chat.conversation import check_pairs
 from zaya_jax.errors import InputError
-from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Score, Scorer
-from zaya_jax.evaluate.texts import prefix_token, windows
+from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Score, Scorer, prefix_token, window_sums
 from zaya_jax.evaluate.writing import ROWS, Prompt, Writer, prompt_seed
 from zaya_jax.generate.chat import render, render_prompt
 from zaya_jax.generate.sampling import Sampling
@@ -35,44 +34,29 @@ from zaya_jax.run.signals import warn_once
 
 # Other settings of continuations that tasks may have: read below, or without effect here.
 _IGNORED = {"do_sample", "until", "max_gen_toks", "num_beams", "use_cache", "pad_token_id", "seed"}
+_WHOLE = ("top_k", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # The types of settings, after their name in messages. Null is as good as absent.
-_TYPES = {
-    **dict.fromkeys(Sampling._fields, ("a number", int, float)), "do_sample": ("true or false", bool),
-    **dict.fromkeys(("top_k", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"),
-                    ("a whole number", int)),
-}  # fmt: skip
+_TYPES = dict.fromkeys(Sampling._fields, ("a number", int, float)) | dict.fromkeys(_WHOLE, ("a whole number", int))
+_TYPES |= {"do_sample": ("true or false", bool)}
 
 
 @register_model("zaya_jax")
 class ZayaLM(LM):  # type: ignore[misc]
-    """A model of this package in lm-eval.
-
-    Attributes:
-      opened: the model with its tokenizer.
-      scorer: answers log-likelihood requests.
-      writer: answers `generate_until` requests.
-      samples: name of a task → number of continuations to draw of each of its requests; 1 if absent.
-      sample: which of them `generate_until` returns. All are drawn at its first call.
-      failed: name of a task → a sentence about each of its requests that could not be answered. Their values are NaN or
-        empty, so the task must get no score. None to raise the first of them as an `InputError`.
-      truncated: name of a task → number of its `requests` that lose their beginning, as in lm-eval's own models, since
-        they do not fit into the positions, and of the `tokens` that they lose.
-    """
+    """A model of this package in lm-eval."""
 
     tokenizer_name = "zaya_jax"
 
     def __init__(
         self, path: str | TextModel, dtype: str | None = None, tokenizer: str | None = None,
         max_length: int | None = None, add_bos: bool | None = None, seed: int = 0, tokens: int = TOKENS,
-        rows: int = ROWS, think_end: str | None = None, progress: Callable[[str], Progress] | None = None,
-        scorer: Scorer | None = None, **_: Any,
+        rows: int = ROWS, think_end: str | None = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Open a model.
+        """Open a model. The parameters are what lm-eval's users write into --model_args.
 
         Args:
-          path: see `open_text_model`, or what it returns.
-          dtype: see `open_text_model`.
-          tokenizer: see `open_text_model`.
+          path: see `open_text_model`, like the next two; or what it returns.
+          dtype: of the computation.
+          tokenizer: in place of the model's own.
           max_length: longest input in tokens; None for the model's positions.
           add_bos: whether contexts begin with the token that begins a document; None unless `add_bos_token` of the
             tokenizer's configuration is false.
@@ -80,8 +64,6 @@ class ZayaLM(LM):  # type: ignore[misc]
           tokens: tokens of a device in one forward pass.
           rows: prompts of a device in one batch of continuations.
           think_end: text after which an answer begins, such as </think>; None to return whole continuations.
-          progress: makes a callback from the name of the kind of request.
-          scorer: scorer of the opened model to use; None to make one from `max_length` and `tokens`.
 
         Raises:
           InputError: see `open_text_model`.
@@ -89,16 +71,22 @@ class ZayaLM(LM):  # type: ignore[misc]
         super().__init__()
         opened = open_text_model(path, dtype, tokenizer, ParallelConfig()) if isinstance(path, str) else path
         self.opened = opened
-        self.scorer = scorer or Scorer(opened.model, opened.placement, max_length=max_length, tokens=tokens)
+        self.scorer = Scorer(opened.model, opened.placement, max_length=max_length, tokens=tokens)
         self.writer = Writer(opened.model, opened.tokenizer, opened.stop_tokens, opened.placement, rows)
+        # Makes a callback from the name of the kind of request.
+        self.progress: Callable[[str], Progress] = lambda _: lambda done, total: None
+        # Name of a task → number of continuations to draw of each of its requests; 1 if absent.
         self.samples: Mapping[str, int] = {}
-        self.sample = 0
+        self.sample = 0  # which of them `generate_until` returns; all are drawn at its first call
+        # Name of a task → a sentence about each of its requests that could not be answered. Their values are NaN or
+        # empty, so the task must get no score. None to raise the first of them as an `InputError`.
         self.failed: dict[str, list[str]] | None = None
+        # Name of a task → number of its `requests` that lose their beginning, as in lm-eval's own models, since they do
+        # not fit into the positions, and of the `tokens` that they lose.
         self.truncated: dict[str, Counter[str]] = {}
         begins = opened.adds_bos if add_bos is None else add_bos
-        bos = opened.special.bos
-        self._bos, self._adds_bos, self._seed, self._think_end = bos, begins and bos is not None, seed, think_end
-        self._progress = progress or (lambda _: lambda done, total: None)
+        self._bos = opened.special.bos if begins else None
+        self._seed, self._think_end = seed, think_end
         self._written: dict[tuple[str, str, int], str] = {}
 
     @property
@@ -114,15 +102,13 @@ class ZayaLM(LM):  # type: ignore[misc]
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encode a text, in which the names of special tokens become those tokens, as in `transformers`."""
         tokens = self.opened.tokenizer.encode_template(string)
-        begins = self._adds_bos if add_special_tokens is None else add_special_tokens and self._adds_bos
-        if begins and self._bos is not None and not string.startswith(self._bos):
-            return [self.prefix_token_id, *tokens]
-        return tokens
+        begins = add_special_tokens is not False and self._bos is not None and not string.startswith(self._bos)
+        return [self.prefix_token_id, *tokens] if begins else tokens
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """See `LM.loglikelihood`."""
         pairs = [self._attempt(request, self._encode_pair, *request.args) for request in requests]
-        scores = iter(self.scorer.score(list(filter(None, pairs)), progress=self._progress("log-likelihoods")))
+        scores = iter(self.scorer.score(list(filter(None, pairs)), progress=self.progress("log-likelihoods")))
         self._report_truncated(requests, (sum(map(len, pair)) - 1 - self.max_length if pair else 0 for pair in pairs))
         return [Score(math.nan, is_greedy=False) if pair is None else next(scores) for pair in pairs]
 
@@ -160,20 +146,16 @@ class ZayaLM(LM):  # type: ignore[misc]
                 self.truncated.setdefault(request.task_name, Counter()).update(requests=1, tokens=tokens)
         for task, count in self.truncated.items() if is_primary() else ():
             number, length = (counted(count[f"{noun}s"], noun) for noun in ("request", "token"))
-            warn_once(f"Warning: {number} of the task {task} did not fit into the positions of the model, so that "
-                      f"{length} at the beginning were left out.")  # fmt: skip
+            text = f"did not fit into the positions of the model, so that {length} at the beginning were left out"
+            warn_once(f"Warning: {number} of the task {task} {text}.")
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """See `LM.loglikelihood_rolling`; a text begins after one prefix token, and never with a second one."""
         del disable_tqdm
         texts = [self._attempt(request, self.tok_encode, *request.args, False) for request in requests]
-        parts = [(index, window) for index, tokens in enumerate(texts)
-                 for window in windows(tokens or [], self.prefix_token_id, self.max_length)]  # fmt: skip
-        totals = [math.nan if tokens is None else 0.0 for tokens in texts]
-        scores = self.scorer.score([window for _, window in parts], progress=self._progress("texts"))
-        for (index, _), score in zip(parts, scores, strict=True):
-            totals[index] += score.logprob
-        return totals
+        encoded = (tokens or [] for tokens in texts)
+        sums = window_sums(self.scorer, encoded, self.prefix_token_id, self.progress("texts"))
+        return [math.nan if tokens is None else total for tokens, total in zip(texts, sums, strict=True)]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """See `LM.generate_until`.
@@ -189,11 +171,11 @@ class ZayaLM(LM):  # type: ignore[misc]
             first = seen[context, setting] * samples
             seen[context, setting] += 1
             keys.append((context, setting, first + self.sample))
-            missing += [(key, request) for sample in range(samples)
-                        if (key := (context, setting, first + sample)) not in self._written]  # fmt: skip
-        prompts = [self._attempt(request, self._prompt, request.task_name, *request.args, key[2])
-                   for key, request in missing]  # fmt: skip
-        written = iter(self.writer.write(list(filter(None, prompts)), progress=self._progress("continuations")))
+            drawn = ((context, setting, first + sample) for sample in range(samples))
+            missing += [(key, request) for key in drawn if key not in self._written]
+        asked = ((request, (request.task_name, *request.args, key[2])) for key, request in missing)
+        prompts = [self._attempt(request, self._prompt, *arguments) for request, arguments in asked]
+        written = iter(self.writer.write(list(filter(None, prompts)), progress=self.progress("continuations")))
         for (key, request), prompt in zip(missing, prompts, strict=True):
             self._written[key] = self._answer(prompt.tokens, next(written), request.args[1]) if prompt else ""
         most = self.opened.model.config.max_positions
@@ -209,11 +191,9 @@ class ZayaLM(LM):  # type: ignore[misc]
         return re.sub("|".join(map(re.escape, specials)), "", text) if specials else text
 
     def check(self, tasks: Mapping[str, Any], chat: bool) -> None:
-        """Raise `InputError` if a task cannot be answered, before hours of scoring.
+        """Raise `InputError` if one of lm-eval's tasks cannot be answered, before hours of scoring.
 
-        Args:
-          tasks: lm-eval's tasks by name.
-          chat: whether their prompts are rendered with the chat template.
+        With `chat` their prompts are rendered with the chat template.
         """
         if chat:
             self.apply_chat_template([{"role": "user", "content": "a"}])
@@ -232,13 +212,13 @@ class ZayaLM(LM):  # type: ignore[misc]
         require(beams in (None, 1), f"{where}num_beams", beams, "1, since zaya_jax has no beam search")
         normalized = _normalized(settings)
         if unknown := sorted({*normalized} - {*Sampling._fields, *_IGNORED}, key=str):
-            raise InputError(f"The task {task} sets {unknown[0]} for its continuations, which zaya_jax does not "
-                             f"support; it supports {', '.join(Sampling._fields)}, until and max_gen_toks."
-                             )  # fmt: skip
+            supported = f"it supports {', '.join(Sampling._fields)}, until and max_gen_toks"
+            setting = f"The task {task} sets {unknown[0]} for its continuations"
+            raise InputError(f"{setting}, which zaya_jax does not support; {supported}.")
         longest, new = self.opened.model.config.max_positions, normalized["max_gen_toks"]
         if not 0 < new < longest:
-            raise InputError(f"The task {task} asks for {counted(new, 'new token')}, but must ask for at least 1 and "
-                             f"fewer than the model's {longest:,} positions. Set max_new_tokens.")  # fmt: skip
+            allowed = f"at least 1 and fewer than the model's {longest:,} positions. Set max_new_tokens."
+            raise InputError(f"The task {task} asks for {counted(new, 'new token')}, but must ask for {allowed}")
         greedy = not normalized["do_sample"]
         fields = ("repetition_penalty",) if greedy else Sampling._fields
         values = {name: normalized[name] for name in fields if normalized.get(name) is not None}
@@ -246,8 +226,9 @@ class ZayaLM(LM):  # type: ignore[misc]
         sampling.check(where)
         stop = tuple(filter(None, normalized.get("until", ())))
         # With reasoning, a stop text ends the answer after it, not the reasoning, which lm-eval removes first.
-        return Prompt(self.tok_encode(context) or [self.prefix_token_id], prompt_seed(self._seed, context, sample),
-                      new, sampling, stop if self._think_end is None else ())  # fmt: skip
+        stop = stop if self._think_end is None else ()
+        tokens, seed = self.tok_encode(context) or [self.prefix_token_id], prompt_seed(self._seed, context, sample)
+        return Prompt(tokens, seed, new, sampling, stop)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render messages as they are with the model's chat template, up to the assistant's next turn.
@@ -258,11 +239,11 @@ class ZayaLM(LM):  # type: ignore[misc]
           InputError: a message is not text with a role, or the template cannot render them.
         """
         for number, message in enumerate(chat_history, 1):
+            where = f"Message {number} of a task's chat"
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise InputError(f"Message {number} of a task's chat is {message!r:.200}, but must have a role and a "
-                                 "content that are text.")  # fmt: skip
+                raise InputError(f"{where} is {message!r:.200}, but must have a role and a content that are text.")
             try:
-                check_pairs(message, f"Message {number} of a task's chat")
+                check_pairs(message, where)
             except ValueError as error:
                 raise InputError(f"{error}.") from error
         if add_generation_prompt:

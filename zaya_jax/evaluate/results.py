@@ -7,13 +7,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError, printable
-from zaya_jax.evaluate.heldout_run import TextLoss
-from zaya_jax.evaluate.scoring import Progress
+from zaya_jax.evaluate.scoring import Progress, TextLoss
 from zaya_jax.run.files import require_regular, write_atomically
 from zaya_jax.run.metrics import finite
 from zaya_jax.run.table import format_table
@@ -27,58 +26,57 @@ _EVERY = 30.0  # seconds between lines of progress without a terminal
 def text_record(loss: TextLoss) -> dict[str, Any]:
     """Return the scores of a text as JSON."""
     per_token = loss.nats / max(loss.tokens, 1)
-    return {"nats_per_token": per_token, "perplexity": math.exp(min(per_token, 700.0)),
-            "bits_per_byte": loss.nats / math.log(2) / max(loss.text_bytes, 1), "tokens": loss.tokens,
-            "bytes": loss.text_bytes, "lost_bytes": loss.lost_bytes}  # fmt: skip
+    return {
+        "nats_per_token": per_token,
+        "perplexity": math.exp(min(per_token, 700.0)),
+        "bits_per_byte": loss.nats / math.log(2) / max(loss.text_bytes, 1),
+        "tokens": loss.tokens,
+        "bytes": loss.text_bytes,
+        "lost_bytes": loss.lost_bytes,
+    }
+
+
+_FORMATS = {"nats_per_token": ".4f", "perplexity": ".2f", "bits_per_byte": ".4f", "tokens": ",", "bytes": ","}
 
 
 def text_table(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Format `text_record`s by name."""
-    head = ["text", "nats/token", "perplexity", "bits/byte", "tokens", "bytes"]
-    rows = [[printable(name), f"{row['nats_per_token']:.4f}", f"{row['perplexity']:.2f}", f"{row['bits_per_byte']:.4f}",
-             f"{row['tokens']:,}", f"{row['bytes']:,}"] for name, row in records.items()]  # fmt: skip
-    lost = [f"{name}: {row['lost_bytes']:,} more bytes have no token in the tokenizer, and do not count"
-            for name, row in records.items() if row["lost_bytes"]]  # fmt: skip
-    return "\n".join([*format_table([head, *rows]), *lost])
+    lines = [["text", "nats/token", "perplexity", "bits/byte", "tokens", "bytes"]]
+    lines += [
+        [printable(name), *(format(row[key], kind) for key, kind in _FORMATS.items())] for name, row in records.items()
+    ]
+    lost = {name: row["lost_bytes"] for name, row in records.items() if row["lost_bytes"]}
+    remarks = (
+        f"{name}: {count:,} more bytes have no token in the tokenizer, and do not count" for name, count in lost.items()
+    )
+    return "\n".join([*format_table(lines), *remarks])
 
 
 def task_table(models: Mapping[str, Mapping[str, Any]]) -> str:
     """Format the results of `harness.score_tasks` by model, side by side."""
-    names, cells = list(models), []
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    first: dict[str, Any] = {}  # result of a task in the first model that has it
+    rows: dict[tuple[str, str], dict[str, str]] = {}  # by task and metric: cells by head
     for model, tasks in models.items():
         for task, result in tasks.items():
-            first.setdefault(task, result)
             for metric, value in result["metrics"].items():
-                rows.setdefault((task, metric), {})[model] = value
-    for (task, metric), values in rows.items():
-        result, name = first[task], metric.removesuffix(",none")
-        samples = f"avg@{result['samples']}" if result.get("samples", 1) > 1 else ""
-        label = " ".join(filter(None, [name, samples]))
-        cells.append([task, _number(result.get("version")), _number(result.get("fewshot")), label,
-                      *(_value(values.get(model)) for model in names)])  # fmt: skip
-    return "\n".join(format_table([["task", "version", "few-shot", "metric", *names], *cells]))
-
-
-def _number(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _value(value: Mapping[str, Any] | None) -> str:
-    if value is None:
-        return "-"
-    error = value.get("stderr")
-    return f"{value['value']:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else "")
+                samples = f" avg@{result['samples']}" if result.get("samples", 1) > 1 else ""
+                first = {"version": result.get("version"), "few-shot": result.get("fewshot")}
+                row = {name: "" if each is None else str(each) for name, each in first.items()}
+                row |= {"task": task, "metric": metric.removesuffix(",none") + samples}
+                error = value.get("stderr")
+                cell = f"{value['value']:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else "")
+                rows.setdefault((task, metric), row)[f"model {model}"] = cell
+    heads = ["task", "version", "few-shot", "metric"]
+    cells = [
+        [*(row[head] for head in heads), *(row.get(f"model {model}", "-") for model in models)] for row in rows.values()
+    ]
+    return "\n".join(format_table([[*heads, *models], *cells]))
 
 
 def evaluation_name(scored: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """Return the NAME of an evaluation in `RUN_DIR/evaluations/`.
+    """Return the NAME of an evaluation in `RUN_DIR/evaluations/`, from what is scored; [] for the held-out data.
 
-    Args:
-      scored: names of what is scored, such as tasks; [] for the held-out data.
-      settings: all settings that change a score. The name ends with 8 digits of their sha256, so that an evaluation
-        with other settings neither replaces a file nor counts as done.
+    It ends with 8 digits of the sha256 of all settings that change a score, so that an evaluation with other settings
+    neither replaces a file nor counts as done.
     """
     if not scored:
         return "heldout"
@@ -119,6 +117,3 @@ def report_progress(label: str, show: bool = True) -> Progress:
         print(f"{label}: {done:,} of {total:,}{left}".ljust(60), end=end, file=sys.stderr, flush=True)
 
     return report
-
-
-MakeProgress = Callable[[str], Progress]

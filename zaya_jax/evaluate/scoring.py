@@ -8,7 +8,7 @@ only where a continuation is scored.
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from zaya_jax.config.checks import counted
 from zaya_jax.data.loading.bin_packing import pack
+from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import all_gather
 from zaya_jax.model.loss import chunked_logprobs
@@ -47,6 +48,15 @@ class Score(NamedTuple):
     is_greedy: bool  # whether each token is the most likely one
 
 
+class TextLoss(NamedTuple):
+    """The loss over a text."""
+
+    nats: float  # cross-entropy of all tokens
+    tokens: int  # number of tokens predicted
+    text_bytes: int  # UTF-8 bytes that these tokens stand for
+    lost_bytes: int = 0  # other bytes of the text, for which the tokenizer has no token
+
+
 class _Document(NamedTuple):
     """An input that one or several requests share."""
 
@@ -61,14 +71,7 @@ class _Batch(NamedTuple):
 
 
 class Scorer:
-    """Scores requests with a model.
-
-    Attributes:
-      model: the model, on every device of the placement.
-      placement: see `generate.placement.decode_placement`.
-      max_length: longest input in tokens; longer ones lose their beginning.
-      lengths: lengths of rows, with at most one compilation each.
-    """
+    """Scores requests with a model."""
 
     def __init__(
         self, model: Zaya, placement: Placement, *, max_length: int | None = None, tokens: int = TOKENS
@@ -78,12 +81,12 @@ class Scorer:
         Args:
           model: the model, as stored: one that is `unrolled` takes long to compile.
           placement: see `generate.placement.decode_placement`.
-          max_length: see above; None for the model's positions.
+          max_length: longest input in tokens; longer ones lose their beginning. None for the model's positions.
           tokens: tokens of a device in one forward pass.
         """
         self.model, self.placement = place(placement.mesh, model, REPLICATED), placement
         self.max_length = min(max_length or model.config.max_positions, model.config.max_positions)
-        self.lengths = [min(ROW, self.max_length)]
+        self.lengths = [min(ROW, self.max_length)]  # of rows, with at most one compilation each
         while self.lengths[-1] < self.max_length:
             self.lengths.append(min(self.lengths[-1] * _GROWTH, self.max_length))
         self._tokens, self._devices = tokens, batch_shards(self.placement.mesh)
@@ -94,7 +97,7 @@ class Scorer:
         """Score requests; each process of a job must pass the same ones, and scores its share.
 
         Args:
-          requests: what to score. Inputs longer than `max_length` are truncated from the left.
+          requests: inputs longer than `max_length` are truncated from the left.
           grouped: process the input of requests that share it only once.
           progress: called after each batch.
 
@@ -147,10 +150,9 @@ class Scorer:
                 continue
             bins = pack(np.array([_size(document) for document in fitting]), length)
             rows = max(1, self._tokens // length)  # of a device
+            packed = [[fitting[index] for index in each] for each in bins]
             for start in range(0, len(bins), rows * self._devices):
-                packed = [[fitting[index] for index in bins[row]]
-                          for row in range(start, min(start + rows * self._devices, len(bins)))]  # fmt: skip
-                yield _batch(packed, requests, length, rows, self._devices)
+                yield _batch(packed[start : start + rows * self._devices], requests, length, rows, self._devices)
 
 
 def _documents(requests: Sequence[Request], longest: int, queries: int, grouped: bool) -> list[_Document]:
@@ -159,9 +161,8 @@ def _documents(requests: Sequence[Request], longest: int, queries: int, grouped:
     last: dict[tuple[int, ...], int] = {}  # input → its newest document
     for index, (context, continuation) in enumerate(requests):
         if not context or not continuation or len(continuation) > longest:
-            raise InputError(f"A task asks to score {counted(len(continuation), 'token')} after "
-                             f"{counted(len(context), 'token')} of context, but must ask for 1 to {longest:,} after at "
-                             "least 1.")  # fmt: skip
+            asked = f"{counted(len(continuation), 'token')} after {counted(len(context), 'token')} of context"
+            raise InputError(f"A task asks to score {asked}, but must ask for 1 to {longest:,} after at least 1.")
         tokens = tuple([*context, *continuation][-(longest + 1) : -1])
         count, place = len(continuation), last.get(tokens) if grouped else None
         if place is not None and documents[place].queries + count <= max(queries, len(tokens)):
@@ -205,27 +206,68 @@ def _batch(
 
 @functools.partial(jax.jit, static_argnames="placement")
 def score_batch(model: Zaya, batch: dict[str, jax.Array], *, placement: Placement) -> tuple[jax.Array, jax.Array]:
-    """Score the queries of a batch.
+    """Score the queries of a batch with a replicated model; returns `loss.chunked_logprobs` of each device, [n, q].
 
-    Args:
-      model: the model, replicated.
-      batch: int32 `tokens` and `segment_ids` [rows, length]; for each device n its queries `index` (into its rows one
-        after the other) and `targets` [n, q], and their number `counts` [n].
-      placement: splits rows over devices.
-
-    Returns:
-      `loss.chunked_logprobs` of each device, [n, q].
+    The batch has int32 `tokens` and `segment_ids` [rows, length]; for each device n its queries `index` (into its rows
+    one after the other) and `targets` [n, q], and their number `counts` [n].
     """
 
     def local(model: Zaya, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out: Any = model(batch["tokens"], batch["segment_ids"], ops=placement.ops)
         bias = model.head_bias[...] if model.config.head_bias else None
         hidden_td = out.hidden_bsd.reshape(-1, out.hidden_bsd.shape[-1])
-        logprobs, greedy = chunked_logprobs(hidden_td, model.embedding[...], bias, batch["index"][0],
-                                            batch["targets"][0], batch["counts"][0])  # fmt: skip
+        index, targets, count = (batch[name][0] for name in ("index", "targets", "counts"))
+        logprobs, greedy = chunked_logprobs(hidden_td, model.embedding[...], bias, index, targets, count)
         return logprobs[None], greedy[None]
 
+    specs: dict[str, Any] = {"in_specs": (REPLICATED, ROWS), "out_specs": (ROWS, ROWS)}
     # check_vma rejects kernels, see `parallel.gradient`.
-    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=(REPLICATED, ROWS), out_specs=(ROWS, ROWS),
-                           check_vma=False)  # fmt: skip
-    return mapped(model, batch)
+    return jax.shard_map(local, mesh=placement.mesh, check_vma=False, **specs)(model, batch)
+
+
+def windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
+    """Split a text into windows that predict each token once, with as much context as fits.
+
+    As in lm-eval, all windows but the last follow each other with one token of context, and the last one is filled with
+    context up to `length` tokens. The token `prefix` stands before the first.
+    """
+    text = [prefix, *tokens]
+    for start in range(0, len(tokens), length):
+        end = min(start + length, len(tokens))
+        first = 0 if start == 0 else end - length
+        yield Request(text[first : start + 1], text[start + 1 : end + 1])
+
+
+def window_sums(
+    scorer: Scorer, texts: Iterable[Sequence[int]], prefix: int, progress: Progress | None = None
+) -> list[float]:
+    """Return the log-likelihood of each text, given as tokens: the sum over its `windows`."""
+    texts = list(texts)
+    parts = [(index, each) for index, text in enumerate(texts) for each in windows(text, prefix, scorer.max_length)]
+    sums = [0.0] * len(texts)
+    scores = scorer.score([window for _, window in parts], progress=progress)
+    for (index, _), score in zip(parts, scores, strict=True):
+        sums[index] += score.logprob
+    return sums
+
+
+def prefix_token(tokenizer: Tokenizer) -> int:
+    """Return the token before the first of a text: the one that begins a document, else the one that ends one."""
+    return [*tokenizer.prefix, tokenizer.eot][0]
+
+
+def text_losses(
+    scorer: Scorer, tokenizer: Tokenizer, texts: dict[str, str], progress: Progress | None = None
+) -> dict[str, TextLoss]:
+    """Compute the loss of each text, the first token after `prefix_token`."""
+    encoded: dict[str, tuple[list[int], int]] = {}
+    for name, text in texts.items():
+        try:
+            [encoded[name]] = tokenizer.encode_counted([text])
+        except InputError as error:
+            raise InputError(f"--text {name} cannot be scored. {error}") from error
+    nats = window_sums(scorer, [tokens for tokens, _ in encoded.values()], prefix_token(tokenizer), progress)
+    losses = {}
+    for logprob, (name, (tokens, lost)) in zip(nats, encoded.items(), strict=True):
+        losses[name] = TextLoss(0.0 - logprob, len(tokens), len(texts[name].encode()) - lost, lost)
+    return losses

@@ -26,23 +26,20 @@ class TaskConfig:
         require(bool(self.name.strip()), f"{where}.name", self.name, "the name of a task")
         require(self.fewshot is None or self.fewshot >= 0, f"{where}.fewshot", self.fewshot, "at least 0")
         require(self.samples >= 1, f"{where}.samples", self.samples, "at least 1")
-        require(self.max_new_tokens is None or self.max_new_tokens >= 1, f"{where}.max_new_tokens",
-                self.max_new_tokens, "at least 1")  # fmt: skip
+        new = self.max_new_tokens
+        require(new is None or new >= 1, f"{where}.max_new_tokens", new, "at least 1")
         sampling = Sampling(self.temperature or 0.0, self.top_k or 0, 1.0 if self.top_p is None else self.top_p)
         sampling.check(f"{where}.")
-        require(self.samples == 1 or self.temperature != 0, f"{where}.temperature", self.temperature,
-                f"above 0, because {where}.samples is {self.samples}")  # fmt: skip
+        above = f"above 0, because {where}.samples is {self.samples}"
+        require(self.samples == 1 or self.temperature != 0, f"{where}.temperature", self.temperature, above)
 
     @property
     def generation(self) -> dict[str, float | int | bool]:
         """Values that replace those of the task's `generation_kwargs`."""
-        values: dict[str, float | int | bool] = {}
-        if self.temperature is not None:
-            values = {"do_sample": self.temperature > 0, "temperature": self.temperature}
-        for name, value in (("top_p", self.top_p), ("top_k", self.top_k), ("max_gen_toks", self.max_new_tokens)):
-            if value is not None:
-                values[name] = value
-        return values
+        values = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        values |= {"max_gen_toks": self.max_new_tokens}
+        values |= {"do_sample": None if self.temperature is None else self.temperature > 0}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,6 @@ def load_suite(path: str | Path) -> SuiteConfig:
 def named_tasks(names: str) -> SuiteConfig:
     """Make a suite of tasks with their own settings from `--tasks a,b,c`; InputError if a name is empty or repeated."""
     tasks = [name.strip() for name in names.split(",")]
-    require(all(tasks) and len({*tasks}) == len(tasks), "--tasks", names,
-            "names of tasks with commas between them, each name once")  # fmt: skip
+    allowed = "names of tasks with commas between them, each name once"
+    require(all(tasks) and len({*tasks}) == len(tasks), "--tasks", names, allowed)
     return SuiteConfig(tuple(map(TaskConfig, tasks)))

@@ -4,7 +4,7 @@ import functools
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -36,18 +36,15 @@ def prompt_seed(seed: int, text: str, sample: int) -> int:
 
 
 class Writer:
-    """Continues prompts.
-
-    Attributes:
-      model: the model as stored, on every device of the placement.
-      placement: see `generate.placement.decode_placement`.
-      rows: prompts of a device in one batch.
-    """
+    """Continues prompts."""
 
     def __init__(
         self, model: Zaya, tokenizer: Tokenizer, stop_tokens: Sequence[int], placement: Placement, rows: int = ROWS
     ) -> None:
-        """Prepare to continue; `stop_tokens` end a continuation."""
+        """Prepare to continue in batches with so many `rows` a device; `stop_tokens` end a continuation.
+
+        The model is as stored, on every device of the placement, see `generate.placement.decode_placement`.
+        """
         self.model, self.placement, self.rows = model, placement, rows
         self._tokenizer, self._stops = tokenizer, stop_tokens
 
@@ -61,12 +58,12 @@ class Writer:
 
         Each process of a job must pass the same prompts, and continues its share.
         """
-        longest, count = self.model.config.max_positions, jax.process_count()
-        own = range(jax.process_index(), len(prompts), count)
+        config, count = self.model.config, jax.process_count()
+        sizes = ((len(prompt.tokens), prompt.max_new_tokens) for prompt in prompts)
+        fitting = ((min(tokens, config.max_positions - new), new) for tokens, new in sizes)
         # One capacity for all processes, so that they need the same time.
-        capacity = max((cache_capacity(min(len(prompt.tokens), longest - prompt.max_new_tokens), prompt.max_new_tokens,
-                                       self.model.config) for prompt in prompts), default=0)  # fmt: skip
-        written = self._write([prompts[index] for index in own], capacity, progress)
+        capacity = max((cache_capacity(*each, config) for each in fitting), default=0)
+        written = self._write(prompts[jax.process_index() :: count], capacity, progress)
         answers: list[list[int]] = [[] for _ in prompts]
         for process, share in enumerate(all_gather("continuations", written, PEER_SECONDS)):
             for index, tokens in zip(range(process, len(prompts), count), share, strict=True):
@@ -106,10 +103,8 @@ class Writer:
             text = self._tokenizer.decode_after(before, new_tokens[-tail:]) if stop else ""
             return any(end in text for end in stop)
 
-        blocks = continuations(
-            self._unrolled, [*tokens, *[tokens[-1][-1:]] * spare], new, sampling,
-            seeds=[*(prompt.seed for prompt in prompts), *[0] * spare], stop_tokens=self._stops,
-            placement=self.placement, stopped=stopped, capacity=capacity,
-        )  # fmt: skip
-        rows = deque(blocks, maxlen=1).pop()
+        rows, seeds = [*tokens, *[tokens[-1][-1:]] * spare], [*(prompt.seed for prompt in prompts), *[0] * spare]
+        ends: dict[str, Any] = {"stop_tokens": self._stops, "stopped": stopped}
+        options: dict[str, Any] = {"seeds": seeds, "placement": self.placement, "capacity": capacity, **ends}
+        rows = deque(continuations(self._unrolled, rows, new, sampling, **options), maxlen=1).pop()
         return [row.tokens for row in rows[: len(prompts)]]

@@ -33,41 +33,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: _run(options))
 
 
+_NUMBER, _TEXTS = {"type": int, "metavar": "N"}, {"action": "append", "default": [], "metavar": "TEXT"}
+_SAMPLING = {
+    "temperature": "0 takes the most likely token",
+    "top-k": "keep the K most likely tokens",
+    "top-p": "keep the most likely tokens with this probability together",
+    "min-p": "keep tokens at least this many times as likely as the most likely",
+    "repetition-penalty": "divide logits of tokens that occurred",
+}
+_PATH = (
+    "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), RUN_DIR/checkpoints/STEP, or a "
+    "transformers folder; adapters are merged into their base"
+)
+_RSA = (
+    "Markovian RSA: N candidates, then T rounds of N more, each written from the last TAIL tokens of C of them; prints "
+    "the last round's first"
+)
+_DTYPE = "dtype to compute in (default: bfloat16 on GPUs, float32 on CPUs)"
+# Of each flag its help, and the other arguments of `add_argument`.
+_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "path": (_PATH, {"metavar": "PATH"}),
+    "stdin": ("read one prompt from standard input", {"nargs": "?", "metavar": "-"}),
+    "--prompt": ("text to continue; can be given several times", _TEXTS),
+    "--message": ("message to answer, through the chat template; can be given several times", _TEXTS),
+    "--file": ("file with one prompt", {"metavar": "FILE"}),
+    "--chat": ("hold a conversation in the terminal", {"action": "store_true"}),
+    "--system": ("system message (with --chat or --message)", {"metavar": "TEXT"}),
+    "--max-new-tokens": ("largest number of new tokens (default: 256)", {**_NUMBER, "default": 256}),
+    "--samples": ("continuations of each prompt (default: 1)", {**_NUMBER, "default": 1}),
+    "--seed": ("seed of the first continuation (default: 0)", {**_NUMBER, "default": 0}),
+    "--stop": ("end a continuation before this text", _TEXTS),
+    "--rsa": (_RSA, {"nargs": 4, "type": int, "metavar": ("N", "C", "T", "TAIL")}),
+    "--logprobs": ("print each new token with its log-probability instead of text", {"action": "store_true"}),
+    "--dtype": (_DTYPE, {"choices": ("float32", "bfloat16")}),
+    "--tokenizer": ("tokenizer to use in place of the model's own", {"metavar": "FOLDER"}),
+    "--data": ("devices to split the continuations over (default: 1)", {**_NUMBER, "default": 1}),
+    "--context": ("devices to split the cache of each continuation over (default: 1)", {**_NUMBER, "default": 1}),
+}
+
+
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m zaya_jax.generate", description="Continue texts with a model, or chat with it.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add = parser.add_argument
-    add("path", metavar="PATH", help="RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), "
-        "RUN_DIR/checkpoints/STEP, or a transformers folder; adapters are merged into their base")  # fmt: skip
-    add("stdin", nargs="?", metavar="-", help="read one prompt from standard input")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
-    add("--message", action="append", default=[], metavar="TEXT", help="message to answer, through the chat template; "
-        "can be given several times")  # fmt: skip
-    add("--file", metavar="FILE", help="file with one prompt")
-    add("--chat", action="store_true", help="hold a conversation in the terminal")
-    add("--system", metavar="TEXT", help="system message (with --chat or --message)")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="largest number of new tokens (default: 256)")
-    add("--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
-    for name, kind, what in (("temperature", float, "0 takes the most likely token"),
-                             ("top-k", int, "keep the K most likely tokens"),
-                             ("top-p", float, "keep the most likely tokens with this probability together"),
-                             ("min-p", float, "keep tokens at least this many times as likely as the most likely"),
-                             ("repetition-penalty", float, "divide logits of tokens that occurred")):  # fmt: skip
+    texts = {"description": "Continue texts with a model, or chat with it.", "epilog": _EXAMPLES}
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m zaya_jax.generate", formatter_class=formatter, **texts)
+    for name, (text, settings) in _FLAGS.items():
+        parser.add_argument(name, help=text, **settings)
+    for name, text in _SAMPLING.items():
         default = "that of generation_config.json" + (", else 0.8" if name == "temperature" else "")
-        add(f"--{name}", type=kind, metavar="X", help=f"{what} (default: {default})")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the first continuation (default: 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end a continuation before this text")
-    add("--rsa", nargs=4, type=int, metavar=("N", "C", "T", "TAIL"), help="Markovian RSA: N candidates, then T rounds "
-        "of N more, each written from the last TAIL tokens of C of them; prints the last round's first")  # fmt: skip
-    add("--logprobs", action="store_true", help="print each new token with its log-probability instead of text")
-    add("--dtype", choices=("float32", "bfloat16"), help="dtype to compute in (default: bfloat16 on GPUs, float32 on "
-        "CPUs)")  # fmt: skip
-    add("--tokenizer", metavar="FOLDER", help="tokenizer to use in place of the model's own")
-    add("--data", type=int, default=1, metavar="N", help="devices to split the continuations over (default: 1)")
-    add("--context", type=int, default=1, metavar="N", help="devices to split the cache of each continuation over "
-        "(default: 1)")  # fmt: skip
+        kind = int if name == "top-k" else float
+        parser.add_argument(f"--{name}", type=kind, metavar="X", help=f"{text} (default: {default})")
     return parser
 
 
@@ -83,32 +97,31 @@ def _run(options: argparse.Namespace) -> int:
 
     layout = ParallelConfig(data=options.data, context=options.context)
     opened = open_text_model(options.path, options.dtype, options.tokenizer, layout)
-    opened = opened._replace(model=unrolled(opened.model))
     flags = {name: value for name in opened.sampling._fields if (value := getattr(options, name)) is not None}
-    sampling = opened.sampling._replace(**flags)
-    sampling.check("--")
-    if options.chat:
-        return _chat(options, opened, sampling)
+    opened = opened._replace(model=unrolled(opened.model), sampling=opened.sampling._replace(**flags))
+    opened.sampling.check("--")
     from zaya_jax.generate.chat import Chat
     from zaya_jax.generate.text import encode_prompt
 
-    chat = Chat(opened, sampling, options.max_new_tokens, system=options.system) if options.message else None
-    encode = functools.partial(encode_prompt, opened.tokenizer) if chat is None else chat.prompt
-    stop = [*options.stop, *([] if chat is None else chat.stop)]
+    encode: Encode = functools.partial(encode_prompt, opened.tokenizer)
+    if options.chat or options.message:
+        chat = Chat(opened, opened.sampling, options.max_new_tokens, options.seed, options.system)
+        if options.chat:
+            return _chat(chat)
+        encode, options.stop = chat.prompt, [*options.stop, *chat.stop]
     if options.rsa is not None:
-        return _rsa(options, opened, sampling, prompts, encode, stop)
-    rows = [prompt for prompt in prompts for _ in range(options.samples)]
-    return _continue(options, opened, sampling, rows, encode, stop)
+        return _rsa(options, opened, prompts, encode)
+    return _continue(options, opened, [prompt for prompt in prompts for _ in range(options.samples)], encode)
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     sources = (options.prompt, options.message, options.file is not None, options.stdin, options.chat)
     if sum(map(bool, sources)) != 1:
-        raise InputError("Name what to continue with --prompt TEXT, --file FILE or -, or what to answer with "
-                         "--message TEXT or --chat: exactly one of them.")  # fmt: skip
+        ways = "what to continue with --prompt TEXT, --file FILE or -, or what to answer with --message TEXT or --chat"
+        raise InputError(f"Name {ways}: exactly one of them.")
     if options.stdin not in (None, "-"):
-        raise InputError(f"The argument {options.stdin!r} is unexpected. To continue this text, use --prompt "
-                         f"{options.stdin!r}; to read standard input, use -.")  # fmt: skip
+        advice = f"To continue this text, use --prompt {options.stdin!r}; to read standard input, use -."
+        raise InputError(f"The argument {options.stdin!r} is unexpected. {advice}")
     if options.system is not None and not (options.chat or options.message):
         raise InputError("--system is only for --chat and --message: add one, or remove --system.")
     if options.rsa is not None and (options.chat or options.samples > 1 or options.logprobs):
@@ -129,45 +142,37 @@ def _undecoded(text: str) -> int:
     return len(text[: wrong.start()].encode(sys.stdin.encoding)) + 1 if wrong else 0
 
 
-def _continue(
-    options: argparse.Namespace, opened: Any, sampling: Any, prompts: list[str], encode: Encode, stop: list[str]
-) -> int:
-    from zaya_jax.generate.text import stream_text
+def _continue(options: argparse.Namespace, opened: Any, prompts: list[str], encode: Encode) -> int:
     from zaya_jax.run.progress import show_status
 
-    tokenizer = opened.tokenizer
-    encoded, shown = [encode(prompt) for prompt in prompts], not options.message
+    shown = [""] * len(prompts) if options.message else prompts
     alone, printed, rows = len(prompts) == 1 and not options.logprobs, 0, []
-    blocks = stream_text(opened.model, tokenizer, encoded, options.max_new_tokens, sampling,
-                         seeds=range(options.seed, options.seed + len(prompts)), stop=stop,
-                         stop_tokens=opened.stop_tokens, placement=opened.placement)  # fmt: skip
+    seeds, encoded = range(options.seed, options.seed + len(prompts)), list(map(encode, prompts))
+    blocks = opened.stream(encoded, options.max_new_tokens, seeds=seeds, stop=options.stop)
     with show_status("generating the first tokens"):
         first = next(blocks)
     for rows in itertools.chain([first], blocks):
         if not is_output_read():
             return 0
         if alone:
-            text = prompts[0] + rows[0].text if shown else rows[0].text
+            text = shown[0] + rows[0].text
             _print(text[printed:])
             printed = len(text)
     if alone:
         print()
         return 0
-    for prompt, row in zip(prompts, rows, strict=True):
+    for prompt, start, row in zip(prompts, shown, rows, strict=True):
         print(f"=== {prompt!r}")
-        if options.logprobs:
-            print("\n".join(f"{logprob:9.4f}  {tokenizer.decode([token])!r}"
-                            for token, logprob in zip(row.tokens, row.logprobs, strict=True)))  # fmt: skip
-        else:
-            print(prompt + row.text if shown else row.text)
+        if not options.logprobs:
+            print(start + row.text)
+            continue
+        for token, logprob in zip(row.tokens, row.logprobs, strict=True):
+            print(f"{logprob:9.4f}  {opened.tokenizer.decode([token])!r}")
     return 0
 
 
-def _rsa(
-    options: argparse.Namespace, opened: Any, sampling: Any, prompts: list[str], encode: Encode, stop: list[str]
-) -> int:
+def _rsa(options: argparse.Namespace, opened: Any, prompts: list[str], encode: Encode) -> int:
     from zaya_jax.generate.rsa import MarkovianRSA, aggregate_recursively
-    from zaya_jax.generate.text import stream_text
 
     settings = MarkovianRSA(*options.rsa)
     settings.check("--rsa ")
@@ -175,8 +180,7 @@ def _rsa(
 
     def write(texts: Sequence[str], seeds: Sequence[int]) -> list[list[int]]:
         encoded = [encode(text) for text in texts]
-        blocks = stream_text(opened.model, opened.tokenizer, encoded, options.max_new_tokens, sampling, seeds=seeds,
-                             stop=stop, stop_tokens=opened.stop_tokens, placement=opened.placement)  # fmt: skip
+        blocks = opened.stream(encoded, options.max_new_tokens, seeds=seeds, stop=options.stop)
         rows = collections.deque(blocks, maxlen=1).pop()
         finished.extend(row.text for row in rows)
         print(f"{len(finished)} candidates", file=sys.stderr)
@@ -188,10 +192,7 @@ def _rsa(
     return 0
 
 
-def _chat(options: argparse.Namespace, opened: Any, sampling: Any) -> int:
-    from zaya_jax.generate.chat import Chat
-
-    chat = Chat(opened, sampling, options.max_new_tokens, options.seed, options.system)
+def _chat(chat: Any) -> int:
     print(_CHAT_HELP)
     while True:
         try:

@@ -10,22 +10,18 @@ from zaya_jax.data.chat.template_process import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel
-from zaya_jax.generate.text import TextContinuation, stream_text
+from zaya_jax.generate.text import TextContinuation
 
 _ANSWER = "\u241e answer \u241e"  # stands for the assistant's answer; no template has it
 _BLOCK = 4  # tokens per update of a streamed answer
 
 
 class Chat:
-    """A conversation with a model.
+    """A conversation with a model."""
 
-    Attributes:
-      conversation: the messages so far.
-      stop: texts that end an answer.
-    """
-
-    def __init__(self, opened: TextModel, sampling: Sampling, max_new_tokens: int, seed: int = 0,
-                 system: str | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, opened: TextModel, sampling: Sampling, max_new_tokens: int, seed: int = 0, system: str | None = None
+    ) -> None:
         """Start a conversation.
 
         Args:
@@ -38,11 +34,11 @@ class Chat:
         Raises:
           InputError: the template does not render a conversation.
         """
-        self._opened, self._sampling, self._max_new_tokens, self._seed = opened, sampling, max_new_tokens, seed
+        self._opened, self._max_new_tokens, self._seed = opened._replace(sampling=sampling), max_new_tokens, seed
         self._system: Conversation = [] if system is None else [{"role": "system", "content": system}]
-        self.conversation: Conversation = list(self._system)
+        self.conversation: Conversation = list(self._system)  # the messages so far
         _, after = _around_answer(opened, [{"role": "user", "content": "a"}])
-        self.stop = [end] if (end := after.strip()) else []
+        self.stop = [end] if (end := after.strip()) else []  # texts that end an answer
 
     def reset(self) -> None:
         """Forget all messages but the system message."""
@@ -66,18 +62,15 @@ class Chat:
         Raises:
           InputError: conversation and answer exceed the model's positions, or see `prompt`.
         """
-        opened = self._opened
-        tokens = self.prompt(message)
+        opened, tokens = self._opened, self.prompt(message)
         room = opened.model.config.max_positions - len(tokens)
         if room < 1:
-            raise InputError(f"The conversation has {counted(len(tokens), 'token')}, but model.max_positions is "
-                             f"{opened.model.config.max_positions:,}. Start a new one with /reset.")  # fmt: skip
+            length, most = counted(len(tokens), "token"), f"model.max_positions is {room + len(tokens):,}"
+            raise InputError(f"The conversation has {length}, but {most}. Start a new one with /reset.")
         answer = ""
         try:
-            for (row,) in stream_text(opened.model, opened.tokenizer, [tokens], min(self._max_new_tokens, room),
-                                      self._sampling, seeds=[self._seed], stop=self.stop,
-                                      stop_tokens=opened.stop_tokens, placement=opened.placement,
-                                      block=_BLOCK):  # fmt: skip
+            new = min(self._max_new_tokens, room)
+            for (row,) in opened.stream([tokens], new, seeds=[self._seed], stop=self.stop, block=_BLOCK):
                 answer = row.text
                 yield row
         finally:  # keep the part of an interrupted answer that was yielded

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,14 +47,22 @@ class DecodeState(NamedTuple):
     step: jax.Array  # int32, tokens generated so far
 
 
+class Block(NamedTuple):
+    """The arguments of a block of decode steps."""
+
+    keys_b: jax.Array  # random key of each row
+    sampling: Sampling  # fp32 values
+    stops: np.ndarray  # int32, stop tokens; -1 for none
+    steps: np.int32
+
+
 def generate_tokens(
     model: Zaya, prompts: Prompts, max_new_tokens: int, sampling: Sampling | None = None, *,
     seeds: Sequence[int] | None = None, stop_tokens: Sequence[int] = (), placement: Placement | None = None,
 ) -> list[Continuation]:  # fmt: skip
     """Generate a continuation of each prompt; see `continuations` for the arguments."""
-    blocks = continuations(model, prompts, max_new_tokens, sampling, seeds=seeds, stop_tokens=stop_tokens,
-                           placement=placement)  # fmt: skip
-    return collections.deque(blocks, maxlen=1).pop()
+    options: dict[str, Any] = {"seeds": seeds, "stop_tokens": stop_tokens, "placement": placement}
+    return collections.deque(continuations(model, prompts, max_new_tokens, sampling, **options), maxlen=1).pop()
 
 
 def continuations(
@@ -86,34 +95,29 @@ def continuations(
         `config.max_positions`, or a setting is out of range.
     """
     sampling = Sampling() if sampling is None else sampling
-    rows, config = [list(map(int, row)) for row in prompts], model.config
+    rows = [list(map(int, row)) for row in prompts]
     seeds = range(len(rows)) if seeds is None else seeds
-    _check(rows, seeds, stop_tokens, max_new_tokens, sampling, config)
+    _check(rows, seeds, stop_tokens, max_new_tokens, sampling, model.config)
     placement = decode_placement(model, FIRST_DEVICE) if placement is None else placement
     mesh = placement.mesh
     model, padding = unrolled(place(mesh, model, REPLICATED)), -len(rows) % batch_shards(mesh)
-    branches = sampling.branches
-    values = jax.tree.map(np.float32, sampling)
     keys_b = jax.vmap(jax.random.key)(np.array([seed % 2**32 for seed in (*seeds, *[0] * padding)], np.uint32))
     stops = np.array(sorted(set(stop_tokens)) or [-1], np.int32)
-    state = _prefilled(model, [*rows, *[[]] * padding], max_new_tokens, capacity, branches, placement)
+    settings = Block(keys_b, jax.tree.map(np.float32, sampling), stops, np.int32(block))
+    static: dict[str, Any] = {"size": block, "branches": sampling.branches, "placement": placement}
+    state = _prefilled(model, [*rows, *[[]] * padding], max_new_tokens, capacity, sampling.branches, placement)
     results = [Continuation([], [], stopped=False) for _ in rows]
     for start in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - start)
-        state, tokens, logprobs = _decode(model, state, keys_b, values, stops, np.int32(steps), size=block,
-                                          branches=branches, placement=placement)  # fmt: skip
-        ended = np.array(state.done_b)
-        new_tokens, new_logprobs = np.array(tokens).T, np.array(logprobs).T
+        state, tokens, logprobs = _decode(model, state, settings._replace(steps=np.int32(steps)), **static)
+        ended, new_tokens, new_logprobs = np.array(state.done_b), np.array(tokens).T, np.array(logprobs).T
         for index, before in enumerate(results):
-            row, scores = new_tokens[index], new_logprobs[index]
             if before.stopped:
                 continue
-            new = [int(token) for token in row[:steps] if token >= 0]  # -1 from the stop token on
-            results[index] = Continuation([*before.tokens, *new], [*before.logprobs, *scores[: len(new)].tolist()],
-                                          bool(ended[index]))  # fmt: skip
-            if stopped is not None and not ended[index] and stopped(index, results[index].tokens):
-                results[index] = results[index]._replace(stopped=True)
-                ended[index] = True
+            new = [int(token) for token in new_tokens[index, :steps] if token >= 0]  # -1 from the stop token on
+            after, scores = [*before.tokens, *new], [*before.logprobs, *new_logprobs[index, : len(new)].tolist()]
+            ended[index] |= not ended[index] and stopped is not None and stopped(index, after)
+            results[index] = Continuation(after, scores, bool(ended[index]))
         state = state._replace(done_b=_place_like_results(model, mesh, ended, ROWS))
         yield list(results)
         if ended.all():
@@ -121,16 +125,14 @@ def continuations(
 
 
 class GenerationPrograms(NamedTuple):
-    """The programs that `continuations` runs for prompts of one length, compiled, with arguments for them."""
+    """The compiled programs that `continuations` runs for prompts of one length, and their arguments."""
 
     prefill: Any  # (model, donated cache, int32 tokens [b, c], int32 segments [b, c]) → (cache, logits)
-    # (model, donated state, keys [b], sampling, stop tokens, steps) → (state, tokens, log-probabilities); None without
-    # blocks
-    decode: Any
-    empty_cache: Callable[[], Cache]  # () → a cache
+    decode: Any  # (model, donated state, block) → (state, tokens, log-probabilities); None without blocks
+    empty_cache: Callable[[], Cache]
     chunks: list[tuple[np.ndarray, np.ndarray]]  # tokens and segments of each call of `prefill`
     model: Zaya  # first argument of both
-    block: tuple[Any, ...]  # arguments of `decode` after the state, for a block of `BLOCK` steps that no token stops
+    block: Block  # of `BLOCK` steps that no token stops
 
     def prompt(self, cache: Cache) -> tuple[Cache, jax.Array]:
         """Process the prompts into an empty cache, which is donated; returns the cache and the last logits."""
@@ -141,21 +143,16 @@ class GenerationPrograms(NamedTuple):
 
     def start(self, cache: Cache, logits: jax.Array) -> DecodeState:
         """Return the state after the prompts."""
-        rows = len(self.chunks[0][0])
-        return DecodeState(cache, logits, None, jnp.zeros(rows, bool), jnp.zeros((), jnp.int32))
+        return DecodeState(cache, logits, None, jnp.zeros(len(logits), bool), jnp.zeros((), jnp.int32))
 
 
 def compile_generation(
     model: Zaya, batch: int, prompt: int, blocks: int, options: dict[str, Any] | None = None
 ) -> GenerationPrograms:
-    """Compile greedy generation on the first device.
+    """Compile greedy generation after `batch` prompts of token 0 on the first device, with compiler options.
 
-    Args:
-      model: in the dtypes of generation.
-      batch: number of prompts, of token 0.
-      prompt: tokens of each; rounded up to whole chunks.
-      blocks: number of blocks of `BLOCK` steps that the cache must hold; 0 to compile `prefill` alone.
-      options: compiler options of both programs.
+    Prompts are rounded up to whole chunks. The cache has room for so many blocks of `BLOCK` steps; without blocks,
+    `prefill` alone is compiled.
 
     Raises:
       InputError: prompt and blocks exceed `config.max_positions`.
@@ -163,28 +160,25 @@ def compile_generation(
     config, chunk = model.config, min(CHUNK, _length_class(prompt))
     padded, new = -(-prompt // chunk) * chunk, blocks * BLOCK
     if padded + new > config.max_positions:
-        raise InputError(f"A prompt of {prompt} tokens takes {padded} in chunks of {chunk}, and with {new} new tokens "
-                         f"exceeds model.max_positions={config.max_positions}: shorten the prompt.")  # fmt: skip
+        size = f"A prompt of {prompt} tokens takes {padded} in chunks of {chunk}, and with {new} new tokens exceeds"
+        raise InputError(f"{size} model.max_positions={config.max_positions}: shorten the prompt.")
     placement, model = decode_placement(model, FIRST_DEVICE), unrolled(model)
     capacity = min(_cache_class(padded + new), config.max_positions)
     empty = functools.partial(_empty_cache, config, batch, capacity, model.dtype.name, placement)
     pieces = [(np.zeros((batch, chunk), np.int32), np.ones((batch, chunk), np.int32))] * (padded // chunk)
     prefill = _prefill.lower(model, empty(), *pieces[0], placement=placement).compile(options)
+    keys_b, sampling = jax.vmap(jax.random.key)(np.arange(batch, dtype=np.uint32)), Sampling()
+    block = Block(keys_b, jax.tree.map(np.float32, sampling), np.array([-1], np.int32), np.int32(BLOCK))
+    programs = GenerationPrograms(prefill, None, empty, pieces, model, block)
     if not blocks:
-        return GenerationPrograms(prefill, None, empty, pieces, model, ())
-    keys_b = jax.vmap(jax.random.key)(np.arange(batch, dtype=np.uint32))
-    sampling = Sampling()
-    block = (keys_b, jax.tree.map(np.float32, sampling), np.array([-1], np.int32), np.int32(BLOCK))
-    state = jax.eval_shape(lambda cache: DecodeState(
-        cache, jnp.zeros((batch, config.vocab_size)), None, jnp.zeros(batch, bool), jnp.zeros((), jnp.int32)
-    ), empty())  # fmt: skip
-    lowered = _decode.lower(model, state, *block, size=BLOCK, branches=sampling.branches, placement=placement)
-    decode = lowered.compile(options)
-    return GenerationPrograms(prefill, decode, empty, pieces, model, block)
+        return programs
+    state = jax.eval_shape(lambda cache: programs.start(cache, jnp.zeros((batch, config.vocab_size))), empty())
+    static: dict[str, Any] = {"size": BLOCK, "branches": sampling.branches, "placement": placement}
+    return programs._replace(decode=_decode.lower(model, state, block, **static).compile(options))
 
 
 def _check(
-    rows: list[list[int]], seeds: Sequence[int], stop_tokens: Sequence[int], max_new_tokens: int, sampling: Sampling,
+    rows: list[list[int]], seeds: Sequence[int], stop_tokens: Sequence[int], new: int, sampling: Sampling,
     config: ModelConfig,
 ) -> None:  # fmt: skip
     sampling.check()
@@ -192,16 +186,15 @@ def _check(
         raise InputError("A prompt is empty, but must have at least one token.")
     if len(seeds) != len(rows):
         raise InputError(f"There are {len(seeds)} seeds, but must be one for each of {len(rows)} prompts.")
-    for what, tokens in (("A prompt contains", [token for row in rows for token in row]),
-                         ("stop_tokens contains", stop_tokens)):  # fmt: skip
-        if unknown := [token for token in tokens if not 0 <= token < config.vocab_size]:
-            raise InputError(f"{what} token {unknown[0]}, but tokens must be from 0 to {config.vocab_size - 1}.")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}, but must be at least 1.")
+    for what, tokens in (("A prompt contains", itertools.chain(*rows)), ("stop_tokens contains", stop_tokens)):
+        if (unknown := next((token for token in tokens if not 0 <= token < config.vocab_size), None)) is not None:
+            raise InputError(f"{what} token {unknown}, but tokens must be from 0 to {config.vocab_size - 1}.")
+    if new < 1:
+        raise InputError(f"max_new_tokens is {new}, but must be at least 1.")
     longest = max(map(len, rows))
-    if longest + max_new_tokens > config.max_positions:
-        raise InputError(f"The longest prompt ({counted(longest, 'token')}) and max_new_tokens={max_new_tokens} exceed "
-                         f"model.max_positions={config.max_positions}. Shorten one of them.")  # fmt: skip
+    if longest + new > config.max_positions:
+        size = f"The longest prompt ({counted(longest, 'token')}) and max_new_tokens={new} exceed"
+        raise InputError(f"{size} model.max_positions={config.max_positions}. Shorten one of them.")
 
 
 def _length_class(length: int) -> int:
@@ -230,20 +223,17 @@ def _prefilled(
     config, count, longest = model.config, len(rows), max(map(len, rows))
     # With a given capacity, one size of chunks for prompts of every length.
     chunk = min(CHUNK, _length_class(longest) if capacity is None else max(LEAST, capacity // 8))
-    most = config.max_positions if capacity is None else capacity
     # Whole chunks, unless the model has no positions for their padding.
-    padded = min(-(-longest // chunk) * chunk, most - max_new_tokens)
-    if capacity is None:
-        capacity = min(_cache_class(padded + max_new_tokens), config.max_positions)
+    padded = min(-(-longest // chunk) * chunk, (capacity or config.max_positions) - max_new_tokens)
+    capacity = capacity or min(_cache_class(padded + max_new_tokens), config.max_positions)
     tokens, segments = np.zeros((2, count, padded), np.int32)
     for index, row in enumerate(rows):
-        tokens[index, padded - len(row) :] = row
-        segments[index, padded - len(row) :] = 1
+        tokens[index, padded - len(row) :], segments[index, padded - len(row) :] = row, 1
     cache = _empty_cache(config, count, capacity, model.dtype.name, placement)
     cache = _place_like_results(model, placement.mesh, cache, cache_specs(config, cache))
     logits = jnp.zeros(0)
     for start in range(0, padded, chunk):
-        piece = slice(start, min(start + chunk, padded))
+        piece = slice(start, start + chunk)
         cache, logits = _prefill(model, cache, tokens[:, piece], segments[:, piece], placement=placement)
     occurred = None
     if branches.penalizes:
@@ -260,11 +250,10 @@ def _place_like_results(model: Zaya, mesh: AnyMesh, tree: Any, specs: Any) -> An
     return place(mesh, tree, specs) if mesh.size > 1 else jax.device_put(tree, jax.tree.leaves(model)[0].sharding)
 
 
-def _state_specs(config: ModelConfig, state: DecodeState) -> DecodeState:
+def _state_specs(config: ModelConfig, state: DecodeState) -> Any:
     """Return the partition of every array of a state."""
-    occurred = None if state.occurred_bv is None else ROWS
-    return state._replace(cache=cache_specs(config, state.cache), logits_bv=ROWS, occurred_bv=occurred, done_b=ROWS,
-                          step=REPLICATED)  # fmt: skip
+    specs: Any = {"logits_bv": ROWS, "occurred_bv": None if state.occurred_bv is None else ROWS, "done_b": ROWS}
+    return state._replace(cache=cache_specs(config, state.cache), step=REPLICATED, **specs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -273,8 +262,9 @@ def _empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str, plac
 
 
 @functools.partial(jax.jit, static_argnames="placement", donate_argnums=1)
-def _prefill(model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.Array, *,
-             placement: Placement) -> tuple[Cache, jax.Array]:  # fmt: skip
+def _prefill(
+    model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.Array, *, placement: Placement
+) -> tuple[Cache, jax.Array]:
     """Process one chunk; returns the cache and the fp32 logits [b, v] after its last token."""
 
     def shard(model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.Array) -> tuple[Cache, jax.Array]:
@@ -286,28 +276,27 @@ def _prefill(model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.A
     return run(model, cache, tokens_bs, segments_bs)
 
 
+Decoded = tuple[DecodeState, jax.Array, jax.Array]
+
+
 @functools.partial(jax.jit, static_argnames=("size", "branches", "placement"), donate_argnums=1)
 def _decode(
-    model: Zaya, state: DecodeState, keys_b: jax.Array, sampling: Sampling, stops: jax.Array, steps: jax.Array, *,
-    size: int, branches: Branches, placement: Placement,
-) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
-    """Draw up to `steps` tokens, fewer if all rows end.
+    model: Zaya, state: DecodeState, block: Block, *, size: int, branches: Branches, placement: Placement
+) -> Decoded:
+    """Draw up to `block.steps` tokens, fewer if all rows end.
 
     Returns:
       The new state; int32 [size, b] tokens, -1 from a row's stop token on; and their fp32 log-probabilities.
     """
     shard = functools.partial(_decode_shard, size=size, branches=branches, ops=placement.decode_ops)
-    specs = _state_specs(model.config, state)
-    run = on_shards(placement.mesh, shard, (REPLICATED, specs, ROWS, REPLICATED, REPLICATED, REPLICATED),
-                    (specs, STEP_ROWS, STEP_ROWS))  # fmt: skip
-    return run(model, state, keys_b, sampling, stops, steps)
+    state_specs, block_specs = _state_specs(model.config, state), (ROWS, REPLICATED, REPLICATED, REPLICATED)
+    arguments, results = (REPLICATED, state_specs, *block_specs), (state_specs, STEP_ROWS, STEP_ROWS)
+    return on_shards(placement.mesh, shard, arguments, results)(model, state, *block)
 
 
-def _decode_shard(
-    model: Zaya, state: DecodeState, keys_b: jax.Array, sampling: Sampling, stops: jax.Array, steps: jax.Array, *,
-    size: int, branches: Branches, ops: Ops,
-) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
+def _decode_shard(model: Zaya, state: DecodeState, *block: Any, size: int, branches: Branches, ops: Ops) -> Decoded:
     """Compute `_decode` for the rows of a device, whose loop ends when these have ended."""
+    keys_b, sampling, stops, steps = block
     rows = jnp.arange(len(keys_b))
     length, count = state.cache.length + steps, state.step + steps
 

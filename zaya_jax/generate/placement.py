@@ -35,11 +35,9 @@ def decode_placement(model: Zaya, parallel: ParallelConfig, pinned: Mapping[str,
     Raises:
       InputError: there are not as many devices, or another axis is not 1.
     """
-    config, dtype = model.config, model.dtype.name
-    mesh = decode_mesh(parallel)
-    dtypes = compute_dtypes(roles(abstract_model(config)), dtype)
-    return Placement(dataclasses.replace(parallel, data=mesh.shape["data"]), mesh, {}, dtypes,
-                     generation_kernels(config, dtype, pinned))  # fmt: skip
+    config, dtype, mesh = model.config, model.dtype.name, decode_mesh(parallel)
+    dtypes, kernels = compute_dtypes(roles(abstract_model(config)), dtype), generation_kernels(config, dtype, pinned)
+    return Placement(dataclasses.replace(parallel, data=mesh.shape["data"]), mesh, {}, dtypes, kernels)
 
 
 def generation_kernels(config: ModelConfig, dtype: str, pinned: Mapping[str, str] | None = None) -> KernelSelection:
@@ -54,9 +52,8 @@ def decode_mesh(parallel: ParallelConfig, where: str = "parallel.") -> Mesh:
     devices, data, context = jax.local_devices(), parallel.data, parallel.context
     for axis, size in (("data", data), ("context", context)):
         require(size is None or size >= 1, f"{where}{axis}", size, "at least 1")
-    for axis in ("fsdp", "expert"):
-        require(getattr(parallel, axis) == 1, f"{where}{axis}", getattr(parallel, axis),
-                "1 to generate, since every device has all parameters")  # fmt: skip
+    for axis, size in (("fsdp", parallel.fsdp), ("expert", parallel.expert)):
+        require(size == 1, f"{where}{axis}", size, "1 to generate, since every device has all parameters")
     available = f"{len(devices)}, the number of devices"
     if data is None:
         require(len(devices) % context == 0, f"{where}context", context, f"a divisor of {available}")

@@ -34,8 +34,8 @@ class MarkovianRSA(NamedTuple):
         for name, value in self._asdict().items():
             least = 0 if name == "rounds" else 1
             require(value >= least, f"{where}{name}", value, f"at least {least}")
-        require(self.aggregated <= self.candidates, f"{where}aggregated", self.aggregated,
-                f"at most the number of candidates ({self.candidates})")  # fmt: skip
+        most = f"at most the number of candidates ({self.candidates})"
+        require(self.aggregated <= self.candidates, f"{where}aggregated", self.aggregated, most)
 
 
 # Prompts and seeds of a round → the tokens of its candidates.
@@ -45,14 +45,9 @@ WriteCandidates = Callable[[Sequence[str], Sequence[int]], list[list[int]]]
 def aggregate_recursively(
     write: WriteCandidates, tokenizer: Tokenizer, question: str, settings: MarkovianRSA, seed: int = 0
 ) -> list[list[int]]:
-    """Return the tokens of the last round's candidates.
+    """Return the tokens of the last round's candidates, which `write` generates.
 
-    Args:
-      write: generates a round of candidates.
-      tokenizer: decodes tails.
-      question: text of the first round's prompts.
-      settings: numbers of candidates and rounds.
-      seed: of the choice of candidates, and of the first candidate; each further candidate has the next seed.
+    `seed` is that of the choice of candidates, and of the first candidate; each further one has the next seed.
 
     Raises:
       InputError: a setting is out of range.

@@ -28,16 +28,17 @@ class Sampling(NamedTuple):
 
     def check(self, where: str = "") -> None:
         """Raise `InputError` if a value is out of range; `where` precedes the names in messages."""
-        if where == "--":  # flags have hyphens
-            top_k, top_p, min_p, penalty = "--top-k", "--top-p", "--min-p", "--repetition-penalty"
-        else:
-            top_k, top_p, min_p, penalty = (f"{where}{name}" for name in self._fields[1:])
-        require(self.temperature >= 0 and math.isfinite(self.temperature), f"{where}temperature", self.temperature,
-                "finite and at least 0")  # fmt: skip
-        require(self.top_k >= 0, top_k, self.top_k, "at least 0 (0 keeps all tokens)")
-        require(0 < self.top_p <= 1, top_p, self.top_p, "above 0 and at most 1")
-        require(0 <= self.min_p <= 1, min_p, self.min_p, "from 0 to 1")
-        require(0 < self.repetition_penalty < math.inf, penalty, self.repetition_penalty, "finite and above 0")
+        names = [f"{where}{name}" for name in self._fields]
+        names = [name.replace("_", "-") for name in names] if where == "--" else names  # flags have hyphens
+        rules = (
+            (0 <= self.temperature < math.inf, "finite and at least 0"),
+            (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            (0 < self.top_p <= 1, "above 0 and at most 1"),
+            (0 <= self.min_p <= 1, "from 0 to 1"),
+            (0 < self.repetition_penalty < math.inf, "finite and above 0"),
+        )
+        for name, value, (holds, allowed) in zip(names, self, rules, strict=True):
+            require(holds, name, value, allowed)
 
     @property
     def branches(self) -> "Branches":

@@ -1,5 +1,6 @@
 """Open what the command generates from: a model, its tokenizer, where its texts end, and its default sampling."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, end_tokens, load_tokenizer, read_beside, tokenizer_path
 from zaya_jax.errors import InputError
+from zaya_jax.generate.decode import BLOCK
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
+from zaya_jax.generate.text import TextContinuation, stream_text
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.registry import pins_anywhere
 from zaya_jax.ops.target import current_target
@@ -34,11 +37,25 @@ class TextModel(NamedTuple):
     tokenizer: Tokenizer  # its tokenizer
     special: SpecialTokens  # texts of its special tokens
     stop_tokens: list[int]  # tokens that end a text
-    sampling: Sampling  # that of `generation_config.json`, or the default
+    sampling: Sampling  # at first that of `generation_config.json`, or the default
     template: str  # source of the chat template; the built-in one if the model has none
     placement: Placement  # the devices to generate on, which all have the model
     adds_bos: bool = True  # whether texts begin with the token that begins a document, see `find_special_tokens`
     others: dict[str, str] | None = None  # more special tokens that templates receive, by name
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seeds: Sequence[int],
+        stop: Sequence[str],
+        block: int = BLOCK,
+    ) -> Iterator[list[TextContinuation]]:
+        """Continue prompts with the model's sampling, see `text.stream_text`."""
+        ends: dict[str, Any] = {"stop": stop, "stop_tokens": self.stop_tokens}
+        options: dict[str, Any] = {"seeds": seeds, "placement": self.placement, "block": block, **ends}
+        return stream_text(self.model, self.tokenizer, prompts, max_new_tokens, self.sampling, **options)
 
 
 def open_text_model(
@@ -53,8 +70,7 @@ def open_text_model(
       parallel: layout of the devices, see `decode_placement`; the flags --data and --context.
 
     Raises:
-      InputError: there is no such model, it is damaged, it has no tokenizer of its vocabulary, or there are not as many
-        devices.
+      InputError: the model is missing or damaged, has no tokenizer of its vocabulary, or there are too few devices.
     """
     decode_mesh(parallel, "--")  # before the weights are read
     if parse_source(source).kind == "checkpoint" and is_transformers(source):
@@ -64,15 +80,15 @@ def open_text_model(
     special = find_special_tokens(path, chat=True, eot=None, bos=None)
     text = load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)
     check_vocabulary(text, weights.config.vocab_size, path)
-    stops = [text.eot, *end_tokens(path.parent, "config.json", GENERATION)]
+    stops = {text.eot, *end_tokens(path.parent, "config.json", GENERATION)}
     if dtype is None:
         dtype = "float32" if current_target().platform == "cpu" else "bfloat16"
     sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)
     adds_bos = find_special_tokens(path, chat=False, eot=None, bos=None).bos is not None
     model = weights.load_model(jnp.dtype(dtype))
     placement = decode_placement(model, parallel, pins_anywhere((weights.optimizer_config or {}).get("ops", {})))
-    return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
-                     placement, adds_bos, other_tokens(path.parent))  # fmt: skip
+    model, others = place(placement.mesh, model, REPLICATED), other_tokens(path.parent)
+    return TextModel(model, text, special, sorted(stops), sampling, template, placement, adds_bos, others)
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
@@ -108,10 +124,10 @@ def _template(folder: Path) -> str:
             template = False
     if isinstance(template, dict):
         if not isinstance(template.get("default"), str):
-            raise InputError(f"{config} has the chat templates {', '.join(map(str, template))}, but none "
-                             "named default. Write the one to use into chat_template.jinja beside it.")  # fmt: skip
+            names, advice = ", ".join(map(str, template)), "Write the one to use into chat_template.jinja beside it."
+            raise InputError(f"{config} has the chat templates {names}, but none named default. {advice}")
         return template["default"]
     if template is not None and not isinstance(template, str):
-        raise InputError(f"chat_template of {config} is {shown(template)}, but must be text, or a list of objects with "
-                         "a name and a template.")  # fmt: skip
+        allowed = "text, or a list of objects with a name and a template"
+        raise InputError(f"chat_template of {config} is {shown(template)}, but must be {allowed}.")
     return template or DEFAULT_TEMPLATE

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
@@ -32,8 +32,8 @@ def generate_text(
 ) -> list[str]:  # fmt: skip
     """Generate a continuation of each prompt; see `stream_text` for the arguments."""
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    texts = stream_text(model, tokenizer, encoded, max_new_tokens, sampling, seeds=seeds, stop=stop,
-                        stop_tokens=stop_tokens, placement=placement)  # fmt: skip
+    ends: dict[str, Any] = {"stop": stop, "stop_tokens": stop_tokens}
+    texts = stream_text(model, tokenizer, encoded, max_new_tokens, sampling, seeds=seeds, placement=placement, **ends)
     return [row.text for row in deque(texts, maxlen=1).pop()]
 
 
@@ -71,19 +71,19 @@ def stream_text(
         text = tokenizer.decode_after(prompts[index], tokens)
         return any(end in text for end in stop)
 
-    ends = [tokenizer.eot] if stop_tokens is None else stop_tokens
-    for rows in continuations(model, prompts, max_new_tokens, sampling, seeds=seeds, stop_tokens=ends,
-                              placement=placement, stopped=holds_stop if stop else None, block=block):  # fmt: skip
-        yield [_shown(tokenizer, prompt, row, stop, row.stopped or len(row.tokens) == max_new_tokens)
-               for prompt, row in zip(prompts, rows, strict=True)]  # fmt: skip
+    ends = {"stop_tokens": [tokenizer.eot] if stop_tokens is None else stop_tokens}
+    options: dict[str, Any] = {"seeds": seeds, "placement": placement, "block": block, **ends}
+    stopped = holds_stop if stop else None
+    for rows in continuations(model, prompts, max_new_tokens, sampling, stopped=stopped, **options):
+        ended = [row.stopped or len(row.tokens) == max_new_tokens for row in rows]
+        yield [_shown(tokenizer, *row, stop) for row in zip(prompts, rows, ended, strict=True)]
 
 
 def _shown(
-    tokenizer: Tokenizer, prompt: Sequence[int], row: Continuation, stop: Sequence[str], ended: bool
+    tokenizer: Tokenizer, prompt: Sequence[int], row: Continuation, ended: bool, stop: Sequence[str]
 ) -> TextContinuation:
     text = tokenizer.decode_after(prompt, row.tokens if ended else tokenizer.without_open_bytes(row.tokens))
-    places = [place for end in stop if (place := text.find(end)) >= 0]
-    if places:
+    if places := [place for end in stop if (place := text.find(end)) >= 0]:
         text = text[: min(places)]
     elif not ended:
         text = text.rstrip(_UNKNOWN)

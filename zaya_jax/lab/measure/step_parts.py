@@ -209,7 +209,7 @@ def trace_generation(
 
         def call() -> object:
             nonlocal state
-            state, *_ = programs.decode(programs.model, state, *programs.block)
+            state, *_ = programs.decode(programs.model, state, programs.block)
             return state
 
         compiled, count = programs.decode, BLOCK
