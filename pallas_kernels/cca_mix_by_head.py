@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import cca_mix as mix
-from pallas_kernels.cca_mix import MixArrays, rows_at, sizes_of, span
+from pallas_kernels.cca_mix import MixArrays, filled, rows_at, sizes_of, span
 from pallas_kernels.tiles import Architecture
 
 
