@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import cca_mix as mix
-from pallas_kernels.cca_mix import MixArrays, rows_at, sizes_of, span
+from pallas_kernels.cca_mix import MixArrays, filled, rows_at, sizes_of, span
 from pallas_kernels.tiles import Architecture
 
 
@@ -59,7 +59,8 @@ def _mix_head(
     turned = mix.rotated([part * (inverse * scale)[:, None] for part in parts], *tables)
     for part, column in zip(turned, columns, strict=True):
         for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
-            mix.store_rows(ref, batch, time, number, column, part, inside & own_kind)
+            triton.store(ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype),
+                         mask=filled((inside & own_kind)[:, None], *part.shape))  # fmt: skip
 
 
 def partners(head: jax.Array, queries: int, num_kv: int) -> tuple[jax.Array, jax.Array]:

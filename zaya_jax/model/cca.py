@@ -64,9 +64,8 @@ class CCA(Attention):
         """Apply attention; returns [b, s, d] in the dtype of `h_bsd`, and the new decode state (None without one)."""
         config = self.config
         packed_bsy = self.project(h_bsd)
-        u_bsnc, _, delayed_bsx = unpacked(
-            packed_bsy, config.num_query_heads + config.num_kv_heads, config.num_kv_heads, config.head_dim
-        )
+        heads, kv_heads = config.num_query_heads + config.num_kv_heads, config.num_kv_heads
+        u_bsnc, _, delayed_bsx = unpacked(packed_bsy, heads, kv_heads, config.head_dim)
         delayed_bias = self.projection_bias[...][-(config.kv_size // 2) :] if config.attention_bias else None
         with part("cca_mix"):
             if cache is None or context.cached_segments_bt is None:

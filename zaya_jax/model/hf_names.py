@@ -28,8 +28,8 @@ class HfTensor(NamedTuple):
 
 def no_form(config: ModelConfig) -> Iterator[HfTensor]:
     """Raise `InputError`: the `hf_tensors` of modules that `transformers` does not have."""
-    raise InputError(f"transformers has no model with model.attention={config.attention} and "
-                     f"model.router={config.router}, so it cannot be imported or exported.")  # fmt: skip
+    form = f"model.attention={config.attention} and model.router={config.router}"
+    raise InputError(f"transformers has no model with {form}, so it cannot be imported or exported.")
 
 
 def unchanged(x: np.ndarray) -> np.ndarray:

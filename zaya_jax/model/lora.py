@@ -58,8 +58,8 @@ def draw_adapters(
 ) -> dict[str, jax.Array]:
     """Draw the initial adapters: A from N(0, 1 / in) and B zero, so that the sum is W."""
     keys = dict(zip(sorted(shapes), jax.random.split(key, len(shapes)), strict=True))
-    return {name: (matrix(keys[name], shape) if name.endswith(_A) else jnp.zeros(shape)).astype(dtype)
-            for name, shape in shapes.items()}  # fmt: skip
+    drawn = {name: matrix(keys[name], shape) for name, shape in shapes.items() if name.endswith(_A)}
+    return {name: drawn.get(name, jnp.zeros(shape)).astype(dtype) for name, shape in shapes.items()}
 
 
 def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
@@ -87,5 +87,5 @@ def merged(params: Arrays, adapters: Arrays, scale: float) -> dict[str, jax.Arra
     The parameters must have the dtype in which the adapters were trained. At most one layer of one matrix is in fp32 at
     a time. `scale` is alpha / rank.
     """
-    return {name: jax.lax.map(merge, x) if isinstance(x, Adapted) else x
-            for name, x in adapted({**params, **adapters}, scale).items()}  # fmt: skip
+    paired = adapted({**params, **adapters}, scale)
+    return {name: jax.lax.map(merge, x) if isinstance(x, Adapted) else x for name, x in paired.items()}

@@ -39,9 +39,8 @@ def pack_small(blocks: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
                 parts[index] = part
         return tree.unflatten(parts)
 
-    packed = [jnp.stack([leaves[index] for index in group], 1) if len(group) > 1 else leaves[group[0]]
-              for group in groups]  # fmt: skip
-    return packed, unpack
+    members = ([leaves[index] for index in group] for group in groups)
+    return [jnp.stack(arrays, 1) if len(arrays) > 1 else arrays[0] for arrays in members], unpack
 
 
 @jax.custom_vjp

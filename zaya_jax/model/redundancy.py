@@ -52,8 +52,8 @@ def expert_redundancy(model: Zaya, rank: int = 128) -> Redundancy:
     require(1 <= rank <= most, "rank", rank, f"at least 1 and at most {most}, the rank of an expert's matrices")
     require(config.num_experts > 1, "model.num_experts", config.num_experts, "at least 2, to compare experts")
     # A layer of group g and position p has index g·P + p.
-    stacks = [_redundancy(block.mixture.experts.gate_up[...], block.mixture.experts.down[...], rank)
-              for block in model.blocks]  # fmt: skip
+    experts = [block.mixture.experts for block in model.blocks]
+    stacks = [_redundancy(stack.gate_up[...], stack.down[...], rank) for stack in experts]
     read, write = jax.tree.map(lambda *x: jnp.stack(x, 1).reshape(-1, *x[0].shape[1:]), *stacks)
     return Redundancy(read, write, rank / config.hidden_size)
 

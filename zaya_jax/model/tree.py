@@ -108,6 +108,5 @@ def compute_dtypes(roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> di
 
     Vectors in fp32 cost nothing, and the residual stream they act on is fp32. (With `dtype` float64, all are float64.)
     """
-    return {
-        name: jnp.dtype(dtype) if role in _LOW_PRECISION else accumulation_dtype(dtype) for name, role in roles.items()
-    }
+    low, exact = jnp.dtype(dtype), accumulation_dtype(dtype)
+    return {name: low if role in _LOW_PRECISION else exact for name, role in roles.items()}

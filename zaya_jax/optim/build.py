@@ -43,15 +43,9 @@ def optimizer_settings(config: OptimizerConfig, name: str) -> Any:
 def make_optimizer(config: OptimizerConfig, roles: Mapping[str, Role], fused: Mapping[str, int]) -> SkippableTransform:
     """Make the transform of all trained parameters, with one optimizer for each role.
 
-    Args:
-      config: optimizer of the matrices, and each role's multipliers of learning rate and weight decay.
-      roles: role of each parameter, by name (`tree.roles`).
-      fused: number of matrices side by side in a parameter, by name (`tree.fused`).
-
-    Returns:
-      A transform of flat dicts by name. Its updates are at the peak learning rate and include weight decay,
-      w ← (1 − ηδ)w, which Muon's scaling does not change; the caller multiplies them by the schedule's factor. Its
-      init raises ValueError if the parameters are not those of `roles`.
+    `roles` and `fused` are those of `model.tree`. The transform is of flat dicts by name. Its updates are at the peak
+    learning rate and include weight decay, w ← (1 − ηδ)w, which Muon's scaling does not change; the caller multiplies
+    them by the schedule's factor. Its init raises ValueError if the parameters are not those of `roles`.
     """
     transforms: dict[Hashable, optax.GradientTransformation] = {role: _transform(config, role, fused) for role in ROLES}
     return SkippableTransform(*optax.partition(transforms, dict(roles)))

@@ -62,10 +62,9 @@ def _on_one_device(_name: str, leaves: Pair, numbers: jax.Array, local: Local, w
 def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> SkippableTransform:
     """Make Muon's direction: momentum, orthogonalized and scaled by the matrix's shape.
 
-    Args:
-      config: settings; learning rate and weight decay are ignored.
-      split: number of matrices side by side along the last axis of a leaf, by the leaf's name; each is orthogonalized
-        and scaled separately. A leaf without an entry is one matrix.
+    Learning rate and weight decay of the settings are ignored. `split` is the number of matrices side by side along the
+    last axis of a leaf, by its name; each is orthogonalized and scaled separately. A leaf without an entry is one
+    matrix.
 
     Returns:
       A transform of flat dicts of leaves [..., in, out] by name; leading axes (layers, experts) are batches of

@@ -64,9 +64,8 @@ def summed_gradient(
       in_place: names of the layers' parameters that no layer copies, see `Accumulated`.
 
     Returns:
-      A function (params, constants, batch, frozen) → (sums, gradient). The batch's leaves are [micro-batches,
-      sequences, tokens]; `frozen` are frozen parameters or None. The gradient has the dtype and the sharding of the
-      master weights.
+      (params, constants, batch, frozen) → (sums, gradient). The batch's leaves are [micro-batches, sequences, tokens];
+      `frozen` are frozen parameters or None. The gradient has the dtype and the sharding of the master weights.
     """
     reduce_axes = nontrivial_axes(mesh, AXES)
 
@@ -148,9 +147,8 @@ def _reduced_gradient(
     """Return the gradient of a micro-batch, and of those before it, summed over devices."""
 
     def with_shards(shards: Arrays) -> tuple[jax.Array, Sums]:
-        copy = {name: x._replace(shard=shards[name]) if isinstance(x, Scattered) else shards[name]
-                for name, x in parts.items()}  # fmt: skip
-        return loss(copy, micro)
+        scattered = {name: x._replace(shard=shards[name]) for name, x in parts.items() if isinstance(x, Scattered)}
+        return loss({**shards, **scattered}, micro)
 
     grads, sums = jax.grad(with_shards, has_aux=True)(differentiated(parts))
     return reduce_rest(grads, parts, totals, leaves, mesh), sums

@@ -120,9 +120,8 @@ class Placement:
 
     def abstract(self, tree: Any) -> Any:
         """Return the shape, dtype and sharding of each leaf of a training state, which may be abstract."""
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, self.shardings(tree)
-        )
+        struct = jax.ShapeDtypeStruct
+        return jax.tree.map(lambda x, on: struct(x.shape, x.dtype, sharding=on), tree, self.shardings(tree))
 
 
 def expert_parallel(ops: Ops, exchange: ExpertExchange, devices: int) -> Ops:
