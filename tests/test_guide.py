@@ -64,6 +64,14 @@ def test_the_guide_answers_the_ten_questions_briefly():
     assert len(GUIDE.splitlines()) <= 290
 
 
+def test_the_pictures_of_the_architecture_name_files_that_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    pictures = "".join(re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    names = re.findall(r"\w+/[\w/]+\.py", pictures)
+    assert len(names) > 30
+    assert [name for name in names if not (ROOT / "zaya_jax" / name).exists()] == []
+
+
 def test_in_a_copy_of_the_code_all_recipes_do_what_they_say(tmp_path: Path):
     apply_diffs([diff for diffs in DIFFS.values() for diff in diffs], copy_tree(tmp_path))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
