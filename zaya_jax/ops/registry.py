@@ -11,6 +11,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import jax
@@ -35,7 +36,30 @@ from zaya_jax.ops.target import Target
 
 _MIXING = (RESIDUAL_NORM, CCA_MIX, ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
 # Operations come before those that they use.
-OPERATIONS: dict[str, Operation] = {x.name: x for x in (*_MIXING, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
+_OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
+
+
+def _with_installed(operations: dict[str, Operation]) -> dict[str, Operation]:
+    """Add the kernels of other packages, which declare each as an entry point of the group `zaya_jax.kernels`.
+
+    The entry point has the name of the operation and refers to a `Kernel`, which comes last in the order of preference.
+    """
+    extended = dict(operations)
+    for entry in entry_points(group="zaya_jax.kernels"):
+        where = f"the entry point {entry.name} = {entry.value} of {entry.dist.name if entry.dist else 'a package'}"
+        if (operation := extended.get(entry.name)) is None:
+            raise InputError(f"There is no operation for {where}. There are: {', '.join(operations)}.")
+        try:
+            kernel = entry.load()
+        except Exception as error:  # whatever the package's modules raise
+            raise InputError(f"Importing {where} raised {type(error).__name__}: {error}") from error
+        if not isinstance(kernel, Kernel) or kernel.name in (REFERENCE, *(each.name for each in operation.kernels)):
+            raise InputError(f"There must be a Kernel with a new name at {where}, not {str(kernel)[:100]}.")
+        extended[entry.name] = dataclasses.replace(operation, kernels=(*operation.kernels, kernel))
+    return extended
+
+
+OPERATIONS = _with_installed(_OWN)
 Pins = Mapping[str, str]  # the configuration's `ops`: name of the implementation by operation
 _rejected: dict[tuple[Target, str, str], str] = {}  # (target, operation, `Choice.variant`) → why
 _passed: dict[tuple[Any, ...], bool] = {}  # what was validated → whether on large arrays, too
