@@ -14,7 +14,7 @@ from zaya_jax.run.progress_record import ExitRecord, Phase
 
 
 class FaultClass(enum.StrEnum):
-    """The kind of a fault. Policies name their rules after it."""
+    """The kind of a fault, after which policies name their rules."""
 
     HANG = "hang"  # no progress for longer than the phase's timeout
     CRASH = "crash"  # a process ended by a signal or with an error
@@ -33,7 +33,7 @@ class FaultClass(enum.StrEnum):
 
 
 class Severity(enum.StrEnum):
-    """The severity of an observation; ERROR and FATAL are synced to disk at once."""
+    """The severity of an observation."""
 
     INFO = "info"
     WARNING = "warning"
@@ -143,16 +143,10 @@ def find_failure(
     *,
     is_saved: bool = True,
 ) -> Failure | None:
-    """Return why an attempt ended; None if all processes finished.
+    """Return why an attempt with these `ends` of processes failed; None if all finished, and the last step `is_saved`.
 
     The origin is the process that ended first among those that failed by themselves: not killed by the supervisor, and
-    not because another was lost.
-
-    Args:
-      ends: of all processes of this node.
-      observations: faults of the machine seen during the attempt, in order.
-      lines: observations from lines of output, in order; they explain the failure.
-      is_saved: whether the checkpoint of the last step is saved, if all processes finished.
+    not because another was lost. `observations` are faults of the machine; those from `lines` of output explain only.
     """
     progress = max(end.step for end in ends)
     if all(end.outcome == 0 for end in ends):
@@ -179,7 +173,6 @@ def find_failure(
 
 
 def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[FaultClass, str, int | None]:
-    """Return the class and code of the origin's end, and the GPU that caused it."""
     status = origin.outcome
     if status in REQUESTED:
         return FaultClass.PREEMPTION, f"exit-{status}", None
@@ -195,7 +188,6 @@ def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[Fau
 
 
 def _name(origin: RankEnd) -> str:
-    """Return the code of a status."""
     if origin.status == 0 or (origin.is_wrapped and origin.status < 0):  # not that of the trainer
         return "no-exit-record"
     if origin.status > 0:

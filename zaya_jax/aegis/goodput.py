@@ -57,12 +57,10 @@ class _Done:
 def measure_goodput(
     events: Sequence[Mapping[str, Any]], now: float | None = None, running: Mapping[str, Any] | None = None
 ) -> Goodput:
-    """Compute the goodput of one node.
+    """Compute the goodput of one node from its events.
 
-    Args:
-      events: of the node, oldest first.
-      now: seconds since the epoch at which an attempt that still runs is counted up to; None leaves it out.
-      running: `attempt`, `times`, `first_step` and `last_step` of that attempt so far, if they are known.
+    An attempt that runs is counted up to `now`, in seconds since the epoch, if that is given; `running` has its
+    `attempt`, `times`, `first_step` and `last_step` so far, if they are known.
     """
     buckets = dict.fromkeys(BUCKETS, 0.0)
     drills = {event["attempt"] for event in events if event["kind"] == "inject"}
@@ -105,7 +103,7 @@ def measure_goodput(
             buckets["productive"] -= productive
             buckets["wasted_progress"] += productive
         done.append(_Done(end["first_step"], end["last_step"], productive))
-    counted = len([start for start in starts if start["attempt"] not in drills])
+    counted = sum(start["attempt"] not in drills for start in starts)
     return Goodput(buckets, seconds, counted, sum(each.last - each.first for each in done), wasted_steps)
 
 

@@ -1,5 +1,6 @@
 """Watch the host: free space of the run folder, available memory, and processes that the kernel killed for memory."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -30,7 +31,10 @@ class HostWatch:
 
     def poll(self) -> list[Observation]:
         """Read the memory of the host; return what changed."""
-        return [*self._memory(), *self._killed()]
+        memory = psutil.virtual_memory()
+        share = memory.available / max(1, memory.total)
+        text = f"The host has {memory.available / _GB:.3g} of {memory.total / _GB:.3g} GB of memory available."
+        return [*self._compare("memory", FaultClass.HOST_MEMORY, share, _MEMORY, text), *self._killed()]
 
     def poll_disk(self) -> list[Observation]:
         """Read the free space; return what changed. It waits for a network file system whose server is silent."""
@@ -38,35 +42,22 @@ class HostWatch:
         try:
             free = shutil.disk_usage(folder).free
         except OSError as error:
-            if not self._rise("disk", 2):
-                return []
             text = f"The file system of {folder} cannot be read: {error.strerror or error}."
-            return [Observation("disk-unreadable", FaultClass.DISK, Severity.ERROR, text)]
+            seen = self._compare("disk", FaultClass.DISK, -1.0, _DISK, text)
+            return [dataclasses.replace(each, code="disk-unreadable") for each in seen]
         text = f"The file system of {folder} has {free / _GB:.3g} GB free."
-        return self._compare("disk", FaultClass.DISK, free, *_DISK, text)
-
-    def _memory(self) -> list[Observation]:
-        memory = psutil.virtual_memory()
-        share = memory.available / max(1, memory.total)
-        text = f"The host has {memory.available / _GB:.3g} of {memory.total / _GB:.3g} GB of memory available."
-        return self._compare("memory", FaultClass.HOST_MEMORY, share, *_MEMORY, text)
+        return self._compare("disk", FaultClass.DISK, free, _DISK, text)
 
     def _compare(
-        self, name: str, fault: FaultClass, value: float, warning: float, error: float, text: str
+        self, name: str, fault: FaultClass, value: float, limits: tuple[float, float], text: str
     ) -> list[Observation]:
-        level, old = 2 if value < error else 1 if value < warning else 0, self._levels[name]
-        if self._rise(name, level):
-            return [Observation(f"{name}-low", fault, Severity.ERROR if level == 2 else Severity.WARNING, text)]
-        if level == old or value < (error if old == 2 else warning) * _MARGIN:
+        level, old = sum(value < limit for limit in limits), self._levels[name]
+        if level == old or (level < old and value < limits[old - 1] * _MARGIN):
             return []
         self._levels[name] = level
+        if level > old:
+            return [Observation(f"{name}-low", fault, Severity.ERROR if level == 2 else Severity.WARNING, text)]
         return [] if level else [Observation(f"{name}-recovered", fault, Severity.INFO, text)]
-
-    def _rise(self, name: str, level: int) -> bool:
-        if level <= self._levels[name]:
-            return False
-        self._levels[name] = level
-        return True
 
     def _killed(self) -> list[Observation]:
         kills = self._oom_kills()

@@ -1,5 +1,6 @@
 """Everything that is watched besides the processes themselves, in one place for the supervisor to ask."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,7 +27,7 @@ class Monitor:
         """Watch the machine and the disk of `run_dir`, whose files `files` reads; `changes`: see `LossWatch`."""
         self._policy, self._run_dir, self._files, self._changes = policy, run_dir, files, changes
         watch = policy.watch
-        self._kernel_log = None if watch.kernel_log is None else KernelLog(Path(watch.kernel_log))
+        self._kernel_log = KernelLog(Path(watch.kernel_log or os.devnull))
         telemetry = None if watch.network_telemetry is None else Path(watch.network_telemetry)
         self._network = NetworkWatch(Path(watch.sysfs), watch.link_down_seconds, telemetry)
         self._host = HostWatch(run_dir)
@@ -36,7 +37,7 @@ class Monitor:
         self._looked = float("-inf")
         self.start_attempt()
         self._new: list[Observation] = []
-        if self._kernel_log is not None and self._kernel_log.problem:
+        if self._kernel_log.problem:
             self._new.append(Observation("kernel-log", FaultClass.GPU, Severity.INFO, self._kernel_log.problem))
 
     def start_attempt(self) -> None:
@@ -48,11 +49,6 @@ class Monitor:
     def pids(self) -> list[int]:
         """Processes of the supervisor's own, which are not the trainer's."""
         return self._gpus.pids
-
-    def read_lines(self, lines: Sequence[tuple[Rank, bytes]]) -> list[Observation]:
-        """Return what lines of the processes tell."""
-        seen = (observe_line("trainer", line.decode(errors="replace"), rank.index) for rank, line in lines)
-        return [each for each in seen if each is not None]
 
     def poll(self, ranks: Sequence[Rank], now: float) -> list[Observation]:
         """Return what is new since the last call; `ranks` are all processes of the attempt."""
@@ -68,8 +64,7 @@ class Monitor:
     def poll_machine(self, now: float) -> list[Observation]:
         """Return what is new of the machine at `now` of `time.monotonic`."""
         self._looked = now
-        lines = [] if self._kernel_log is None else self._kernel_log.read()
-        seen = [each for line in lines if (each := observe_line("kernel", line)) is not None]
+        seen = [each for line in self._kernel_log.read() if (each := observe_line("kernel", line)) is not None]
         return [*seen, *self._network.poll(now), *self._host.poll(), *self._gpus.poll(now), *self.poll_folder()]
 
     def poll_folder(self) -> list[Observation]:
@@ -92,5 +87,4 @@ class Monitor:
     def close(self) -> None:
         """Stop watching."""
         self._gpus.close()
-        if self._kernel_log is not None:
-            self._kernel_log.close()
+        self._kernel_log.close()

@@ -48,11 +48,7 @@ class NetworkWatch:
     """Reports links that go down, come back, or stay down."""
 
     def __init__(self, root: Path = Path("/sys"), down_seconds: float = 30.0, telemetry: Path | None = None) -> None:
-        """Watch the links in the sysfs at `root`; one that is down for longer than `down_seconds` counts as lost.
-
-        The file `telemetry`, which is read at each poll, has the output of `nicctl show port --json`, one JSON object a
-        line or one only, or the metrics of AMD's exporter in the text format of Prometheus.
-        """
+        """Watch the links in the sysfs at `root`; one that is down for longer than `down_seconds` counts as lost."""
         self._sysfs, self._down_seconds, self._telemetry = Sysfs(root), down_seconds, telemetry
         self._links: dict[str, _Link] = {}
 
@@ -104,15 +100,15 @@ class NetworkWatch:
             yield _observe("link-lost", Severity.ERROR, f"{label} has been down for {down:.0f} s; {allowed}.")
         link.new_errors += max(0, reading.errors - old.errors)
         if link.new_errors and now - link.errors_at >= _ERRORS_EVERY:
-            text = f"{label} counted {link.new_errors} new transmission errors."
-            yield _observe("link-errors", Severity.WARNING, text)
+            yield _observe("link-errors", Severity.WARNING, f"{label} had {link.new_errors} new transmission errors.")
             link.errors_at, link.new_errors = now, 0
 
     def _read(self) -> Iterator[tuple[str, Reading]]:
         text, count = self._sysfs.text, self._sysfs.count
         for name, folder in self._sysfs.ports():
             errors = sum(count(f"{folder}/counters/{counter}") or 0 for counter in _ERROR_COUNTERS)
-            up = _is_active(text(f"{folder}/state"), text(f"{folder}/phys_state"))
+            state, physical = text(f"{folder}/state"), text(f"{folder}/phys_state")  # such as '4: ACTIVE'
+            up = state.startswith("4:") and (not physical or physical.startswith("5:")) if state else None
             yield name, Reading(up, count(f"{folder}/counters/link_downed"), errors)
         for name, folder in self._sysfs.interfaces(physical=True):
             changes, downs = count(f"{folder}/carrier_changes"), count(f"{folder}/carrier_down_count")
@@ -125,7 +121,11 @@ class NetworkWatch:
 
 
 def read_telemetry(path: Path) -> dict[str, Reading]:
-    """Return the ports in a telemetry file of AMD's NIC tools; none if it cannot be read. See `NetworkWatch`."""
+    """Return the ports in a telemetry file of AMD's NIC tools; none if it cannot be read.
+
+    It has the output of `nicctl show port --json`, one JSON object a line or one only, or the metrics of AMD's exporter
+    in the text format of Prometheus.
+    """
     try:
         skip = max(0, os.stat(path).st_size - _LONGEST_TELEMETRY)
         text = read_start(path, _LONGEST_TELEMETRY, skip).decode("utf-8", "replace").strip()
@@ -151,13 +151,6 @@ def _nicctl_ports(document: Any) -> Iterator[tuple[str, Reading]]:
             up = {"UP": True, "DOWN": False}.get(str(status.get("operational_status")))
             count = int(downs) if downs.isascii() and downs.isdigit() and len(downs) < 19 else None
             yield f"nic {str(card.get('id', ''))[:100]} {name}", Reading(up, count)
-
-
-def _is_active(state: str, physical: str) -> bool | None:
-    """Return whether an InfiniBand port is up, from its logical and physical state such as '4: ACTIVE'."""
-    if not state:
-        return None
-    return state.startswith("4:") and (not physical or physical.startswith("5:"))
 
 
 def _observe(code: str, severity: Severity, text: str) -> Observation:

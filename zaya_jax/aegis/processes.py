@@ -170,11 +170,9 @@ class Rank:
 
     def send(self, number: int) -> None:
         """Send a signal to the trainer itself, not to a shell around it or to its data workers."""
+        trainer = None if self.progress is None else self.running_trainer
         with contextlib.suppress(ProcessLookupError):
-            if self.progress is not None and self.running_trainer is not None:
-                signal.pidfd_send_signal(self._trainer[1], number)
-            else:
-                os.kill(self.process.pid, number)
+            signal.pidfd_send_signal(self.exit if trainer is None else trainer, number)
 
     def kill(self) -> None:
         """Kill the whole session, data workers included, and a trainer that has left it."""

@@ -64,7 +64,6 @@ class LossWatch:
         return None
 
     def _judge_not_finite(self, step: int) -> Observation | None:
-        """Report once that half of the last losses were not finite."""
         good = [step for step in self._not_finite if step is not None]
         if len(good) == 1:
             self._is_not_finite = False
@@ -75,7 +74,6 @@ class LossWatch:
         return Observation("loss-not-finite", FaultClass.NON_FINITE, Severity.ERROR, text, None, good[0])
 
     def _judge(self, step: int, loss: float, median: float, tolerance: float) -> Observation | None:
-        """Tell a divergence from a new level."""
         steps, high = self._policy.spike_steps, self._high
         high.append(loss)
         if len(high) < steps:
@@ -93,7 +91,6 @@ class LossWatch:
         return None
 
     def _center(self, losses: Collection[float]) -> tuple[float, float]:
-        """Return the median, and the tolerance around it."""
         median = statistics.median(losses)
         deviation = 1.4826 * statistics.median(abs(loss - median) for loss in losses)
         return median, self._policy.spike_threshold * max(deviation, _LEAST_DEVIATION * abs(median))
