@@ -1,7 +1,6 @@
 """A drill: train a small run while faults are made in it, and score how the supervisor deals with them.
 
-The run is done twice, undisturbed and disturbed. Both must end with the same parameters and the same rows of metrics,
-bit for bit.
+The same run without faults must end with the same parameters and rows of metrics, bit for bit.
 """
 
 import dataclasses
@@ -55,8 +54,7 @@ Events = Sequence[Mapping[str, Any]]
 def draw_faults(count: int, processes: int, steps: int, every: int, rng: random.Random) -> list[Fault]:
     """Draw `count` faults of `processes` in a run of `steps`, which saves `every` so many, in their order.
 
-    Most happen while the run trains, at rising steps; a fifth while it starts, which then is the restart after the
-    fault before.
+    Most happen while the run trains, at rising steps; a fifth during the restart after the fault before.
     """
     faults: list[Fault] = []
     for place in sorted(rng.randrange(1, max(steps - every, 2)) for _ in range(count)):
@@ -194,8 +192,8 @@ def _ettr(quiet: Events, events: Events, saves: int) -> dict[str, float]:
     """Compare the measured part of time that is not lost to faults and saves with the formula of Young and Daly.
 
     Predicted is 1 / (1 + δ/τ + (τ/2 + R)/M), with the mean stall of a save δ, the interval of checkpoints τ, the mean
-    useful time between faults M, and the mean time R from a detection to the next step. For rare faults this is the
-    usual 1 - (δ/τ + τ/2M + R/M). The first start, and what follows the last step, are not counted.
+    useful time between faults M, and the mean time R from a detection to the next step. The first start, and what
+    follows the last step, are not counted.
     """
     made = [event for event in events if event["kind"] != "inject"]
     first = _starting(measure_goodput([event for event in made if event["attempt"] == made[0]["attempt"]]))

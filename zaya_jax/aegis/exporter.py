@@ -6,7 +6,6 @@ processes, and words from fixed lists; no path and no text of the run is among t
 
 import contextlib
 import itertools
-import json
 import re
 import socket
 import statistics
@@ -33,6 +32,7 @@ from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.manifest import saved_at
+from zaya_jax.run.metrics import parse_row
 from zaya_jax.run.progress_record import Phase
 
 _TAIL = 256 * 1024  # bytes of a file of rows that a scrape reads
@@ -135,12 +135,8 @@ def _rows(run_dir: Path) -> Iterator[Sample]:
 
 def read_last_row(path: Path) -> dict[str, Any]:
     """Return the last complete row among the last 256 KiB of a file of rows; empty if there is none."""
-    for line in reversed(read_end(path, _TAIL).splitlines()):
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                return row
-    return {}
+    lines = reversed(read_end(path, _TAIL).splitlines(keepends=True))
+    return next((row for line in lines if (row := parse_row(line)) is not None), {})
 
 
 def _samples(tree: Mapping[str, Any], keys: Mapping[str, str], labels: dict[str, str]) -> Iterator[Sample]:

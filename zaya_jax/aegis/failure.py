@@ -1,7 +1,6 @@
 """Why an attempt to train ended: which process failed first, and of what.
 
-The verdict comes from the exit records of the processes, then from exit statuses and the machine. Lines of output
-explain a failure, and decide nothing.
+Exit records of the processes decide, then exit statuses and the machine. Lines of output explain a failure only.
 """
 
 import dataclasses
@@ -111,11 +110,6 @@ class RankEnd:
         """The sentence of its exit record, printable; empty if it left none."""
         return "" if self.record is None else printable(self.record.sentence, 500)
 
-    @property
-    def followed(self) -> bool:
-        """True if it ended because another process was lost, by its own account."""
-        return self.record is not None and not self.record.is_origin
-
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
@@ -158,7 +152,7 @@ def find_failure(
     failed = [end for end in ends if end.outcome != 0 and not end.was_killed]
     if not failed:
         return Failure(FaultClass.PREEMPTION, "killed", None, progress, "", progress)
-    origins = [end for end in failed if not end.followed]
+    origins = [end for end in failed if end.record is None or end.record.is_origin]
     if not origins:
         killed, words = [end for end in ends if end.was_killed], failed[0].words
         if len(killed) == 1:  # the process that the others had lost: it sent no heartbeat, and did not end

@@ -1,8 +1,7 @@
 """Make faults on purpose, for drills: `python -m zaya_jax.aegis.faults FAULT@PROCESS:STEP:PHASE … -- …`.
 
 What follows `--` are the arguments of `zaya_jax.main`, which runs in this process. A fault happens when the progress
-record of that process enters PHASE after STEP or more steps. Each start of the processes has one fault, the next of
-the list. The trainer itself contains no code for this.
+record of that process enters PHASE after STEP or more steps. Each start has one fault, the next of the list.
 """
 
 import ctypes

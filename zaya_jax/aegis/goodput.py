@@ -1,10 +1,8 @@
 """Goodput: which part of a job's time trained steps that counted, computed from the event log alone.
 
-Each second between the first start and the last end is in exactly one bucket. A step that is done again after a restart
-is wasted the first time. Attempts with a fault of a drill are left out, with the pause after them, and so are pauses
-after a run that had finished or that Ctrl-C had ended.
-
-The buckets are those of Google's ml-goodput-measurement, with evaluation as its custom one.
+Each second between the first start and the last end is in exactly one bucket: those of Google's ml-goodput-measurement,
+and evaluation. A step that is done again after a restart is wasted the first time. Attempts with a fault of a drill are
+left out, with the pause after them, and so are pauses after a run that had finished or that Ctrl-C had ended.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""Read new messages of the kernel's log without waiting: from /dev/kmsg, or from a file that grows.
-
-Format of /dev/kmsg: Documentation/ABI/testing/dev-kmsg of the Linux kernel.
-"""
+"""Read new messages of the kernel's log without waiting: from /dev/kmsg, or from a file that grows."""
 
 import contextlib
 import os
@@ -109,8 +106,8 @@ class KernelLog:
 def parse_record(record: bytes) -> str:
     """Return the message of one record of /dev/kmsg; empty if it is malformed or was written by a program.
 
-    A record is `priority,sequence,microseconds,flags[,…];message`, and lines of attributes that begin with a space. The
-    priority holds the facility in bits 3 and above: 0 is the kernel. Programs of root write with other facilities.
+    A record is `priority,sequence,microseconds,flags[,…];message`, and lines of attributes (dev-kmsg in the kernel's
+    Documentation/ABI/testing). The priority holds the facility in bits 3 and above; the kernel's is 0.
     """
     head, separator, rest = record.partition(b";")
     priority = head.split(b",", 1)[0]

@@ -7,7 +7,6 @@ device-metrics-exporter.
 import contextlib
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.hardware.sysfs import MOST_LINKS, Sysfs
-from zaya_jax.run.files import read_start
+from zaya_jax.run.files import read_end
 
 _LONGEST_TELEMETRY = 1 << 20  # bytes; of a longer file, the last ones are read
 _ERRORS_EVERY = 60.0  # seconds at least between two reports of a link's errors
@@ -53,10 +52,10 @@ class NetworkWatch:
         self._links: dict[str, _Link] = {}
 
     def poll(self, now: float) -> list[Observation]:
-        """Read all links; return what changed. `now` is monotonic, in seconds.
+        """Return what changed; `now` is monotonic, in seconds.
 
-        Links that were up are watched: `link-down` is followed by `link-flap` if the link comes back within
-        `down_seconds`, else by `link-lost`, and by `link-up` if it comes back later.
+        `link-down` is followed by `link-flap` if the link comes back within `down_seconds`, else by `link-lost`, and by
+        `link-up` if it comes back later.
         """
         seen: list[Observation] = []
         try:
@@ -127,8 +126,7 @@ def read_telemetry(path: Path) -> dict[str, Reading]:
     in the text format of Prometheus.
     """
     try:
-        skip = max(0, os.stat(path).st_size - _LONGEST_TELEMETRY)
-        text = read_start(path, _LONGEST_TELEMETRY, skip).decode("utf-8", "replace").strip()
+        text = read_end(path, _LONGEST_TELEMETRY).decode("utf-8", "replace").strip()
     except OSError:
         return {}
     readings: dict[str, Reading] = {}

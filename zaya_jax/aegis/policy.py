@@ -21,8 +21,7 @@ Action = Literal["restart", "fewer_devices", "roll_back", "replace_node", "stop"
 class TimeoutPolicy:
     """Seconds that a process may stay in a phase without a sign of progress.
 
-    After `learn_after` steps, the timeout of a phase is `factor` times its longest stay so far, at least `floor`, and
-    never above the value here.
+    After `learn_after` steps it is `factor` times the longest stay so far, from `floor` to the value here.
     """
 
     start: Positive[float] = 600.0

@@ -2,9 +2,8 @@
 
 The wording is that of the project or kernel file named beside each pattern; `tests/aegis/signature_samples.py` has a
 sample. A pattern begins where its writer begins: at the start of a kernel message, behind the prefixes of dmesg and
-syslog, or at the start of a line of output, with the prefix of the library that writes it. A text that quotes such a
-message elsewhere is no sign. Patterns repeat at most a few hundred characters between fixed words, so that no line can
-make a search slow.
+syslog, or at the start of a line of output, so that a quoted message is no sign. Patterns repeat at most a few hundred
+characters, so that no line can make a search slow.
 """
 
 import re
@@ -112,10 +111,9 @@ _KERNEL: _Table = {
         "pcie-corrected-error": _AER + "Correct(?:able|ed) error",  # pcie/aer.c
         "memory-correctable": r"EDAC MC\d{1,4}: [1-9]\d{0,9} CE\b",  # edac_mc.c
     },
-    (FaultClass.CRASH, _ERROR): {
-        # gmc_v9_0.c, NVIDIA driver
+    (FaultClass.CRASH, _ERROR): {  # gmc_v9_0.c, NVIDIA driver
         "gpu-page-fault": (_AMD + r"\[(?:gfx|mm)hub\d?\] (?:(?:no-)?retry )?page fault \(src_id:", _XID + r"31\b"),
-        "gpu-exception": _XID + r"13\b",  # NVIDIA driver
+        "gpu-exception": _XID + r"13\b",
     },
     (FaultClass.HANG, _ERROR): {  # kernel/watchdog.c
         "soft-lockup": r"(?:NMI )?(?:watchdog: )?BUG: soft lockup - CPU#\d{1,5} stuck for \d{1,9}s!",
@@ -123,8 +121,7 @@ _KERNEL: _Table = {
     },
     # kernel/hung_task.c
     (FaultClass.HANG, _WARNING): {"hung-task": r"INFO: task .{1,40}:\d{1,9} blocked for more than \d{1,9} seconds\."},
-    (FaultClass.NETWORK, _ERROR): {
-        # mlx5 health.c
+    (FaultClass.NETWORK, _ERROR): {  # mlx5 health.c
         "nic-failed": _MLX + r"(?:device's health compromised|Fatal error \d{1,9} detected|health recovery f)",
     },
     (FaultClass.NETWORK, _WARNING): {

@@ -1,7 +1,4 @@
-"""Limits for the stay of a process in a phase: learned from the longest stays, within the policy's limits.
-
-Before a job starts, they are checked against the timeouts of the layers below the supervisor.
-"""
+"""Limits for the stay of a process in a phase: learned from the longest stays, within the policy's limits."""
 
 import contextlib
 import json
@@ -33,10 +30,9 @@ class Timeouts:
                 self._longest = {name: float(seconds) for name, seconds in learned["longest"].items()}
 
     def limit(self, phase: Phase, progress: Progress | None) -> float:
-        """Return the seconds that a process may stay in `phase`.
+        """Return the seconds that a process may stay in `phase`: those of the policy, or what was learned.
 
-        Until it has done `learn_after` steps it may wait for other nodes, which compile: what was learned does not
-        apply.
+        That applies after `learn_after` steps; before, a process may wait for other nodes, which compile.
         """
         most = self._policy.of(phase)
         if phase.name not in self._longest or not self._has_trained(progress):
@@ -52,9 +48,7 @@ class Timeouts:
                 self._longest[phase.name] = progress.longest[phase]
 
     def _has_trained(self, progress: Progress | None) -> bool:
-        if progress is None or progress.first_step < 0:
-            return False
-        return progress.step - progress.first_step >= self._policy.learn_after
+        return progress is not None and 0 <= progress.first_step <= progress.step - self._policy.learn_after
 
     def save(self) -> None:
         """Write what was learned; a full disk is ignored."""

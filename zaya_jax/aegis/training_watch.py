@@ -23,12 +23,11 @@ LevelChanges = Sequence[tuple[int, int]] | None
 class LossWatch:
     """Compares each loss with the median of the steps before; the trainer skips single spikes, this sees lasting ones.
 
-    A loss is high if it exceeds the median of the last `spike_window` normal ones by more than the tolerance:
-    `spike_threshold` robust standard deviations (1.4826 × the median absolute deviation).
-
-    Where a phase starts, other data can raise the loss at once and for good. If the phases are not known, `spike_steps`
-    high losses are a fault only if their median is more than twice the one before or rises by more than the tolerance,
-    or if their deviation exceeds it. Otherwise they are a new level, and normal after `spike_window` steps.
+    A loss is high if it exceeds the median of the last `spike_window` normal ones by more than `spike_threshold` robust
+    standard deviations (1.4826 × the median absolute deviation), the tolerance. Where a phase starts, other data can
+    raise the loss for good: if the phases are not known, `spike_steps` high losses are a fault only if their median is
+    more than twice the one before or rises by more than the tolerance, or if their deviation exceeds it. Otherwise they
+    are a new level, and normal after `spike_window` steps.
     """
 
     def __init__(self, policy: TrainingPolicy, changes: LevelChanges = None) -> None:
@@ -111,8 +110,7 @@ def level_changes(config: Config | None) -> LevelChanges:
 class StragglerWatch:
     """Compares the time that each process spends by itself, not waiting for others, over windows of steps.
 
-    The score of a process is the time that a window would take without its excess over the median, relative to the
-    time that it took. It sees a slow host or slow data; a GPU that computes slowly looks the same from all processes.
+    It sees a slow host or slow data; a GPU that computes slowly looks the same from all processes.
     """
 
     def __init__(self, policy: TrainingPolicy) -> None:

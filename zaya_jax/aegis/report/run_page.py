@@ -79,19 +79,11 @@ def expert_load(run: RunData) -> Plot | str:
     experts, layers = len(kept.items[-1][0]), len(kept.items[-1])
     maps = [[[_log2(load) for load in layer] for layer in loads] for loads in kept.items]
     names = list(map(str, kept.steps))
-    heat = heat_map(
-        list(range(experts)),
-        layers,
-        maps[-1],
-        (-_LOG_RANGE, _LOG_RANGE),
-        "load over<br>uniform",
-        colorscale="RdBu",
-        reversescale=False,
-        colorbar={"tickvals": [-2, -1, 0, 1, 2], "ticktext": ["≤ 1/4", "1/2", "1", "2", "≥ 4"]},
-        hovertemplate="layer %{y}, expert %{x}: 2^%{z:.2f} × uniform<extra></extra>",
-        xgap=1,
-        ygap=1,
-    )
+    hover = "layer %{y}, expert %{x}: 2^%{z:.2f} × uniform<extra></extra>"
+    bar = {"tickvals": [-2, -1, 0, 1, 2], "ticktext": ["≤ 1/4", "1/2", "1", "2", "≥ 4"]}
+    look = {"colorscale": "RdBu", "colorbar": bar, "hovertemplate": hover, "xgap": 1, "ygap": 1}
+    limits = (-_LOG_RANGE, _LOG_RANGE)
+    heat = heat_map(list(range(experts)), layers, maps[-1], limits, "load over<br>uniform", **look)
     jump = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
     slider = {
         "active": len(names) - 1,
