@@ -1,7 +1,4 @@
-"""The event log: one JSON object per line, linked by cause, so that detection and recovery times can be read from it.
-
-Its schema is `event.schema.json` in this folder. Readers ignore fields that they do not know.
-"""
+"""The event log: one JSON object per line, linked by cause; see `event.schema.json`. Readers ignore unknown fields."""
 
 import json
 import math

@@ -96,8 +96,7 @@ class RankEnd:
     def outcome(self) -> int | None:
         """The exit status that counts; None if a trainer ended without an exit record, or not as that says.
 
-        It is the trainer's by its exit record, whatever a program around it returns, and that of a command in which no
-        trainer kept a record. A trainer that had finished when it died has finished.
+        It is the trainer's by its exit record, whatever a program around it returns; without a trainer, the command's.
         """
         if not self.has_progress:
             return None if self.expects_record and self.status == 0 else self.status

@@ -67,11 +67,11 @@ def measure_goodput(
     done: list[_Done] = []
     wasted_steps, seconds = 0, 0.0
     for start, following in itertools.zip_longest(starts, starts[1:]):
+        if start["attempt"] in drills:
+            continue
         end = ends.get(start["attempt"])
         if end is None and following is None and running and running["attempt"] == start["attempt"]:
             end = {"code": "finished", "unix": now, **running}
-        if start["attempt"] in drills:
-            continue
         if end is None:  # it runs, or its supervisor was killed
             until = now if following is None else following["unix"]
             unknown = 0.0 if until is None else max(until - start["unix"], 0.0)

@@ -1,7 +1,7 @@
 """Notify people: run the site's own command for each severe event, without ever waiting for it.
 
-The command is a list of arguments, run without a shell, with the event as one line of JSON on its standard input. At
-the timeout it is killed with all processes that it has started, which its environment marks, whatever their sessions.
+It gets the event as a line of JSON on its standard input. At the timeout it is killed with all processes that it has
+started, which its environment marks, whatever their sessions.
 """
 
 import contextlib

@@ -122,8 +122,7 @@ class Policy:
     training: TrainingPolicy = field(default_factory=TrainingPolicy)
     watch: WatchPolicy = field(default_factory=WatchPolicy)
     notify: NotifyPolicy = field(default_factory=NotifyPolicy)
-    # Classes of faults whose action is only reported as what would have been done, while the run continues. A process
-    # that has ended is restarted in any case.
+    # Classes of faults whose action is only reported, while the run continues; processes that have ended are restarted.
     log_only: tuple[str, ...] = ("gpu", "network", "non_finite", "spike", "straggler")
     grace_seconds: NonNegative[float] = 300.0  # that a run which is asked to stop may take to save, before it is killed
     # Seconds that the other processes may take to end by themselves after one has failed.

@@ -42,10 +42,7 @@ def _describe_node(folder: Path) -> dict[str, Any]:
 
 
 def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """List each fault with what followed from it, by the links of the events.
-
-    A fault that ended an attempt is one, however many processes it ended and whatever else the machine logged about it.
-    """
+    """List each fault with what followed from it; one for an attempt that ended, whatever else was logged about it."""
     faults, follow_ups, ended = [], defaultdict[int, list[Mapping[str, Any]]](list), dict[int, Mapping[str, Any]]()
     for event in events:
         follow_ups[event.get("cause") or 0].append(event)

@@ -89,10 +89,7 @@ def expert_load(run: RunData) -> Plot | str:
         "active": len(names) - 1,
         "steps": [{"label": name, "method": "animate", "args": [[name], jump]} for name in names],
         "currentvalue": {"prefix": "step ", "font": {"color": "#222", "size": 13}},
-        "pad": {"t": 48, "b": 4},
-        "ticklen": 0,
-        "minorticklen": 0,
-        "font": {"color": "#fff"},
+        **{"pad": {"t": 48, "b": 4}, "ticklen": 0, "minorticklen": 0, "font": {"color": "#fff"}},
     }
     figure = make_figure([heat], "layer", x="expert", integers="xy", showlegend=False, sliders=[slider])
     frames = zip(names, maps, strict=True)

@@ -134,33 +134,22 @@ def checkpoints(run: RunData) -> Table:
         flags = [name for name in ("verified", "pinned", "superseded") if row[f"is_{name}"]]
         return row["problem"] or ", ".join(flags) or NONE
 
-    columns = {
-        "held-out (nats/token)": _digits("heldout_loss"),
-        "size (MB)": quantity("size", unit=1e6),
-        "notes": notes,
-    }
+    size, heldout = quantity("size", unit=1e6), _digits("heldout_loss")
+    columns = _same("step", "phase", "tokens") | {"held-out (nats/token)": heldout, "size (MB)": size, "notes": notes}
     remarks = [f"Quarantined: {', '.join(run.quarantined)}."] if run.quarantined else []
     if len(run.checkpoints) > _MOST:
         remarks.append(f"This table shows the last {_MOST} of {len(run.checkpoints):,}.")
     kept = [checkpoint._asdict() for checkpoint in run.checkpoints[-_MOST:]]
-    return _table("Checkpoints", kept, _same("step", "phase", "tokens") | columns, *remarks)
+    return _table("Checkpoints", kept, columns, *remarks)
 
 
 def faults(run: RunData) -> list[Table]:
     """List the faults that supervisors saw, and how each supervisor ended."""
     rows = [{"node": name, **fault} for name, node in run.nodes.items() for fault in node["faults"]]
     ends = [{"node": name, **node["verdict"]} for name, node in run.nodes.items() if node["verdict"]]
-    columns = {
-        **_same("time", "node"),
-        "class": "fault",
-        "fault": "code",
-        "process": "rank",
-        "after step": "step",
-        "action": "action",
-        "detected after (s)": quantity("detect_seconds", unit=1.0),
-        "next step after (s)": quantity("recover_seconds", unit=1.0),
-        "evidence": "text",
-    }
+    columns = {**_same("time", "node"), "class": "fault", "fault": "code", "process": "rank", "after step": "step"}
+    columns |= {"action": "action", "detected after (s)": quantity("detect_seconds", unit=1.0)}
+    columns |= {"next step after (s)": quantity("recover_seconds", unit=1.0), "evidence": "text"}
     verdict = {"node": "node", "exit code": "exit_code", "meaning": "meaning", "reason": "why"}
     return [_table("Faults", rows, columns), _table("How the supervisors ended", ends, verdict)]
 
@@ -190,19 +179,12 @@ def evaluations(run: RunData) -> list[Table]:
         for task, result in _items(record.get("tasks")):
             for metric, value in _items(result.get("metrics")):
                 tasks.append(origin | {"name": task, "metric": metric.removesuffix(",none")} | value)
-    text_columns = {
-        "step": "step",
-        "text": "name",
-        "nats/token": _digits("nats_per_token"),
-        "perplexity": quantity("perplexity", unit=1.0),
-        "bits/byte": _digits("bits_per_byte"),
-        **_same("tokens", "bytes", "file"),
-    }
+    perplexity, nats, bits = quantity("perplexity", unit=1.0), _digits("nats_per_token"), _digits("bits_per_byte")
+    losses = {"nats/token": nats, "perplexity": perplexity, "bits/byte": bits}
+    text_columns = {"step": "step", "text": "name", **losses, **_same("tokens", "bytes", "file")}
     scores = {"score": _digits("value"), "standard error": _digits("stderr"), "file": "file"}
-    return [
-        _table("Evaluations of texts", texts, text_columns),
-        _table("Evaluations of tasks", tasks, {"step": "step", "task": "name", "metric": "metric", **scores}),
-    ]
+    task_columns = {"step": "step", "task": "name", "metric": "metric", **scores}
+    return [_table("Evaluations of texts", texts, text_columns), _table("Evaluations of tasks", tasks, task_columns)]
 
 
 def _table(title: str, rows: Sequence[Row], columns: Mapping[str, str | Cell], *remarks: str) -> Table:
