@@ -112,7 +112,7 @@ def test_a_number_of_devices_fits_if_each_gets_whole_micro_batches(devices, fsdp
 def test_rows_to_skip_are_those_of_the_configuration_of_the_run_and_of_the_supervisor(tmp_path):
     base = command(tmp_path, "data.skip_rows=[[3, 5]]")
     assert base.processes("") == [(list(base.argv), {})]
-    skipping = base.without_rows(8, 12).without_rows(10, 14)
+    skipping = dataclasses.replace(base, skipped_rows=((8, 12), (10, 14)))
     assert skipping.processes("")[0][0][-1] == "data.skip_rows=[[3, 5], [8, 14]]"
     recorded = small_run(tmp_path, "data.skip_rows=[[3, 5], [5, 6]]")
     base.run_dir.mkdir()

@@ -138,7 +138,7 @@ def test_a_run_that_has_not_started_has_no_values(tmp_path):
     [
         ("metrics.jsonl", b'{"step": 3}\n\xff\xfe{{{\n{"step": 4, "loss', None),
         ("metrics.jsonl", b"[" * 100_000, None),
-        ("metrics.jsonl", b'{"load_entropy": 3}\n', "rows"),
+        ("metrics.jsonl", b'{"step": 1, "load_entropy": 3}\n', "rows"),
         ("metrics.jsonl", None, "rows"),
         ("checkpoints/9/manifest-x.json", b"not JSON", None),
         (f"aegis/{NODE}/state.json", b"[]", "state"),

@@ -38,7 +38,6 @@ class AmdSmiTemperatureType: HOTSPOT = 1
 class AmdSmiTemperatureMetric: CURRENT = 0
 class AmdSmiMemoryType: VRAM = 0
 def amdsmi_init(): pass
-def amdsmi_shut_down(): raise AmdSmiException("shut down failed")
 def amdsmi_get_processor_handles(): return gpus
 def amdsmi_get_gpu_device_bdf(gpu): return gpu["name"]
 def amdsmi_get_gpu_total_ecc_count(gpu):
@@ -58,7 +57,6 @@ NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
 class NVMLError(Exception):
     def __init__(self, value): self.value = value
 def nvmlInit(): pass
-def nvmlShutdown(): pass
 def nvmlDeviceGetCount(): return len(gpus)
 def nvmlDeviceGetHandleByIndex(index):
     if gpus[index].get("lost"): raise NVMLError(15)
@@ -290,7 +288,7 @@ def test_a_probe_that_cannot_start_is_told_once(machine, monkeypatch):
     b'{"gpus": [{"index": 0}]}', b'{"gpus": 3}', b"\xff\xfe",
 ])  # fmt: skip
 def test_malformed_output_is_information(output):
-    assert codes(GpuProbe()._evaluate(output, 0, 1.0)) == [("gpu-probe-failed", Severity.INFO)]
+    assert codes(GpuProbe(60.0, 30.0)._evaluate(output, 0, 1.0)) == [("gpu-probe-failed", Severity.INFO)]
 
 
 @given(st.lists(st.lists(st.fixed_dictionaries(
@@ -299,7 +297,7 @@ def test_malformed_output_is_information(output):
               for name in ("uncorrectable", "correctable", "pcie_replays", "recovery_action", "lost")},
 ), max_size=4), max_size=5))  # fmt: skip
 def test_no_readings_raise(readings):
-    probe = GpuProbe()
+    probe = GpuProbe(60.0, 30.0)
     for minute, gpus in enumerate(readings):
         for seen in probe._evaluate(json.dumps({"gpus": gpus}).encode(), 0, 60.0 * minute):
             assert seen.text.isprintable()

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.aegis import host
+from zaya_jax.aegis import monitor
 from zaya_jax.aegis.failure import FaultClass, Severity
-from zaya_jax.aegis.host import HostWatch
+from zaya_jax.aegis.monitor import HostWatch
 
 DISK, MEMORY = (100, 10), (0.1, 0.05)  # limits of warnings and errors
 
@@ -37,10 +37,10 @@ class Host:
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     fake = Host(tmp_path)
-    monkeypatch.setattr(host, "_DISK", DISK)
-    monkeypatch.setattr(host, "_MEMORY", MEMORY)
-    monkeypatch.setattr(host.shutil, "disk_usage", fake.disk_usage)
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(available=fake.available, total=100))
+    monkeypatch.setattr(monitor, "_DISK", DISK)
+    monkeypatch.setattr(monitor, "_MEMORY", MEMORY)
+    monkeypatch.setattr(monitor.shutil, "disk_usage", fake.disk_usage)
+    monkeypatch.setattr(monitor.psutil, "virtual_memory", lambda: SimpleNamespace(available=fake.available, total=100))
     return fake
 
 
@@ -138,7 +138,7 @@ def test_no_content_of_the_files_raises(tmp_path_factory, own, events):
     (folder / "own").write_bytes(own.replace(b"\0", b""))
     (folder / "memory.events").write_bytes(events)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_MEMORY", (0, 0))
+        patch.setattr(monitor, "_MEMORY", (0, 0))
         assert HostWatch(folder, folder, folder / "own").poll() == []
 
 

@@ -25,7 +25,6 @@ class AmdSmiTemperatureType: HOTSPOT = 1
 class AmdSmiTemperatureMetric: CURRENT = 0
 class AmdSmiMemoryType: VRAM = 0
 def amdsmi_init(): pass
-def amdsmi_shut_down(): pass
 def amdsmi_get_processor_handles(): return [0, 1]
 def amdsmi_get_gpu_device_bdf(gpu): return f"0000:0{gpu}:00.0"
 def amdsmi_get_gpu_total_ecc_count(gpu):

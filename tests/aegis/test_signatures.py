@@ -1,6 +1,5 @@
 """Every signature matches only its own sample, harmless lines match none, and no input is slow or unbounded."""
 
-import random
 import re
 
 import pytest
@@ -9,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.aegis.signature_samples import SAMPLES
 from zaya_jax.aegis.failure import FaultClass, Severity
-from zaya_jax.aegis.signatures import LONGEST_LINE, SIGNATURES, LineReader, observe_line
+from zaya_jax.aegis.output import LineBuffer
+from zaya_jax.aegis.signatures import LONGEST_LINE, SIGNATURES, observe_line
 
 PREFIXES = [
     "", "[ 1234.567890] ", "[12345.678901][ T4242] ", "<3>[ 1234.567890] ", "[Fri Nov 27 06:00:00 2026] ",
@@ -153,33 +153,25 @@ def test_text_around_a_sample_is_read_without_harm(sample, before, after, rank):
 
 
 @given(st.binary(max_size=5000), st.lists(st.integers(1, 700), max_size=20))
-def test_any_bytes_in_any_pieces_give_the_same_bounded_lines(data, sizes):
-    whole = LineReader()
-    expected = whole.feed(data + b"\n")
-    reader, lines, start = LineReader(), [], 0
+def test_any_bytes_in_any_pieces_give_the_same_lines(data, sizes):
+    buffer, lines, start = LineBuffer(), b"", 0
     for size in sizes:
-        lines += reader.feed(data[start : start + size])
+        lines += buffer.add(data[start : start + size])
         start += size
-    lines += reader.feed(data[start:]) + reader.feed(b"\n")
-    assert lines == expected
-    for line in lines:
-        assert 0 < len(line) <= LONGEST_LINE
-        assert not re.search(r"[\r\n]", line)
+    lines += buffer.add(data[start:])
+    assert lines == data[: data.rfind(b"\n") + 1]
+    assert lines + buffer.partial == data
+    for line in data.decode(errors="replace").splitlines():
         for source in ("trainer", "kernel"):
             if seen := observe_line(source, line):
                 assert seen.text.isprintable()
 
 
-def test_a_line_without_end_keeps_its_start_only():
-    reader = LineReader()
-    chunk = random.Random(0).randbytes(1 << 16).replace(b"\n", b"").replace(b"\r", b"")
+def test_a_line_without_end_takes_little_memory():
+    buffer, chunk = LineBuffer(), b"x" * 50_000
+    passed = b""
     for _ in range(200):
-        assert reader.feed(chunk) == []
-    assert len(reader._tail) == LONGEST_LINE
-    [line] = reader.feed(b"\nnext")
-    assert line == chunk[:LONGEST_LINE].decode("utf-8", "replace")
-    assert reader.feed(b"\n") == ["next"]
-
-
-def test_progress_bars_and_blank_lines():
-    assert LineReader().feed(b"  10%\r  20%\r\n\n \nend\n") == ["  10%", "  20%", "end"]
+        passed += buffer.add(chunk)
+        assert len(buffer.partial) <= 2**16
+    assert passed + buffer.add(b"\nnext") == chunk * 200 + b"\n"
+    assert buffer.add(b"\n") == b"next\n"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.checkpoint.test_store import ABOUT, make_state, open_store
 from tests.train_helpers import ROOT, small_run
 from tests.users_helpers import OTHER, PLANTED, TEAM, VICTIM, content, make_home, needs_root, plant, public_folder, user
+from zaya_jax.aegis.attempt import write_evidence
 from zaya_jax.aegis.events import EventLog
-from zaya_jax.aegis.evidence import _write
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.state import write_state, write_verdict
@@ -73,7 +73,7 @@ def train(run: Path, first: int) -> list[str]:
     write_state(node, attempt=1)
     write_verdict(node, SupervisorExit.DONE, "done", 1, first + 2)
     with part():
-        _write(node, "attempt-1", {"process-0.stdout": b"text"})
+        write_evidence(node, "attempt-1", {"process-0.stdout": b"text"})
     with part():
         append_row(run / "evaluations" / "scores.jsonl", {"step": first})
     with part(), output_folder(run / "hf", {"config.json": "{}"}):

@@ -188,10 +188,10 @@ def test_a_run_that_still_trains_is_reported(runs, tmp_path):
     ("summary.json", "{", "summary.json is not JSON"),
     ("changes.jsonl", '{"step": 1}\n', "changes.jsonl cannot be read"),
     ("evaluations/heldout-12.json", "[]", "heldout-12.json is damaged; its evaluation is not shown."),
-    ("summary.json", '{"samples": [{"prompt": 1}]}', "A part of this section (Evaluations and samples) "
+    ("summary.json", '{"samples": [{"prompt": 1}]}', "A part of this section "
      "could not be made; a file of the run may be damaged. KeyError: 'continuation'."),
     ("evaluations/a.json", '{"heldout": {"a": {"nats_per_token": [], "perplexity": "x"}}}',
-     "A part of this section (Evaluations and samples) could not be made"),
+     "A part of this section could not be made"),
     ("evaluations/a.jsonl/file", "", "a.jsonl cannot be read: it is a folder, a pipe or a device"),
     ("aegis/n/events.jsonl", "".join(
         f'{{"id": {n}, "attempt": 1, "v": 1, "unix": {n}, "time": "", "kind": "{kind}", "code": "", '

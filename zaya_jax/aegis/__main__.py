@@ -59,10 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if not options.command:
-        raise InputError(
-            "The command to supervise is missing. Write it after --, as in: python -m zaya_jax.aegis run "
-            "-- python -m zaya_jax.main --config configs/tiny.yaml"
-        )
+        example = "python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml"
+        raise InputError(f"The command to supervise is missing. Write it after --, as in: {example}")
     if shutil.which(options.command[0]) is None:
         raise InputError(f"The command {options.command[0]} was not found.")
     for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
@@ -74,12 +72,10 @@ def _run(options: argparse.Namespace) -> int:
         preset = select_preset(command.config.preset)
         peer_timeout = preset.peer_timeout if command.peer_timeout is None else command.peer_timeout
         check_timeouts(policy, preset, peer_timeout, os.environ)
-    if command.nodes > 1:
-        for name in policy.acting("fewer_devices", "roll_back"):
-            raise InputError(
-                f"rules.{name} is {policy.rules.of(name)}, which needs one node, but --nodes is "
-                f"{command.nodes}. List {name} in log_only, or choose another action."
-            )
+    for name, action in vars(policy.rules).items():
+        if command.nodes > 1 and action in ("fewer_devices", "roll_back") and name not in policy.log_only:
+            needs = f"{action}, which needs one node, but --nodes is {command.nodes}"
+            raise InputError(f"rules.{name} is {needs}. List {name} in log_only, or choose another action.")
     node = os.uname().nodename
     folder = command.run_dir / AEGIS / node
     environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
@@ -92,8 +88,7 @@ def _run(options: argparse.Namespace) -> int:
 def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:
     """Lock the folder of the supervisor; False if another one that no longer runs has the lock for too long.
 
-    Raises:
-      InputError: another supervisor runs there, or the folder cannot be written.
+    Raises `InputError` if another supervisor runs there, or the folder cannot be written.
     """
     end = time.monotonic() + _LEASE
     while True:
@@ -112,7 +107,7 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _status(options: argparse.Namespace) -> int:
-    print(format_status(options.path))
+    print(format_status(options.path), flush=True)
     while options.follow:
         time.sleep(2)
         print(format_status(options.path), flush=True)
@@ -183,9 +178,7 @@ def _parser() -> Parser:
     report.add_argument("--json", action="store_true", help="print JSON")
     export = _add_reader(commands, "export", _export, "serve the metrics of a run to Prometheus")
     _add_number(export, "--port", 9464, "port to listen on (default: 9464)")
-    warning = (
-        "The server neither encrypts nor authenticates: with any other address, TLS and the firewall are up to you"
-    )
+    warning = "The server neither encrypts nor authenticates: with another address, TLS and the firewall are up to you"
     address = f"address to listen on (default: 127.0.0.1). {warning}"
     export.add_argument("--address", default="127.0.0.1", metavar="ADDRESS", help=address)
     return parser
@@ -196,7 +189,6 @@ def _add_number(parser: argparse.ArgumentParser, flag: str, default: int, text: 
 
 
 def _add_reader(commands: Any, name: str, action: Callable[..., int], text: str) -> argparse.ArgumentParser:
-    """Add a command that reads the folder of a run."""
     parser = commands.add_parser(name, help=text)
     parser.set_defaults(action=action)
     parser.add_argument("path", type=expanded, metavar="RUN_DIR", help="folder of the run")

@@ -4,11 +4,11 @@ import dataclasses
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import evidence
 from zaya_jax.aegis.failure import (
     SUPERSEDED,
     UNKILLABLE,
@@ -22,17 +22,23 @@ from zaya_jax.aegis.failure import (
 from zaya_jax.aegis.hang import HangWatch
 from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.monitor import Monitor
-from zaya_jax.aegis.processes import KILL_SECONDS, Process, ProcessGroup, kill_orphans
+from zaya_jax.aegis.processes import KILL_SECONDS, Process, ProcessGroup, describe_process, kill_orphans
+from zaya_jax.aegis.signatures import observe_line
 from zaya_jax.aegis.state import describe_rank, write_state
 from zaya_jax.aegis.supervision_report import SAME_FAULT
 from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.errors import REQUESTED, ExitCode
+from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress_record import Phase
+from zaya_jax.run.writing import make_folder, remove
 
 _TICK = 0.05  # seconds between two looks at the progress records; ends are noticed at once
 _MOST_ANSWER = 10.0  # seconds that the run folder may take to answer
 _STATE_EVERY = 1.0  # seconds
 _MOST_OBSERVATIONS = 1000  # per attempt
+EVIDENCE = "evidence"
+_KEPT = 20  # folders of evidence
+_QUIET = 0.3  # seconds without new output after which the stacks are complete
 _MINUTE, _MOST_PER_MINUTE = 60.0, 10  # observations of one code that are written
 # Faults that may end processes that still run.
 _ACTED_ON = (FaultClass.GPU, FaultClass.NETWORK, FaultClass.NON_FINITE, FaultClass.SPIKE)
@@ -98,7 +104,6 @@ class Attempt:
         )
 
     def _step(self, now: float) -> None:
-        """Look at everything once, and act."""
         self._look(now)
         for observation in self._monitor.poll(self._group.ranks, now):
             self._observe(observation)
@@ -134,9 +139,10 @@ class Attempt:
             self._job.files.refuse()  # the run folder belongs to others
         for output in self._job.outputs:
             output.flush()
-        for line in self._monitor.read_lines(lines):
-            self._lines.append((time.monotonic(), line))
-            self._write_observation(dataclasses.replace(line, severity=Severity.INFO), "line ")  # whatever it says
+        for rank, line in lines:
+            if (seen := observe_line("trainer", line.decode(errors="replace"), rank.index)) is not None:
+                self._lines.append((time.monotonic(), seen))
+                self._write_observation(dataclasses.replace(seen, severity=Severity.INFO), "line ")  # whatever it says
         return bool(lines)
 
     def _has_saved(self, ends: Sequence[RankEnd]) -> bool:
@@ -212,7 +218,6 @@ class Attempt:
         self._job.detect(self._log.write_observation(seen, step=end.step, phase=end.phase.name.lower()))
 
     def _find_hang(self) -> Failure | None:
-        """Return the failure if a process has been silent for longer than the timeout of its phase."""
         hang = self._hangs.look([rank for rank in self._group.running if not rank.outlives_trainer])
         if hang is None:
             return None
@@ -223,7 +228,6 @@ class Attempt:
         return Failure(FaultClass.HANG, f"hang-{phase}", hang.rank, hang.step, hang.words, self._job.best_step)
 
     def _ask_to_stop(self, number: int, event: int) -> None:
-        """Ask the trainer to save and stop within the grace period."""
         self._is_asked, grace = True, self._policy.grace_seconds
         self._kill_at = time.monotonic() + grace
         self._log.write("act", "ask-to-stop", cause=event, seconds={"grace": grace})
@@ -231,13 +235,36 @@ class Attempt:
             rank.send(number)
 
     def _kill(self, why: str) -> None:
-        """Collect evidence, then kill all processes."""
         job, began = self._job, time.monotonic()
-        target = job.folder, self._log.attempt
-        files = evidence.collect(*target, self._group, self._pump, job.files, self._policy.evidence_seconds)
+        files = self._collect_evidence(began + self._policy.evidence_seconds)
         self._group.kill()
         details = {"files": files, "seconds": {"act": time.monotonic() - began}}
         self._log.write("act", "kill", severity=Severity.WARNING, cause=job.cause, text=why, **details)
+
+    def _collect_evidence(self, deadline: float) -> list[str]:
+        """Write the stacks of all threads, the last lines and the kernel's view; return the paths in the folder.
+
+        None if they cannot be written in time: a disk that is full or silent must not keep a job from restarting.
+        """
+        group, folder, name = self._group, self._job.folder, f"attempt-{self._log.attempt}"
+        kernel = {rank.index: describe_process(rank.process.pid) for rank in group.running}
+        for rank in group.running:
+            if rank.progress is not None and not rank.outlives_trainer:  # another command would end
+                rank.send(signal.SIGUSR1)
+        quiet = time.monotonic() + 2 * _QUIET
+        while (now := time.monotonic()) < min(quiet, deadline):
+            if self._pump(0.05):
+                quiet = now + _QUIET
+        content: dict[str, bytes] = {}
+        for rank in group.ranks:
+            texts = [b"\n".join(stream.last_lines) for stream in rank.streams] + [kernel.get(rank.index, "").encode()]
+            named = zip(("stdout", "stderr", "kernel"), texts, strict=True)
+            content |= {f"process-{rank.index}.{source}": text + b"\n" for source, text in named if text}
+        written = self._job.files.submit(lambda: write_evidence(folder, name, content))
+        try:
+            return written.result(max(deadline - time.monotonic(), _QUIET))
+        except OSError:
+            return []
 
     def _write_end(self, ends: Sequence[RankEnd], failure: Failure | None) -> None:
         """Write the end of the attempt, with the seconds that its first process spent in each phase."""
@@ -254,3 +281,15 @@ class Attempt:
         seen = Observation(failure.code, failure.fault, Severity.ERROR, failure.words, failure.rank)
         details |= {"cause": self._job.cause, "explanation": failure.explanation or None}
         self._log.write_observation(seen, "end", **details)
+
+
+def write_evidence(folder: Path, name: str, content: Mapping[str, bytes]) -> list[str]:
+    """Write files to the folder `name` of evidence, and remove all but the newest ones; return their relative paths."""
+    target = folder / EVIDENCE / name
+    make_folder(target)
+    for file, text in content.items():
+        write_atomically(target / file, text)
+    numbers = (path.name.removeprefix("attempt-") for path in target.parent.iterdir())
+    for number in sorted(int(number) for number in numbers if number.isdecimal())[:-_KEPT]:
+        remove(target.parent / f"attempt-{number}", ignore_errors=True)
+    return [f"{EVIDENCE}/{name}/{file}" for file in content]

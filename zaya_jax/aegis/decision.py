@@ -34,10 +34,7 @@ class Decision:
 
 
 def final_code(failure: Failure | None, signals: Sequence[int]) -> SupervisorExit | None:
-    """Return how the supervisor ends after an attempt, whatever the policy; None if the policy decides.
-
-    `failure` is None if the attempt finished; `signals` are numbers of those that asked the supervisor to stop.
-    """
+    """Return how the supervisor ends after an attempt, which `signals` asked to stop; None if the policy decides."""
     if failure is None:
         return SupervisorExit.DONE
     if failure.code == SUPERSEDED:
@@ -50,19 +47,16 @@ def final_code(failure: Failure | None, signals: Sequence[int]) -> SupervisorExi
 def decide(
     failures: Sequence[tuple[float, Failure]], policy: Policy, *, jitter: float = 0.0, can_act: bool = True
 ) -> Decision:
-    """Decide what to do about the last failure.
+    """Decide what to do about the last of the `failures`, each with its monotonic time.
 
     The run restarts unless a rule says otherwise; rules in order: the action of the class of fault, the same failure
-    again, no progress, the budget of restarts.
-
-    Args:
-      failures: monotonic time and failure of each attempt so far, oldest first.
-      policy: of the supervisor.
-      jitter: random number in [0, 1).
-      can_act: false if the action of the rule is only logged; then the run restarts.
+    again, no progress, the budget of restarts. `jitter` is a random number in [0, 1); without `can_act`, the action of
+    the rule is only logged.
     """
     now, failure = failures[-1]
-    restart, rule, name = policy.restart, f"rules.{failure.fault}", _name(failure)
+    restart, rule = policy.restart, f"rules.{failure.fault}"
+    place = "" if failure.rank is None else f" of process {failure.rank}"
+    name = f"the {failure.fault.replace('_', ' ')} fault {failure.code}{place}"
     action = policy.rules.of(failure.fault)
     # What has been trained with is valid; perhaps its data or its folder is away.
     was_valid = failure.fault is FaultClass.CONFIGURATION and any(each.progress >= 0 for _, each in failures[:-1])
@@ -94,11 +88,6 @@ def decide(
     delay = restart.delays[min(stuck, len(restart.delays) - 1)] * (1 + restart.jitter * jitter)
     change: Action = action if can_act and action in ("fewer_devices", "roll_back") else "restart"
     return Decision(rule, change, None, f"Restarting after {name}.", delay)
-
-
-def _name(failure: Failure) -> str:
-    place = "" if failure.rank is None else f" of process {failure.rank}"
-    return f"the {failure.fault.replace('_', ' ')} fault {failure.code}{place}"
 
 
 def _without_progress(failures: Sequence[Failure]) -> int:

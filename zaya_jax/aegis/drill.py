@@ -1,7 +1,6 @@
 """A drill: train a small run while faults are made in it, and score how the supervisor deals with them.
 
-The run is done twice, undisturbed and disturbed. Both must end with the same parameters and the same rows of metrics,
-bit for bit.
+The same run without faults must end with the same parameters and rows of metrics, bit for bit.
 """
 
 import dataclasses
@@ -55,8 +54,7 @@ Events = Sequence[Mapping[str, Any]]
 def draw_faults(count: int, processes: int, steps: int, every: int, rng: random.Random) -> list[Fault]:
     """Draw `count` faults of `processes` in a run of `steps`, which saves `every` so many, in their order.
 
-    Most happen while the run trains, at rising steps; a fifth while it starts, which then is the restart after the
-    fault before.
+    Most happen while the run trains, at rising steps; a fifth during the restart after the fault before.
     """
     faults: list[Fault] = []
     for place in sorted(rng.randrange(1, max(steps - every, 2)) for _ in range(count)):
@@ -78,12 +76,7 @@ class Drill:
     hang_seconds: float  # timeout of the phases of a step
 
     def run(self, say: Callable[[str], object]) -> dict[str, Any]:
-        """Run both, and return the score-card, for JSON.
-
-        Raises:
-          InputError: the folder exists, or the training command is invalid.
-          RunStopped: a run did not finish.
-        """
+        """Run both, and return the score-card, for JSON; `RunStopped` if a run did not finish."""
         if self.folder.exists():
             raise InputError(f"{self.folder} exists. Choose another --folder for the drill, or remove it.")
         options = parse_training(self.trainer)
@@ -102,7 +95,6 @@ class Drill:
         return card
 
     def _train(self, name: str, faults: Sequence[Fault]) -> list[dict[str, Any]]:
-        """Train under a supervisor; return its events."""
         run_dir, marks, log = self.folder / name, self.folder / f"{name}-marks", self.folder / f"{name}.log"
         marks.mkdir()
         python, policy = [sys.executable, "-m"], str(self.folder / "policy.yaml")
@@ -126,25 +118,15 @@ class Drill:
         return read_events(node_folders(run_dir)[0] / EVENTS)
 
     def _results(self, name: str, steps: int) -> tuple[object, bytes]:
-        """Return the digests of all arrays of the last checkpoint, and the rows of metrics."""
         run_dir = self.folder / name
         return read_manifest(run_dir / CHECKPOINTS / str(steps)).leaves, (run_dir / METRICS).read_bytes()
 
 
 def score(faults: Sequence[Fault], quiet: Events, events: Events, hang: float, saves: int) -> dict[str, Any]:
-    """Score a drill.
+    """Score a drill with `faults`, a timeout of `hang` seconds and so many `saves`, from the `events` of both runs.
 
-    Args:
-      faults: that were to be made.
-      quiet: events of the undisturbed run.
-      events: of the disturbed run.
-      hang: timeout of a step's phases, in seconds.
-      saves: number of checkpoints of the run.
-
-    Returns:
-      For each class of fault (p50, p95, n) the seconds `since_fault` until it was detected, `detect`, those of them
-      after the timeout in force had expired, and `recover`, until the next step; and of all the attribution to process
-      and class, false alarms, and ETTR, as measured and by the formula.
+    Its `classes` have p50, p95 and n of the seconds `since_fault` until it was detected, `detect`, those of them after
+    the timeout in force had expired, and `recover`, until the next step.
     """
     rows = [_follow(event, events, hang) for event in events if event["kind"] == "inject"]
     classes = {
@@ -161,7 +143,7 @@ def score(faults: Sequence[Fault], quiet: Events, events: Events, hang: float, s
         "classes": classes,
         "attributed": sum(row["attributed"] for row in rows) / max(len(rows), 1),
         "missed": [row for row in rows if not row["attributed"]],
-        "times": [{"fault": row["fault"], **{key: _rounded(row[key], 3) for key in _SECONDS}} for row in rows],
+        "times": [{"fault": row["fault"], **_rounded(row)} for row in rows],
         "false_alarms": len(alarms),
         "quiet_seconds": measure_goodput(quiet).seconds,
         "ettr": _ettr(quiet, events, saves),
@@ -175,27 +157,22 @@ def _follow(injected: Mapping[str, Any], events: Events, hang: float) -> dict[st
     another one. A process that hangs in a phase with a longer timeout is waited for that long.
     """
     fault, made = parse_fault(injected["code"]), injected["made_at"]
-    missing: dict[str, Any] = {"cause": None, "monotonic": None}
-    ends = [event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"]]
-    end = next(iter(ends), missing)
-    detect = next((event for event in events if ends and event["id"] == end["cause"]), missing)
-    at = detect["monotonic"]
-    after = events if at is not None else ()
-    recover = [event["monotonic"] for event in after if event["kind"] == "recover" and event["monotonic"] > at]
     expected = str(_OTHERS.get(fault.name, FaultClass.HANG if fault.name in HANGS else FaultClass.CRASH))
-    expires = made
-    if at is not None and expected == FaultClass.HANG:
-        seconds = detect.get("seconds", {})
-        expires = max(made, at - seconds.get("quiet", math.inf)) + seconds.get("timeout", hang)
-    return {
+    ends = (event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"])
+    end = next(ends, {})
+    row: dict[str, Any] = dict.fromkeys(_SECONDS)
+    if (detect := next((event for event in events if event["id"] == end.get("cause")), None)) is not None:
+        at, expires, seconds = detect["monotonic"], made, detect.get("seconds", {})
+        if expected == FaultClass.HANG:
+            expires = max(made, at - seconds.get("quiet", math.inf)) + seconds.get("timeout", hang)
+        recover = (event["monotonic"] for event in events if event["kind"] == "recover" and event["monotonic"] > at)
+        row = {"since_fault": at - made, "detect": at - expires, "recover": next((t - made for t in recover), None)}
+    return row | {
         "fault": str(fault),
         "attempt": injected["attempt"],
         "expected": expected,
-        "detect": None if at is None else at - expires,
-        "since_fault": None if at is None else at - made,
-        "recover": recover[0] - made if recover else None,
         "attributed": (end.get("rank"), end.get("fault")) == (fault.process, expected),
-        "said": {key: end.get(key) for key in ("rank", "fault", "code", "text")} if ends else None,
+        "said": {key: end.get(key) for key in ("rank", "fault", "code", "text")} if end else None,
     }
 
 
@@ -207,16 +184,16 @@ def _quantiles(values: Iterable[float | None]) -> dict[str, float]:
     return {"n": len(ordered), "p50": round(statistics.median(ordered), 4), "p95": round(p95, 4)}
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def _rounded(row: Mapping[str, Any]) -> dict[str, float | None]:
+    return {key: None if row[key] is None else round(row[key], 3) for key in _SECONDS}
 
 
 def _ettr(quiet: Events, events: Events, saves: int) -> dict[str, float]:
     """Compare the measured part of time that is not lost to faults and saves with the formula of Young and Daly.
 
     Predicted is 1 / (1 + δ/τ + (τ/2 + R)/M), with the mean stall of a save δ, the interval of checkpoints τ, the mean
-    useful time between faults M, and the mean time R from a detection to the next step. For rare faults this is the
-    usual 1 - (δ/τ + τ/2M + R/M). The first start, and what follows the last step, are not counted.
+    useful time between faults M, and the mean time R from a detection to the next step. The first start, and what
+    follows the last step, are not counted.
     """
     made = [event for event in events if event["kind"] != "inject"]
     first = _starting(measure_goodput([event for event in made if event["attempt"] == made[0]["attempt"]]))

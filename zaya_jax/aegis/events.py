@@ -1,7 +1,4 @@
-"""The event log: one JSON object per line, linked by cause, so that detection and recovery times can be read from it.
-
-Its schema is `event.schema.json` in this folder. Readers ignore fields that they do not know.
-"""
+"""The event log: one JSON object per line, linked by cause; see `event.schema.json`. Readers ignore unknown fields."""
 
 import json
 import math
@@ -20,20 +17,16 @@ EVENTS = "events.jsonl"
 VERSION = 1  # of the schema of events
 _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 _NEEDED = {"id", "attempt", "unix", "time", "kind", "code", "severity", "text"}
-_FIELDS = {
-    int: ("id", "attempt", "cause", "rank", "step", "first_step", "last_step"),
-    int | float: ("monotonic",),
-    str: ("time", "kind", "code", "severity", "text", "fault", "action", "explanation"),
-    dict: ("seconds", "times"),
-    list: ("exit_statuses", "files"),
+_TYPES = {
+    **dict.fromkeys(("id", "attempt", "cause", "rank", "step", "first_step", "last_step"), int),
+    **dict.fromkeys(("time", "kind", "code", "severity", "text", "fault", "action", "explanation"), str),
+    **{"monotonic": int | float, "seconds": dict, "times": dict, "exit_statuses": list, "files": list},
 }
-_TYPES = {name: kind for kind, names in _FIELDS.items() for name in names}
 _MOST_WAITING = 2**20  # bytes of events that wait for a full disk; later ones are dropped
 
 # start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
 # recover: the first step after a restart. inject: a fault that a drill made.
 Kind = Literal["start", "end", "detect", "decide", "act", "recover", "inject"]
-
 Listener = Callable[[Mapping[str, Any]], object]
 
 
@@ -49,8 +42,7 @@ class EventLog:
         self._node, self._files, self._listener = node, files, listener
         path = folder / EVENTS
         size = path.stat().st_size if path.exists() else 0
-        content = read_end(path, LONGEST_JSON) if size else b""
-        events = parse_events(content)
+        events = parse_events(content := read_end(path, LONGEST_JSON) if size else b"")
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
         # Without a line that was torn when its writer was killed. The trainer reports a full disk.
@@ -63,14 +55,10 @@ class EventLog:
     def write(
         self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, text: str = "", **details: Any
     ) -> int:
-        """Append an event, and return its id.
+        """Append an event with the stable name `code`, and return its id; ERROR and FATAL are synced to disk.
 
-        Args:
-          kind: see `Kind`.
-          code: stable name of what happened.
-          severity: ERROR and FATAL are synced to disk.
-          text: evidence or explanation; cut and escaped.
-          **details: other fields of the schema, such as `cause`, the id of the event that this one follows from.
+        The `text` is cut and escaped. `details` are other fields of the schema, such as `cause`, the id of the event
+        that this one follows from.
         """
         self._id += 1
         now = time.time()

@@ -6,7 +6,6 @@ processes, and words from fixed lists; no path and no text of the run is among t
 
 import contextlib
 import itertools
-import json
 import re
 import socket
 import statistics
@@ -14,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
@@ -25,7 +24,7 @@ from prometheus_client.samples import Sample
 from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.failure import FaultClass
 from zaya_jax.aegis.goodput import measure_goodput
-from zaya_jax.aegis.state import STATE, is_running, running_attempt
+from zaya_jax.aegis.state import STATE, is_running, read_state, running_attempt
 from zaya_jax.aegis.supervision_report import list_faults, node_folders
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
@@ -33,10 +32,8 @@ from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.manifest import saved_at
+from zaya_jax.run.metrics import parse_row
 from zaya_jax.run.progress_record import Phase
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _TAIL = 256 * 1024  # bytes of a file of rows that a scrape reads
 _MOST = 1024  # samples or nodes from one source, so that no damage can flood Prometheus
@@ -60,15 +57,12 @@ _ROW = {
 }
 # The same, with how the values of the layers become one.
 _ENTROPY = "Entropy of the expert load over its maximum"
+_BIAS = "Largest minus smallest balancing bias, of the layer with the widest range."
 _LAYERS: Mapping[str, tuple[str, Callable[[Iterable[float]], float], str]] = {
     "zaya_router_entropy": ("load_entropy", statistics.fmean, f"{_ENTROPY}, mean over the layers."),
     "zaya_router_entropy_min": ("load_entropy", min, f"{_ENTROPY}, of the layer with the lowest."),
     "zaya_expert_load_max": ("max_load", max, "Largest expert load of any layer, over the layer's mean."),
-    "zaya_balancing_bias_range": (
-        "bias_range",
-        max,
-        "Largest minus smallest balancing bias, of the layer with the widest range.",
-    ),
+    "zaya_balancing_bias_range": ("bias_range", max, _BIAS),
 }
 FAMILIES = {  # name → help
     **{name: text for name, (*_, text) in (_ROW | _LAYERS).items()},
@@ -141,16 +135,12 @@ def _rows(run_dir: Path) -> Iterator[Sample]:
 
 def read_last_row(path: Path) -> dict[str, Any]:
     """Return the last complete row among the last 256 KiB of a file of rows; empty if there is none."""
-    for line in reversed(read_end(path, _TAIL).splitlines()):
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                return row
-    return {}
+    lines = reversed(read_end(path, _TAIL).splitlines(keepends=True))
+    return next((row for line in lines if (row := parse_row(line)) is not None), {})
 
 
 def _samples(tree: Mapping[str, Any], keys: Mapping[str, str], labels: dict[str, str]) -> Iterator[Sample]:
-    """Yield the numbers in `tree`, whose keys are by name of the metric; null stands for one that is not finite."""
+    """Yield the numbers in `tree`, whose keys are by name of the metric."""
     for name, key in keys.items():
         if isinstance(value := tree.get(key), int | float):
             yield Sample(name, labels, float(value))
@@ -166,14 +156,10 @@ def _checkpoints(folder: Path) -> Iterator[Sample]:
             return
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / STATE
-    return read_object(path) if path.exists() else {}
-
-
 def _state(folder: Path) -> Iterator[Sample]:
     """Yield what the supervisor of a node and its processes do."""
-    state, node = _read_state(folder), {"node": printable(folder.name)}
+    path, node = folder / STATE, {"node": printable(folder.name)}
+    state = read_object(path) if path.exists() else {}
     yield Sample("zaya_up", node, int(is_running(state)))
     yield from _samples(state, {"zaya_attempt": "attempt", "zaya_supervisor_exit_code": "exit_code"}, node)
     for rank in state.get("ranks", ()) if is_running(state) else ():
@@ -187,10 +173,8 @@ def _events(folder: Path) -> Iterator[Sample]:
     path, node = folder / EVENTS, {"node": printable(folder.name)}
     if path.stat().st_size > LONGEST_JSON:  # counters of a part of it would fall
         raise InputError(f"{path} is larger than the limit of {LONGEST_JSON:,} bytes.")
-    events, state = read_events(path), {}
-    with contextlib.suppress(InputError):  # a damaged state is counted elsewhere
-        state = _read_state(folder)
-    goodput = measure_goodput(events, **running_attempt(state))
+    events = read_events(path)
+    goodput = measure_goodput(events, **running_attempt(read_state(folder)))
     yield Sample("zaya_goodput_fraction", node, goodput.fraction)
     for bucket, seconds in goodput.buckets.items():
         yield Sample("zaya_goodput_seconds", node | {"bucket": bucket}, seconds)
@@ -199,15 +183,14 @@ def _events(folder: Path) -> Iterator[Sample]:
     yield Sample("zaya_restarts_total", node, len(restarts))
     faults = Counter(fault["fault"] for fault in list_faults(events))
     for fault in FaultClass:
-        yield Sample("zaya_faults_total", node | {"fault": fault.value}, faults[fault.value])
+        yield Sample("zaya_faults_total", node | {"fault": str(fault)}, faults[fault])
 
 
 def serve(run_dir: Path, address: str, port: int) -> None:
     """Serve the metrics of a run over HTTP until the process is interrupted.
 
-    Nothing encrypts or authenticates; beyond the loopback address that is up to the operator. Requests must name
-    `address`, an IP address or localhost as their host: a web page whose own name leads here (DNS rebinding) can read
-    nothing. Port 0 is any free one. Raises `InputError` if `run_dir` is not a folder, or the address cannot be used.
+    Nothing encrypts or authenticates. Requests must name `address`, an IP address or localhost as their host: a web
+    page whose own name leads here (DNS rebinding) can read nothing. Port 0 is any free one.
     """
     if not run_dir.is_dir():
         raise InputError(f"{run_dir} is not a folder.")
@@ -216,28 +199,27 @@ def serve(run_dir: Path, address: str, port: int) -> None:
     registry.register(RunReader(run_dir))
     try:
         _Server.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        server = make_server(address, port, _check_host(make_wsgi_app(registry), address), _Server, _Handler)
+        host = rf"(\[[\da-f:.]+\]|\d+(\.\d+){{3}}|localhost|{re.escape(address)})(:\d+)?"
+        _Handler.host = re.compile(host, re.ASCII | re.IGNORECASE)
+        server = make_server(address, port, make_wsgi_app(registry), _Server, _Handler)
     except OSError as error:
         raise InputError(f"Metrics cannot be served at {address}:{port}: {error.strerror}.") from error
     print(f"Serving the metrics of {run_dir} at http://{address}:{server.server_port}/metrics", flush=True)
     server.serve_forever()
 
 
-def _check_host(app: "WSGIApplication", address: str) -> "WSGIApplication":
-    """Return an application that refuses requests to another host than an IP address, localhost or `address`."""
-    allowed = re.compile(rf"(\[[\da-f:.]+\]|\d+(\.\d+){{3}}|localhost|{re.escape(address)})(:\d+)?", re.ASCII | re.I)
-
-    def checked(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        if allowed.fullmatch(environ.get("HTTP_HOST", "")):
-            return app(environ, start_response)
-        start_response("421 Misdirected Request", [])
-        return [b"Address the exporter by an IP address, localhost or the name in --address.\n"]
-
-    return checked
-
-
 class _Handler(WSGIRequestHandler):
     timeout = 30.0  # seconds that a client may be silent
+    host: re.Pattern[str]  # that requests may name
+
+    def parse_request(self) -> bool:
+        """Refuse a request to another host."""
+        is_valid = super().parse_request()
+        is_allowed = is_valid and self.host.fullmatch(self.headers.get("Host", "")) is not None
+        if is_valid and not is_allowed:
+            names = "an IP address, localhost or the name in --address"
+            self.send_error(421, explain=f"Address the exporter by {names}.")
+        return is_allowed
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""

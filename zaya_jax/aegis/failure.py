@@ -1,7 +1,6 @@
 """Why an attempt to train ended: which process failed first, and of what.
 
-The verdict comes from the exit records of the processes, then from exit statuses and the machine. Lines of output
-explain a failure, and decide nothing.
+Exit records of the processes decide, then exit statuses and the machine. Lines of output explain a failure only.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from zaya_jax.run.progress_record import ExitRecord, Phase
 
 
 class FaultClass(enum.StrEnum):
-    """The kind of a fault. Policies name their rules after it."""
+    """The kind of a fault, after which policies name their rules."""
 
     HANG = "hang"  # no progress for longer than the phase's timeout
     CRASH = "crash"  # a process ended by a signal or with an error
@@ -33,7 +32,7 @@ class FaultClass(enum.StrEnum):
 
 
 class Severity(enum.StrEnum):
-    """The severity of an observation; ERROR and FATAL are synced to disk at once."""
+    """The severity of an observation."""
 
     INFO = "info"
     WARNING = "warning"
@@ -97,8 +96,7 @@ class RankEnd:
     def outcome(self) -> int | None:
         """The exit status that counts; None if a trainer ended without an exit record, or not as that says.
 
-        It is the trainer's by its exit record, whatever a program around it returns, and that of a command in which no
-        trainer kept a record. A trainer that had finished when it died has finished.
+        It is the trainer's by its exit record, whatever a program around it returns; without a trainer, the command's.
         """
         if not self.has_progress:
             return None if self.expects_record and self.status == 0 else self.status
@@ -110,11 +108,6 @@ class RankEnd:
     def words(self) -> str:
         """The sentence of its exit record, printable; empty if it left none."""
         return "" if self.record is None else printable(self.record.sentence, 500)
-
-    @property
-    def followed(self) -> bool:
-        """True if it ended because another process was lost, by its own account."""
-        return self.record is not None and not self.record.is_origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +136,10 @@ def find_failure(
     *,
     is_saved: bool = True,
 ) -> Failure | None:
-    """Return why an attempt ended; None if all processes finished.
+    """Return why an attempt with these `ends` of processes failed; None if all finished, and the last step `is_saved`.
 
     The origin is the process that ended first among those that failed by themselves: not killed by the supervisor, and
-    not because another was lost.
-
-    Args:
-      ends: of all processes of this node.
-      observations: faults of the machine seen during the attempt, in order.
-      lines: observations from lines of output, in order; they explain the failure.
-      is_saved: whether the checkpoint of the last step is saved, if all processes finished.
+    not because another was lost. `observations` are faults of the machine; those from `lines` of output explain only.
     """
     progress = max(end.step for end in ends)
     if all(end.outcome == 0 for end in ends):
@@ -164,7 +151,7 @@ def find_failure(
     failed = [end for end in ends if end.outcome != 0 and not end.was_killed]
     if not failed:
         return Failure(FaultClass.PREEMPTION, "killed", None, progress, "", progress)
-    origins = [end for end in failed if not end.followed]
+    origins = [end for end in failed if end.record is None or end.record.is_origin]
     if not origins:
         killed, words = [end for end in ends if end.was_killed], failed[0].words
         if len(killed) == 1:  # the process that the others had lost: it sent no heartbeat, and did not end
@@ -179,7 +166,6 @@ def find_failure(
 
 
 def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[FaultClass, str, int | None]:
-    """Return the class and code of the origin's end, and the GPU that caused it."""
     status = origin.outcome
     if status in REQUESTED:
         return FaultClass.PREEMPTION, f"exit-{status}", None
@@ -195,7 +181,6 @@ def _classify(origin: RankEnd, observations: Sequence[Observation]) -> tuple[Fau
 
 
 def _name(origin: RankEnd) -> str:
-    """Return the code of a status."""
     if origin.status == 0 or (origin.is_wrapped and origin.status < 0):  # not that of the trainer
         return "no-exit-record"
     if origin.status > 0:

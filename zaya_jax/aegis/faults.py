@@ -1,8 +1,7 @@
 """Make faults on purpose, for drills: `python -m zaya_jax.aegis.faults FAULT@PROCESS:STEP:PHASE … -- …`.
 
 What follows `--` are the arguments of `zaya_jax.main`, which runs in this process. A fault happens when the progress
-record of that process enters PHASE after STEP or more steps. Each start of the processes has one fault, the next of
-the list. The trainer itself contains no code for this.
+record of that process enters PHASE after STEP or more steps. Each start has one fault, the next of the list.
 """
 
 import ctypes
@@ -31,14 +30,12 @@ def _fail() -> None:
 
 
 def _hang_device() -> None:
-    """Let the first device compute for ever, and wait for it."""
     jax = importlib.import_module("jax")  # the process is a trainer; this room imports no jax
     compute = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.numpy.sin, x))
     jax.block_until_ready(compute(0.5))
 
 
 def _exhaust_device() -> None:
-    """Allocate more memory on the first device than it has."""
     jax = importlib.import_module("jax")
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 2**50)  # a CPU does not tell
     jax.block_until_ready(jax.numpy.ones(limit + 2**30, "uint8"))

@@ -1,10 +1,8 @@
 """Goodput: which part of a job's time trained steps that counted, computed from the event log alone.
 
-Each second between the first start and the last end is in exactly one bucket. A step that is done again after a restart
-is wasted the first time. Attempts with a fault of a drill are left out, with the pause after them, and so are pauses
-after a run that had finished or that Ctrl-C had ended.
-
-The buckets are those of Google's ml-goodput-measurement, with evaluation as its custom one.
+Each second between the first start and the last end is in exactly one bucket: those of Google's ml-goodput-measurement,
+and evaluation. A step that is done again after a restart is wasted the first time. Attempts with a fault of a drill are
+left out, with the pause after them, and so are pauses after a run that had finished or that Ctrl-C had ended.
 """
 
 import dataclasses
@@ -57,12 +55,10 @@ class _Done:
 def measure_goodput(
     events: Sequence[Mapping[str, Any]], now: float | None = None, running: Mapping[str, Any] | None = None
 ) -> Goodput:
-    """Compute the goodput of one node.
+    """Compute the goodput of one node from its events.
 
-    Args:
-      events: of the node, oldest first.
-      now: seconds since the epoch at which an attempt that still runs is counted up to; None leaves it out.
-      running: `attempt`, `times`, `first_step` and `last_step` of that attempt so far, if they are known.
+    An attempt that runs is counted up to `now`, in seconds since the epoch, if that is given; `running` has its
+    `attempt`, `times`, `first_step` and `last_step` so far, if they are known.
     """
     buckets = dict.fromkeys(BUCKETS, 0.0)
     drills = {event["attempt"] for event in events if event["kind"] == "inject"}
@@ -71,11 +67,11 @@ def measure_goodput(
     done: list[_Done] = []
     wasted_steps, seconds = 0, 0.0
     for start, following in itertools.zip_longest(starts, starts[1:]):
+        if start["attempt"] in drills:
+            continue
         end = ends.get(start["attempt"])
         if end is None and following is None and running and running["attempt"] == start["attempt"]:
             end = {"code": "finished", "unix": now, **running}
-        if start["attempt"] in drills:
-            continue
         if end is None:  # it runs, or its supervisor was killed
             until = now if following is None else following["unix"]
             unknown = 0.0 if until is None else max(until - start["unix"], 0.0)
@@ -105,7 +101,7 @@ def measure_goodput(
             buckets["productive"] -= productive
             buckets["wasted_progress"] += productive
         done.append(_Done(end["first_step"], end["last_step"], productive))
-    counted = len([start for start in starts if start["attempt"] not in drills])
+    counted = sum(start["attempt"] not in drills for start in starts)
     return Goodput(buckets, seconds, counted, sum(each.last - each.first for each in done), wasted_steps)
 
 

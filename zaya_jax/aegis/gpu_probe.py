@@ -50,15 +50,13 @@ class Gpu:
 class GpuProbe:
     """Runs the probe at intervals and compares its readings; no failure of it ends the supervisor."""
 
-    def __init__(
-        self, interval: float = 60.0, timeout: float = 30.0, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, interval: float, timeout: float, environment: Mapping[str, str] | None = None) -> None:
         """Start a probe every `interval` seconds, in `environment`, and kill it after `timeout` seconds."""
         self.gpus: list[Gpu] = []  # the newest reading
         self._interval, self._timeout, self._environment = interval, timeout, environment
         self._child: subprocess.Popen[bytes] | None = None
         self._started, self._next = 0.0, float("-inf")
-        self._killed, self._failed = False, False  # this child was killed; the last probe failed, which was reported
+        self._killed = self._failed = False  # this child was killed; the last probe failed, which was reported
         self._known: dict[str, Gpu] = {}  # the last reading of each GPU by name
         self._read_at: float | None = None
         self._missing: dict[str, int] = {}  # readings in a row without a GPU that was there
@@ -162,11 +160,8 @@ class GpuProbe:
         present = {gpu.name for gpu in self.gpus}
         self._missing = {name: self._missing.get(name, 0) + 1 for name in self._known if name not in present}
         twice = [self._known[name] for name, readings in self._missing.items() if readings == 2]
-        return [
-            _observe("gpu-lost", Severity.FATAL, f"GPU {gpu.index} ({gpu.name}) is gone.", gpu.index)
-            for gpu in twice
-            if not gpu.lost
-        ]
+        gone = [(gpu.index, f"GPU {gpu.index} ({gpu.name}) is gone.") for gpu in twice if not gpu.lost]
+        return [_observe("gpu-lost", Severity.FATAL, text, index) for index, text in gone]
 
 
 def _observe(code: str, severity: Severity, text: str, gpu: int) -> Observation:
@@ -192,8 +187,8 @@ def _read_amd(amdsmi: Any) -> list[Gpu]:
         sensor = amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT
         memory = amdsmi.AmdSmiMemoryType.VRAM
         return Gpu(
-            index=index,
-            name=str(amdsmi.amdsmi_get_gpu_device_bdf(handle)),
+            index,
+            str(amdsmi.amdsmi_get_gpu_device_bdf(handle)),
             uncorrectable=_count(errors.get("uncorrectable_count")),
             correctable=_count(errors.get("correctable_count")),
             deferred=_count(errors.get("deferred_count")),
@@ -204,18 +199,12 @@ def _read_amd(amdsmi: Any) -> list[Gpu]:
         )
 
     amdsmi.amdsmi_init()
-    try:
-        return [read(index, handle) for index, handle in enumerate(amdsmi.amdsmi_get_processor_handles())]
-    finally:
-        _try(amdsmi.amdsmi_shut_down)
+    return [read(index, handle) for index, handle in enumerate(amdsmi.amdsmi_get_processor_handles())]
 
 
 def _read_nvidia(nvml: Any) -> list[Gpu]:
     nvml.nvmlInit()
-    try:
-        return [_nvidia_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    finally:
-        _try(nvml.nvmlShutdown)
+    return [_nvidia_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
 def _nvidia_gpu(nvml: Any, index: int) -> Gpu:
@@ -278,11 +267,9 @@ def read_gpus() -> dict[str, Any]:
 def main() -> None:
     """Print the readings as JSON; what the libraries print goes to standard error."""
     signal.setitimer(signal.ITIMER_REAL, _LIFETIME)
-    output = os.dup(1)
-    os.dup2(2, 1)
-    text = json.dumps(read_gpus()).encode()
-    while text:
-        text = text[os.write(output, text) :]
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)
+        json.dump(read_gpus(), output)
     os._exit(0)  # a library's clean-up may hang too
 
 

@@ -63,17 +63,16 @@ class HangWatch:
             f"No progress for {silences[first].seconds:.1f} s in phase {phases[first].name.lower()}, more than its "
             f"timeout of {limits[first]:g} s. The cause seems to be {who}{how}."
         )
-        rank, step = suspects[0] if len(suspects) == 1 else None, -1
-        if suspect is not None and suspect.first_step >= 0:
-            step = suspect.step
+        rank = suspects[0] if len(suspects) == 1 else None
+        step = suspect.step if suspect is not None and suspect.first_step >= 0 else -1
         return Hang(rank, step, phases[first], limits[first], counted[first].seconds, counted[first].since, words)
 
 
 class Silence:
-    """The time for which a process has made no progress, as the supervisor sees it.
+    """The time for which a process has made no progress, by the supervisor's clock.
 
-    It adds up the time between looks, each counted with at most 0.2 s: a supervisor that was stopped, or whose machine
-    slept, has not seen the process be silent meanwhile. No clock of the process is used.
+    The time between two looks counts at most 0.2 s: a supervisor that was stopped, or whose machine slept, has not seen
+    the process be silent.
     """
 
     def __init__(self) -> None:
@@ -94,12 +93,9 @@ class Silence:
 def find_suspects(progress: Mapping[int, Progress | None], stopped: Collection[int] = ()) -> list[int]:
     """Return the processes that may cause a hang; all of them if nothing tells them apart.
 
-    The first that applies: processes that are stopped; those without a record; those behind the others, by the number
-    of writes to their records. All processes of a job run the same loop, which writes at each step and phase, and one
-    that is ahead has no need of what it passed: if one waits for a step's results while another already evaluates after
-    that step, the first one hangs.
-
-    `progress` is None for a process that has written no record; the kernel shows those in `stopped` as stopped.
+    The first that applies: processes that are `stopped`; those without a record (None); those behind the others, by the
+    number of writes to their records. All processes run the same loop, which writes at each step and phase, and one
+    that is ahead does not need what it passed.
     """
     writes = {rank: each.writes for rank, each in progress.items() if each is not None}
     groups = (

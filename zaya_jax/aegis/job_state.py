@@ -1,4 +1,4 @@
-"""State that the attempts of a supervisor share: event log, output, requests to stop, and the progress of training."""
+"""State that the attempts of a supervisor share."""
 
 import signal
 import time
@@ -25,7 +25,7 @@ class Detected(NamedTuple):
 
 
 class JobState:
-    """State that the attempts of a supervisor share."""
+    """Event log, output, requests to stop, and the progress of training."""
 
     def __init__(self, folder: Path, node: str, policy: Policy, timeouts: Timeouts) -> None:
         """Open the event log of this `node` in `folder`."""

@@ -1,14 +1,12 @@
-"""Read new messages of the kernel's log without waiting: from /dev/kmsg, or from a file that grows.
-
-Format of /dev/kmsg: Documentation/ABI/testing/dev-kmsg of the Linux kernel.
-"""
+"""Read new messages of the kernel's log without waiting: from /dev/kmsg, or from a file that grows."""
 
 import contextlib
 import os
 import stat
 from pathlib import Path
 
-from zaya_jax.aegis.signatures import LONGEST_LINE, LineReader
+from zaya_jax.aegis.output import LineBuffer
+from zaya_jax.aegis.signatures import LONGEST_LINE
 
 DEVICE = Path("/dev/kmsg")
 _LONGEST_RECORD = 16384  # bytes; the kernel's longest is 8192
@@ -27,7 +25,7 @@ class KernelLog:
         self.path = path
         self.problem = ""  # sentence that says why nothing can be read
         self._fd: int | None = None
-        self._is_device, self._reader = False, LineReader()
+        self._is_device, self._lines = False, LineBuffer()
         self._may_appear = not path.is_relative_to("/dev") and not path.exists()
         if not self._may_appear:
             self._open(os.SEEK_END)
@@ -38,7 +36,8 @@ class KernelLog:
             if self._is_device and self._fd is not None:
                 return self._read_device(self._fd)
             self._reopen()
-            return [] if self._fd is None else self._reader.feed(os.read(self._fd, _MOST_BYTES))
+            lines = [] if self._fd is None else self._lines.add(os.read(self._fd, _MOST_BYTES)).splitlines()
+            return [line[:LONGEST_LINE].decode("utf-8", "replace") for line in lines if line.strip()]
         except BlockingIOError:
             return []
         except OSError as error:
@@ -107,8 +106,8 @@ class KernelLog:
 def parse_record(record: bytes) -> str:
     """Return the message of one record of /dev/kmsg; empty if it is malformed or was written by a program.
 
-    A record is `priority,sequence,microseconds,flags[,…];message`, and lines of attributes that begin with a space. The
-    priority holds the facility in bits 3 and above: 0 is the kernel. Programs of root write with other facilities.
+    A record is `priority,sequence,microseconds,flags[,…];message`, and lines of attributes (dev-kmsg in the kernel's
+    Documentation/ABI/testing). The priority holds the facility in bits 3 and above; the kernel's is 0.
     """
     head, separator, rest = record.partition(b";")
     priority = head.split(b",", 1)[0]

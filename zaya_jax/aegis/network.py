@@ -7,7 +7,6 @@ device-metrics-exporter.
 import contextlib
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.hardware.sysfs import MOST_LINKS, Sysfs
-from zaya_jax.run.files import read_start
+from zaya_jax.run.files import read_end
 
 _LONGEST_TELEMETRY = 1 << 20  # bytes; of a longer file, the last ones are read
 _ERRORS_EVERY = 60.0  # seconds at least between two reports of a link's errors
@@ -48,19 +47,15 @@ class NetworkWatch:
     """Reports links that go down, come back, or stay down."""
 
     def __init__(self, root: Path = Path("/sys"), down_seconds: float = 30.0, telemetry: Path | None = None) -> None:
-        """Watch the links in the sysfs at `root`; one that is down for longer than `down_seconds` counts as lost.
-
-        The file `telemetry`, which is read at each poll, has the output of `nicctl show port --json`, one JSON object a
-        line or one only, or the metrics of AMD's exporter in the text format of Prometheus.
-        """
+        """Watch the links in the sysfs at `root`; one that is down for longer than `down_seconds` counts as lost."""
         self._sysfs, self._down_seconds, self._telemetry = Sysfs(root), down_seconds, telemetry
         self._links: dict[str, _Link] = {}
 
     def poll(self, now: float) -> list[Observation]:
-        """Read all links; return what changed. `now` is monotonic, in seconds.
+        """Return what changed; `now` is monotonic, in seconds.
 
-        Links that were up are watched: `link-down` is followed by `link-flap` if the link comes back within
-        `down_seconds`, else by `link-lost`, and by `link-up` if it comes back later.
+        `link-down` is followed by `link-flap` if the link comes back within `down_seconds`, else by `link-lost`, and by
+        `link-up` if it comes back later.
         """
         seen: list[Observation] = []
         try:
@@ -104,15 +99,15 @@ class NetworkWatch:
             yield _observe("link-lost", Severity.ERROR, f"{label} has been down for {down:.0f} s; {allowed}.")
         link.new_errors += max(0, reading.errors - old.errors)
         if link.new_errors and now - link.errors_at >= _ERRORS_EVERY:
-            text = f"{label} counted {link.new_errors} new transmission errors."
-            yield _observe("link-errors", Severity.WARNING, text)
+            yield _observe("link-errors", Severity.WARNING, f"{label} had {link.new_errors} new transmission errors.")
             link.errors_at, link.new_errors = now, 0
 
     def _read(self) -> Iterator[tuple[str, Reading]]:
         text, count = self._sysfs.text, self._sysfs.count
         for name, folder in self._sysfs.ports():
             errors = sum(count(f"{folder}/counters/{counter}") or 0 for counter in _ERROR_COUNTERS)
-            up = _is_active(text(f"{folder}/state"), text(f"{folder}/phys_state"))
+            state, physical = text(f"{folder}/state"), text(f"{folder}/phys_state")  # such as '4: ACTIVE'
+            up = state.startswith("4:") and (not physical or physical.startswith("5:")) if state else None
             yield name, Reading(up, count(f"{folder}/counters/link_downed"), errors)
         for name, folder in self._sysfs.interfaces(physical=True):
             changes, downs = count(f"{folder}/carrier_changes"), count(f"{folder}/carrier_down_count")
@@ -125,10 +120,13 @@ class NetworkWatch:
 
 
 def read_telemetry(path: Path) -> dict[str, Reading]:
-    """Return the ports in a telemetry file of AMD's NIC tools; none if it cannot be read. See `NetworkWatch`."""
+    """Return the ports in a telemetry file of AMD's NIC tools; none if it cannot be read.
+
+    It has the output of `nicctl show port --json`, one JSON object a line or one only, or the metrics of AMD's exporter
+    in the text format of Prometheus.
+    """
     try:
-        skip = max(0, os.stat(path).st_size - _LONGEST_TELEMETRY)
-        text = read_start(path, _LONGEST_TELEMETRY, skip).decode("utf-8", "replace").strip()
+        text = read_end(path, _LONGEST_TELEMETRY).decode("utf-8", "replace").strip()
     except OSError:
         return {}
     readings: dict[str, Reading] = {}
@@ -151,13 +149,6 @@ def _nicctl_ports(document: Any) -> Iterator[tuple[str, Reading]]:
             up = {"UP": True, "DOWN": False}.get(str(status.get("operational_status")))
             count = int(downs) if downs.isascii() and downs.isdigit() and len(downs) < 19 else None
             yield f"nic {str(card.get('id', ''))[:100]} {name}", Reading(up, count)
-
-
-def _is_active(state: str, physical: str) -> bool | None:
-    """Return whether an InfiniBand port is up, from its logical and physical state such as '4: ACTIVE'."""
-    if not state:
-        return None
-    return state.startswith("4:") and (not physical or physical.startswith("5:"))
 
 
 def _observe(code: str, severity: Severity, text: str) -> Observation:

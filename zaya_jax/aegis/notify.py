@@ -1,7 +1,7 @@
 """Notify people: run the site's own command for each severe event, without ever waiting for it.
 
-The command is a list of arguments, run without a shell, with the event as one line of JSON on its standard input. At
-the timeout it is killed with all processes that it has started, which its environment marks, whatever their sessions.
+It gets the event as a line of JSON on its standard input. At the timeout it is killed with all processes that it has
+started, which its environment marks, whatever their sessions.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import psutil
@@ -38,6 +38,12 @@ class _Running(NamedTuple):
                     found[child.pid] = child
         return list(found.values())
 
+    def kill(self) -> None:
+        """Kill them, without waiting: one may hang in the kernel."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
 
 class Notifier:
     """Runs the command of a policy for each event that is severe enough; failures never reach the caller."""
@@ -58,9 +64,21 @@ class Notifier:
         if len(self._running) >= _MOST_RUNNING:
             self.dropped += 1
             return
+        mark, parent = f"{os.getpid()}-{time.monotonic_ns()}", os.getpid()
         try:
-            mark = f"{os.getpid()}-{time.monotonic_ns()}"
-            process = start_command(policy.command, event, {**os.environ, _MARK: mark})
+            # A file in memory rather than a pipe, whose writer waits if nobody reads.
+            with os.fdopen(os.memfd_create("zaya-event", os.MFD_CLOEXEC), "w+b") as file:
+                file.write((json.dumps(dict(event)) + "\n").encode())
+                file.seek(0)
+                process = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
+                    list(policy.command),
+                    env={**os.environ, _MARK: mark},
+                    stdin=file,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # its orphans stay its descendants
+                    preexec_fn=lambda: (die_with_parent(parent), adopt_orphans()),  # noqa: PLW1509
+                )
         except (OSError, ValueError, TypeError, subprocess.SubprocessError):
             self.failed += 1
         else:
@@ -75,14 +93,14 @@ class Notifier:
                 self.failed += status != 0
                 continue
             if time.monotonic() >= each.deadline:
-                _kill(each)  # not waited for: it may hang in the kernel
+                each.kill()
             self._running.append(each)
 
     def close(self, seconds: float) -> None:
         """Wait at most `seconds` for the commands that still run, then kill them."""
         self._wait(seconds)
         for each in self._running:
-            _kill(each)
+            each.kill()
         self._wait(1.0)
 
     @property
@@ -96,33 +114,3 @@ class Notifier:
         while self._running and time.monotonic() < deadline:
             time.sleep(0.02)
             self.poll()
-
-
-def start_command(
-    command: Sequence[str], event: Mapping[str, Any], environment: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    """Start `command` in `environment`, with `event` on its standard input.
-
-    Raises `OSError`, `ValueError` or `TypeError` if it cannot be started, or the event is not JSON.
-    """
-    line, parent = json.dumps(dict(event)) + "\n", os.getpid()
-    # A file in memory rather than a pipe, whose writer waits if nobody reads.
-    with os.fdopen(os.memfd_create("zaya-event", os.MFD_CLOEXEC), "w+b") as file:
-        file.write(line.encode())
-        file.seek(0)
-        return subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
-            list(command),
-            env=environment,
-            stdin=file,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # Its orphans stay its descendants.
-            start_new_session=True,
-            preexec_fn=lambda: (die_with_parent(parent), adopt_orphans()),  # noqa: PLW1509
-        )
-
-
-def _kill(running: _Running) -> None:
-    for process in running.processes():
-        with contextlib.suppress(psutil.Error):
-            process.kill()

@@ -9,6 +9,20 @@ _MOST_PENDING = 2**20  # bytes
 _LONGEST_PARTIAL = 2**16  # bytes of a line without end
 
 
+class LineBuffer:
+    """Holds back the last line of a stream until it ends."""
+
+    partial = b""  # the line that has no end yet
+
+    def add(self, content: bytes) -> bytes:
+        """Return the lines that end in `content`; a longer one than 64 KiB without its end."""
+        complete, newline, self.partial = (self.partial + content).rpartition(b"\n")
+        if len(self.partial) <= _LONGEST_PARTIAL:
+            return complete + newline
+        partial, self.partial = self.partial, b""
+        return complete + newline + partial
+
+
 class Output:
     """One of the supervisor's own streams. If nobody reads it, the oldest lines are dropped and counted."""
 
@@ -55,7 +69,7 @@ class Stream:
 
     def __init__(self, file: int, output: Output, kept: int = 200) -> None:
         """Read from the non-blocking descriptor `file`, and pass on to `output`; keep the last `kept` lines."""
-        self.file, self._output, self._partial = file, output, b""
+        self.file, self._output, self._lines = file, output, LineBuffer()
         self.last_lines = collections.deque[bytes](maxlen=kept)
         os.set_blocking(file, False)
 
@@ -71,7 +85,9 @@ class Stream:
                 self.close()
                 break
             most -= len(content)
-            lines += self._pass_on(content)
+            if complete := self._lines.add(content):
+                self._output.write(complete)
+                lines += complete.removesuffix(b"\n").split(b"\n")
         self.last_lines.extend(line[:2048] for line in lines)
         return lines
 
@@ -85,17 +101,7 @@ class Stream:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
-            if self._partial:
-                self.last_lines.append(self._partial[:2048])
-                self._output.write(self._partial + b"\n")
-                self._partial = b""
-
-    def _pass_on(self, content: bytes) -> list[bytes]:
-        complete, newline, partial = (self._partial + content).rpartition(b"\n")
-        if len(partial) > _LONGEST_PARTIAL:  # a line without end
-            complete, newline, partial = complete + newline + partial, b"", b""
-        self._partial = partial
-        if not complete and not newline:
-            return []
-        self._output.write(complete + newline)
-        return complete.split(b"\n")
+            if self._lines.partial:
+                self.last_lines.append(self._lines.partial[:2048])
+                self._output.write(self._lines.partial + b"\n")
+                self._lines.partial = b""

@@ -1,7 +1,7 @@
 """The policy: what the supervisor does about each fault, and when it gives up. Written as YAML, see `docs/aegis.md`."""
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +21,7 @@ Action = Literal["restart", "fewer_devices", "roll_back", "replace_node", "stop"
 class TimeoutPolicy:
     """Seconds that a process may stay in a phase without a sign of progress.
 
-    After `learn_after` steps, the timeout of a phase is `factor` times its longest stay so far, at least `floor`, and
-    never above the value here.
+    After `learn_after` steps it is `factor` times the longest stay so far, from `floor` to the value here.
     """
 
     start: Positive[float] = 600.0
@@ -117,27 +116,18 @@ class NotifyPolicy:
 class Policy:
     """A policy."""
 
-    timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)  # see `TimeoutPolicy`
-    restart: RestartPolicy = field(default_factory=RestartPolicy)  # see `RestartPolicy`
-    rules: RulePolicy = field(default_factory=RulePolicy)  # see `RulePolicy`
-    training: TrainingPolicy = field(default_factory=TrainingPolicy)  # see `TrainingPolicy`
-    watch: WatchPolicy = field(default_factory=WatchPolicy)  # see `WatchPolicy`
-    notify: NotifyPolicy = field(default_factory=NotifyPolicy)  # see `NotifyPolicy`
-    # Classes of faults whose action is only reported as what would have been done, while the run continues. A process
-    # that has ended is restarted in any case.
+    timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    rules: RulePolicy = field(default_factory=RulePolicy)
+    training: TrainingPolicy = field(default_factory=TrainingPolicy)
+    watch: WatchPolicy = field(default_factory=WatchPolicy)
+    notify: NotifyPolicy = field(default_factory=NotifyPolicy)
+    # Classes of faults whose action is only reported, while the run continues; processes that have ended are restarted.
     log_only: tuple[str, ...] = ("gpu", "network", "non_finite", "spike", "straggler")
     grace_seconds: NonNegative[float] = 300.0  # that a run which is asked to stop may take to save, before it is killed
     # Seconds that the other processes may take to end by themselves after one has failed.
     settle_seconds: NonNegative[float] = 2.0
     evidence_seconds: NonNegative[float] = 5.0  # that collecting evidence before a kill may take
-
-    def acting(self, *actions: Action) -> list[FaultClass]:
-        """Return the classes of faults for which one of `actions` is taken, not only logged."""
-        return [
-            FaultClass(rule.name)
-            for rule in fields(RulePolicy)
-            if getattr(self.rules, rule.name) in actions and rule.name not in self.log_only
-        ]
 
     def check(self) -> None:
         """Raise `InputError` if a value is invalid."""
@@ -150,7 +140,7 @@ class Policy:
             is_program = program.is_absolute() and program.is_file() and os.access(program, os.X_OK)
             allowed = "a list that starts with the absolute path of an executable file"
             require(is_program, "notify.command", command, allowed)
-        names = [rule.name for rule in fields(RulePolicy)]
+        names = list(vars(self.rules))
         for name in self.log_only:
             require(name in names, "log_only", name, f"a list of {', '.join(names)}")
 

@@ -102,17 +102,14 @@ class Rank:
             self._unfinished.setdefault(0, progress)
 
     def _keeps_record(self, pid: int) -> bool:
-        """Return whether a process was started with this record, in whatever session (setsid, srun), or has ended.
-
-        A process is checked once: while it hangs in a page fault, the kernel lets a reader of its environment wait.
-        """
+        """Return whether a process was started with this record, in whatever session (setsid, srun), or has ended."""
         if pid == self._trainer[0]:
             return True
         try:
             file = os.pidfd_open(pid)
         except (OSError, OverflowError) as error:
             return isinstance(error, ProcessLookupError)  # it ended just now
-        try:
+        try:  # once: while it hangs in a page fault, the kernel lets a reader of its environment wait
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:  # another user's, or of a program with capabilities
             environment = b""
@@ -139,9 +136,9 @@ class Rank:
             progress = self._finished  # another command came after it
         end = RankEnd(self.index, status, time.monotonic(), was_killed=self.killed, expects_record=self._expects_record)
         if progress is not None:
-            step, is_wrapped = progress.step if progress.first_step >= 0 else -1, progress.pid != self.process.pid
-            end = dataclasses.replace(end, step=step, phase=progress.phase, has_progress=True, is_wrapped=is_wrapped)
-            end = dataclasses.replace(end, record=progress.exit_record)
+            step = progress.step if progress.first_step >= 0 else -1
+            end = dataclasses.replace(end, step=step, phase=progress.phase, record=progress.exit_record)
+            end = dataclasses.replace(end, has_progress=True, is_wrapped=progress.pid != self.process.pid)
         self.end = end
         return end
 
@@ -170,11 +167,9 @@ class Rank:
 
     def send(self, number: int) -> None:
         """Send a signal to the trainer itself, not to a shell around it or to its data workers."""
+        trainer = None if self.progress is None else self.running_trainer
         with contextlib.suppress(ProcessLookupError):
-            if self.progress is not None and self.running_trainer is not None:
-                signal.pidfd_send_signal(self._trainer[1], number)
-            else:
-                os.kill(self.process.pid, number)
+            signal.pidfd_send_signal(self.exit if trainer is None else trainer, number)
 
     def kill(self) -> None:
         """Kill the whole session, data workers included, and a trainer that has left it."""

@@ -2,9 +2,8 @@
 
 The wording is that of the project or kernel file named beside each pattern; `tests/aegis/signature_samples.py` has a
 sample. A pattern begins where its writer begins: at the start of a kernel message, behind the prefixes of dmesg and
-syslog, or at the start of a line of output, with the prefix of the library that writes it. A text that quotes such a
-message elsewhere is no sign. Patterns repeat at most a few hundred characters between fixed words, so that no line can
-make a search slow.
+syslog, or at the start of a line of output, so that a quoted message is no sign. Patterns repeat at most a few hundred
+characters, so that no line can make a search slow.
 """
 
 import re
@@ -39,27 +38,6 @@ _KERNEL_PREFIX = re.compile(
     r"(?:\[ {0,8}[TC]\d{1,8}\] ?)?",
     re.ASCII,
 )
-
-
-class LineReader:
-    """Splits the bytes of a stream into lines of at most `LONGEST_LINE` bytes, in bounded memory.
-
-    A longer line is cut, and its rest dropped. A carriage return ends a line too, as in progress bars. Blank lines are
-    skipped, and bytes that are not UTF-8 become U+FFFD.
-    """
-
-    def __init__(self) -> None:
-        self._tail = b""  # start of the line that has no end yet
-
-    def feed(self, data: bytes) -> list[str]:
-        """Return the lines that `data` completes."""
-        first, *rest = data.replace(b"\r", b"\n").split(b"\n")
-        self._tail += first[: LONGEST_LINE - len(self._tail)]
-        if not rest:
-            return []
-        complete = [self._tail, *rest[:-1]]
-        self._tail = rest[-1][:LONGEST_LINE]
-        return [line[:LONGEST_LINE].decode("utf-8", "replace") for line in complete if line.strip()]
 
 
 def observe_line(source: Source, line: str, rank: int | None = None) -> Observation | None:
@@ -133,20 +111,17 @@ _KERNEL: _Table = {
         "pcie-corrected-error": _AER + "Correct(?:able|ed) error",  # pcie/aer.c
         "memory-correctable": r"EDAC MC\d{1,4}: [1-9]\d{0,9} CE\b",  # edac_mc.c
     },
-    (FaultClass.CRASH, _ERROR): {
-        # gmc_v9_0.c, NVIDIA driver
+    (FaultClass.CRASH, _ERROR): {  # gmc_v9_0.c, NVIDIA driver
         "gpu-page-fault": (_AMD + r"\[(?:gfx|mm)hub\d?\] (?:(?:no-)?retry )?page fault \(src_id:", _XID + r"31\b"),
-        "gpu-exception": _XID + r"13\b",  # NVIDIA driver
+        "gpu-exception": _XID + r"13\b",
     },
     (FaultClass.HANG, _ERROR): {  # kernel/watchdog.c
         "soft-lockup": r"(?:NMI )?(?:watchdog: )?BUG: soft lockup - CPU#\d{1,5} stuck for \d{1,9}s!",
         "hard-lockup": r"(?:NMI )?watchdog: (?:CPU\d{1,5}: )?Watchdog detected hard LOCKUP on cpu \d",
     },
-    (FaultClass.HANG, _WARNING): {
-        "hung-task": r"INFO: task .{1,40}:\d{1,9} blocked for more than \d{1,9} seconds\.",  # kernel/hung_task.c
-    },
-    (FaultClass.NETWORK, _ERROR): {
-        # mlx5 health.c
+    # kernel/hung_task.c
+    (FaultClass.HANG, _WARNING): {"hung-task": r"INFO: task .{1,40}:\d{1,9} blocked for more than \d{1,9} seconds\."},
+    (FaultClass.NETWORK, _ERROR): {  # mlx5 health.c
         "nic-failed": _MLX + r"(?:device's health compromised|Fatal error \d{1,9} detected|health recovery f)",
     },
     (FaultClass.NETWORK, _WARNING): {
@@ -154,9 +129,7 @@ _KERNEL: _Table = {
         "link-down": (_NETDEV + r"(?:NIC )?(?:Link down|Link is [Dd]own)\b", _PORT + "DOWN"),
         "nic-firmware-stalled": rf"ionic {_BDF}(?: \S{{1,20}})?: FW (?:heartbeat stalled|Down)",  # ionic_dev.c
     },
-    (FaultClass.NETWORK, _INFO): {
-        "link-up": (_NETDEV + r"(?:NIC )?(?:Link up|Link is [Uu]p)\b", _PORT + "ACTIVE"),
-    },
+    (FaultClass.NETWORK, _INFO): {"link-up": (_NETDEV + r"(?:NIC )?(?:Link up|Link is [Uu]p)\b", _PORT + "ACTIVE")},
     (FaultClass.HOST_MEMORY, _ERROR): {
         "host-out-of-memory": (  # oom_kill.c, which writes both lines for each kill
             r"(?:Out of memory|Memory cgroup out of memory)(?: \([^)]{1,40}\))?: Kill(?:ed)? process \d",

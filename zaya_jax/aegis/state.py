@@ -44,8 +44,8 @@ def write_state(folder: Path, **state: Any) -> None:
 def write_verdict(folder: Path, code: SupervisorExit, why: str, attempts: int, step: int) -> None:
     """Write how the supervisor ended, since some schedulers hide exit codes; on a full disk, try for some seconds."""
     verdict = {"exit_code": int(code), "name": code.name.lower(), "meaning": code.meaning, "why": printable(why, 2000)}
-    verdict |= {"attempts": attempts, "step": step if step >= 0 else None}
-    verdict["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    verdict |= {"attempts": attempts, "step": step if step >= 0 else None, "time": now}
     for pause in (0.0, 1.0, 2.0):
         time.sleep(pause)
         with contextlib.suppress(OSError):

@@ -42,10 +42,7 @@ def _describe_node(folder: Path) -> dict[str, Any]:
 
 
 def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """List each fault with what followed from it, by the links of the events.
-
-    A fault that ended an attempt is one, however many processes it ended and whatever else the machine logged about it.
-    """
+    """List each fault with what followed from it; one for an attempt that ended, whatever else was logged about it."""
     faults, follow_ups, ended = [], defaultdict[int, list[Mapping[str, Any]]](list), dict[int, Mapping[str, Any]]()
     for event in events:
         follow_ups[event.get("cause") or 0].append(event)
@@ -65,10 +62,9 @@ def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         fault |= {key: event.get(key) for key in ("time", "attempt", "step")}
         fault |= {"text": end.get("text") or event["text"], "explanation": end.get("explanation", "")}
         fault |= {"action": decision.get("action"), "rule": decision.get("code")}
-        fault["detect_seconds"] = event.get("seconds", {}).get("detect")
-        fault["recover_seconds"] = recover.get("seconds", {}).get("recover")
-        fault["files"] = [file for each in own for file in each.get("files", ())]
-        faults.append(fault)
+        for key, each in (("detect", event), ("recover", recover)):
+            fault[f"{key}_seconds"] = each.get("seconds", {}).get(key)
+        faults.append(fault | {"files": [file for each in own for file in each.get("files", ())]})
     return faults
 
 
@@ -113,7 +109,6 @@ def _format_end(verdict: dict[str, Any]) -> str:
 
 
 def _format_ranks(node: dict[str, Any]) -> list[str]:
-    """Return lines about the processes of a node that runs."""
     rows = [f"Attempt {node['state'].get('attempt')}:"] if node["running"] else []
     for rank in node["state"].get("ranks", ()) if node["running"] else ():
         step, loss = ("-" if rank.get(key) is None else rank[key] for key in ("step", "loss"))

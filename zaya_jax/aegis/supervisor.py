@@ -100,9 +100,10 @@ class Supervisor:
             code = final_code(failure, job.signals)
             if failure is None:
                 return SupervisorExit.DONE, f"The command finished in attempt {job.log.attempt}. {note}".strip()
+            if code is SupervisorExit.SUPERSEDED:
+                return code, failure.words
             if code is not None:
-                stopped = self._stopped(f"after step {max(job.best_step, 0)}")
-                return code, failure.words if code is SupervisorExit.SUPERSEDED else stopped
+                return code, self._stopped(f"after step {max(job.best_step, 0)}")
             decision = self._decide(failure)
             if decision.exit_code is not None:
                 return decision.exit_code, decision.why
@@ -110,8 +111,7 @@ class Supervisor:
             words = failure.words or failure.explanation or "no exit record"
             job.outputs[1].say(f"{decision.why.removesuffix('.')}{wait}: {words}")
             self._sleep(decision.delay)
-            code = final_code(failure, job.signals)
-            if code is not None:
+            if (code := final_code(failure, job.signals)) is not None:
                 return code, self._stopped("while waiting to restart")
 
     def _attempt(self, address: str) -> tuple[Failure | None, str]:
@@ -139,8 +139,7 @@ class Supervisor:
             self._faults_made = len(made)
 
     def _stopped(self, when: str) -> str:
-        number = next(iter(self._job.signals), None)
-        return "" if number is None else f"Stopped by {signal.Signals(number).name} {when}."
+        return f"Stopped by {signal.Signals(self._job.signals[0]).name} {when}."
 
     def _decide(self, failure: Failure) -> Decision:
         """Decide by the policy, change the command if it wants that, and write both."""
@@ -184,9 +183,7 @@ class Supervisor:
     def _read(self, job: Callable[[], _T]) -> _T:
         """Return what `job` reads in the run folder.
 
-        Raises:
-          TimeoutError: the run folder has not answered for as long as a process may take to open it, or a signal asks
-            to stop.
+        Raises `TimeoutError` if that takes longer than a process may take to open it, or a signal asks to stop.
         """
         result, deadline = self._job.files.submit(job), time.monotonic() + self._policy.timeouts.open
         while not wait_for([result], _TICK).done:
@@ -197,7 +194,6 @@ class Supervisor:
         return result.result()
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, but not longer than until a signal asks to stop."""
         deadline = time.monotonic() + seconds
         while not self._job.signals and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _TICK))

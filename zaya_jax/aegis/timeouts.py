@@ -1,7 +1,4 @@
-"""Limits for the stay of a process in a phase: learned from the longest stays, within the policy's limits.
-
-Before a job starts, they are checked against the timeouts of the layers below the supervisor.
-"""
+"""Limits for the stay of a process in a phase: learned from the longest stays, within the policy's limits."""
 
 import contextlib
 import json
@@ -26,20 +23,16 @@ class Timeouts:
         """Read what was learned in `folder` from the same `command`, a digest."""
         self._policy, self._path, self._command = policy, folder / _FILE, command
         self._longest: dict[str, float] = {}
-        with contextlib.suppress(InputError, KeyError, TypeError, ValueError):  # missing or damaged: learn again
+        damage = InputError, KeyError, TypeError, ValueError, AttributeError  # or missing: then learn again
+        with contextlib.suppress(*damage):
             learned = read_object(self._path)
             if learned["command"] == command:
-                self._longest = {
-                    phase.name: float(learned["longest"][phase.name])
-                    for phase in Phase
-                    if phase.name in learned["longest"]
-                }
+                self._longest = {name: float(seconds) for name, seconds in learned["longest"].items()}
 
     def limit(self, phase: Phase, progress: Progress | None) -> float:
-        """Return the seconds that a process may stay in `phase`.
+        """Return the seconds that a process may stay in `phase`: those of the policy, or what was learned.
 
-        Until it has done `learn_after` steps it may wait for other nodes, which compile: what was learned does not
-        apply.
+        That applies after `learn_after` steps; before, a process may wait for other nodes, which compile.
         """
         most = self._policy.of(phase)
         if phase.name not in self._longest or not self._has_trained(progress):
@@ -55,9 +48,7 @@ class Timeouts:
                 self._longest[phase.name] = progress.longest[phase]
 
     def _has_trained(self, progress: Progress | None) -> bool:
-        if progress is None or progress.first_step < 0:
-            return False
-        return progress.step - progress.first_step >= self._policy.learn_after
+        return progress is not None and 0 <= progress.first_step <= progress.step - self._policy.learn_after
 
     def save(self) -> None:
         """Write what was learned; a full disk is ignored."""
@@ -87,28 +78,20 @@ def check_timeouts(policy: Policy, preset: Preset, peer_timeout: float, environm
 
     In another order, a link that is down for a moment would end a job that the network would have kept alive, or an
     error would be reported by a layer that does not know its cause. On a preset without a network nothing is checked.
-
-    Args:
-      policy: of the supervisor.
-      preset: of the machine.
-      peer_timeout: of the trainer, in seconds.
-      environment: of the trainer.
+    The `peer_timeout` of the trainer is in seconds, and `environment` is that of the trainer.
     """
     window = network_window(preset, environment)
     if window == 0:
         return
     retries = f"{window:.0f} s, the time that the network retries over a link that is down."
-    if peer_timeout <= window:
-        advice = "Raise --peer-timeout, or lower NCCL_IB_TIMEOUT."
-        raise InputError(f"The peer timeout is {peer_timeout:g} s, but must exceed {retries} {advice}")
+    advice = f"{retries} Raise --peer-timeout, or lower NCCL_IB_TIMEOUT."
     heartbeat = peer_timeout + HEARTBEAT_MARGIN
-    if policy.watch.link_down_seconds <= window:
-        down = f"{policy.watch.link_down_seconds:g}"
-        raise InputError(f"watch.link_down_seconds is {down}, but must exceed {retries}")
-    for name in ("floor", "data", "dispatch", "device_wait", "end"):
-        seconds = getattr(policy.timeouts, name)
-        if seconds <= heartbeat:
-            raise InputError(
-                f"timeouts.{name} is {seconds:g}, but must exceed {heartbeat:g} s, jax's heartbeat timeout: the "
-                f"network retries for {window:.0f} s, and the peer timeout is {peer_timeout:g} s."
-            )
+    layers = f"the network retries for {window:.0f} s, and the peer timeout is {peer_timeout:g} s."
+    layers = f"{heartbeat:g} s, jax's heartbeat timeout: {layers}"
+    limits = [("The peer timeout", peer_timeout, window, advice)]
+    limits.append(("watch.link_down_seconds", policy.watch.link_down_seconds, window, retries))
+    names = ("floor", "data", "dispatch", "device_wait", "end")
+    limits += [(f"timeouts.{name}", getattr(policy.timeouts, name), heartbeat, layers) for name in names]
+    for name, seconds, least, why in limits:
+        if seconds <= least:
+            raise InputError(f"{name} is {seconds:g} s, but must exceed {why}")

@@ -26,7 +26,6 @@ from zaya_jax.run.launcher import node_index
 from zaya_jax.run.options import parse_training
 
 _TRAINING = (("zaya_jax.main",), ("zaya_jax", "train"), ("zaya", "train"))  # how a training command can be written
-_ROWS = "data.skip_rows"
 _TICK = 0.05  # seconds
 _LONGEST = 3600.0  # seconds that verifying the checkpoint may take
 _NAMES_TRAINER = r"zaya_jax\.main|zaya(_jax)? train"
@@ -50,7 +49,10 @@ class TrainingCommand:
 
     def processes(self, address: str) -> list[tuple[list[str], dict[str, str]]]:
         """Return the command and the variables of each process; without `coordinator` several connect at `address`."""
-        argv, here, count = [*self.argv, *self._overrides()], len(self.devices), self.nodes * len(self.devices)
+        argv, here, count = list(self.argv), len(self.devices), self.nodes * len(self.devices)
+        rows = self.rows_to_skip()  # with those that an earlier supervisor of this run recorded
+        if self.config is not None and rows != self.config.data.skip_rows:
+            argv.append(f"data.skip_rows={json.dumps(rows)}")
         if here == 1 and self.nodes == 1:  # jax then uses all devices that it sees
             device = str(self.devices[0])
             visible = {"HIP_VISIBLE_DEVICES": device, "CUDA_VISIBLE_DEVICES": device}
@@ -77,10 +79,6 @@ class TrainingCommand:
                 return dataclasses.replace(self, devices=tuple(kept[:count]), is_reduced=True)
         return None
 
-    def without_rows(self, first: int, end: int) -> Self:
-        """Return the command with the rows `first` to `end` - 1 skipped, too."""
-        return dataclasses.replace(self, skipped_rows=_merged([*self.skipped_rows, (first, end)]))
-
     @property
     def names_trainer(self) -> bool:
         """True if the command trains, or one of its words does, such as a line of shell: then a trainer must start."""
@@ -96,11 +94,6 @@ class TrainingCommand:
         except InputError:  # of another command, or in a folder that this one does not know
             return True
         return total_steps(config) in saved_steps(folder / CHECKPOINTS)
-
-    def _overrides(self) -> list[str]:
-        """Return the rows to skip as an override, with those that an earlier supervisor of this run recorded."""
-        rows = self.rows_to_skip()
-        return [] if self.config is None or rows == self.config.data.skip_rows else [f"{_ROWS}={json.dumps(rows)}"]
 
     def rows_to_skip(self) -> tuple[tuple[int, int], ...]:
         """Return the rows to skip: of the configuration, of the run so far, and what the supervisor has added."""
@@ -146,26 +139,15 @@ def read_command(
     coordinator: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> TrainingCommand:
-    """Read a command, and check its configuration if it is a training command.
+    """Read a command with so many `processes` on each node, and check its configuration if it is a training command.
 
-    Args:
-      argv: the command.
-      processes: number of processes on this node.
-      run_dir: value of --run-dir; None to use that of the training command.
-      nodes: number of nodes of the job.
-      node: index of this one; None to ask the launcher.
-      coordinator: HOST:PORT of process 0; needed for several nodes.
-      environment: of the launcher.
-
-    Raises:
-      InputError: the configuration is invalid, there is no run folder, or a flag for several nodes is missing.
+    Without `run_dir`, the folder is that of the training command; without `node`, the launcher tells it in
+    `environment`. Raises `InputError` if the configuration is invalid, or a flag is missing.
     """
     node = node_index(environment) if node is None else node
     if nodes > 1 and (coordinator is None or node is None or not 0 <= node < nodes):
-        raise InputError(
-            f"--nodes {nodes} needs --coordinator HOST:PORT, and --node from 0 to {nodes - 1} where "
-            "neither Slurm nor Kubernetes sets it."
-        )
+        index = f"--node from 0 to {nodes - 1} where neither Slurm nor Kubernetes sets it"
+        raise InputError(f"--nodes {nodes} needs --coordinator HOST:PORT, and {index}.")
     if nodes == 1:
         node = coordinator = None
     devices, arguments = tuple(range(processes)), _training_arguments(argv)
@@ -176,17 +158,14 @@ def read_command(
         return TrainingCommand(tuple(argv), expanded(run_dir), devices, nodes, node or 0, coordinator)
     options = parse_training(arguments)
     if (options.coordinator, options.processes, options.process) != (None, None, None):
-        raise InputError(
-            "The supervisor sets --coordinator, --processes and --process of each process. Remove them "
-            "from the command, and set --processes and --nodes before --."
-        )
+        advice = "Remove them from the command, and set --processes and --nodes before --."
+        raise InputError(f"The supervisor sets --coordinator, --processes and --process of each process. {advice}")
     config = load_config(options.config, options.overrides)
     folder = expanded(config.run_dir if run_dir is None else run_dir)
     return TrainingCommand(tuple(argv), folder, devices, nodes, node or 0, coordinator, config, options.peer_timeout)
 
 
 def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:
-    """Return the arguments of a training command; None for any other command."""
     names = [Path(text).name.removeprefix("-m") for text in argv]  # python takes -mMODULE, too
     for words in _TRAINING:
         for place in range(len(names) - len(words) + 1):
@@ -223,8 +202,7 @@ def plan_rollback(command: TrainingCommand, failure: Failure) -> Rollback | None
 def roll_back(command: TrainingCommand, plan: Rollback, should_stop: Callable[[], bool]) -> TrainingCommand:
     """Quarantine the later checkpoints, and return the command that skips the rows.
 
-    Raises:
-      InputError: the checkpoint is damaged, the run is in use, or `should_stop()` became true.
+    Raises `InputError` if the checkpoint is damaged, the run is in use, or `should_stop()` became true.
     """
     argv = [sys.executable, "-m", "zaya_jax.checkpoint", "rollback", str(command.run_dir), str(plan.step)]
     with tempfile.TemporaryFile() as output:
@@ -237,7 +215,6 @@ def roll_back(command: TrainingCommand, plan: Rollback, should_stop: Callable[[]
         output.seek(0)
         printed = output.read(4096).decode(errors="replace").strip()
     if process.returncode:
-        raise InputError(
-            f"The run could not be rolled back to step {plan.step}: {printed or 'the command was stopped.'}"
-        )
-    return command.without_rows(plan.first, plan.end)
+        why = printed or "the command was stopped."
+        raise InputError(f"The run could not be rolled back to step {plan.step}: {why}")
+    return dataclasses.replace(command, skipped_rows=(*command.skipped_rows, (plan.first, plan.end)))

@@ -23,12 +23,11 @@ LevelChanges = Sequence[tuple[int, int]] | None
 class LossWatch:
     """Compares each loss with the median of the steps before; the trainer skips single spikes, this sees lasting ones.
 
-    A loss is high if it exceeds the median of the last `spike_window` normal ones by more than the tolerance:
-    `spike_threshold` robust standard deviations (1.4826 × the median absolute deviation).
-
-    Where a phase starts, other data can raise the loss at once and for good. If the phases are not known, `spike_steps`
-    high losses are a fault only if their median is more than twice the one before or rises by more than the tolerance,
-    or if their deviation exceeds it. Otherwise they are a new level, and normal after `spike_window` steps.
+    A loss is high if it exceeds the median of the last `spike_window` normal ones by more than `spike_threshold` robust
+    standard deviations (1.4826 × the median absolute deviation), the tolerance. Where a phase starts, other data can
+    raise the loss for good: if the phases are not known, `spike_steps` high losses are a fault only if their median is
+    more than twice the one before or rises by more than the tolerance, or if their deviation exceeds it. Otherwise they
+    are a new level, and normal after `spike_window` steps.
     """
 
     def __init__(self, policy: TrainingPolicy, changes: LevelChanges = None) -> None:
@@ -64,7 +63,6 @@ class LossWatch:
         return None
 
     def _judge_not_finite(self, step: int) -> Observation | None:
-        """Report once that half of the last losses were not finite."""
         good = [step for step in self._not_finite if step is not None]
         if len(good) == 1:
             self._is_not_finite = False
@@ -75,7 +73,6 @@ class LossWatch:
         return Observation("loss-not-finite", FaultClass.NON_FINITE, Severity.ERROR, text, None, good[0])
 
     def _judge(self, step: int, loss: float, median: float, tolerance: float) -> Observation | None:
-        """Tell a divergence from a new level."""
         steps, high = self._policy.spike_steps, self._high
         high.append(loss)
         if len(high) < steps:
@@ -93,7 +90,6 @@ class LossWatch:
         return None
 
     def _center(self, losses: Collection[float]) -> tuple[float, float]:
-        """Return the median, and the tolerance around it."""
         median = statistics.median(losses)
         deviation = 1.4826 * statistics.median(abs(loss - median) for loss in losses)
         return median, self._policy.spike_threshold * max(deviation, _LEAST_DEVIATION * abs(median))
@@ -114,8 +110,7 @@ def level_changes(config: Config | None) -> LevelChanges:
 class StragglerWatch:
     """Compares the time that each process spends by itself, not waiting for others, over windows of steps.
 
-    The score of a process is the time that a window would take without its excess over the median, relative to the
-    time that it took. It sees a slow host or slow data; a GPU that computes slowly looks the same from all processes.
+    It sees a slow host or slow data; a GPU that computes slowly looks the same from all processes.
     """
 
     def __init__(self, policy: TrainingPolicy) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.command_output import prepare_streams, run_command
-from zaya_jax.run.files import expanded, write_atomically
+from zaya_jax.run.files import expanded, read_start, write_atomically
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.writing import resolved
 
@@ -33,24 +33,17 @@ def _parser() -> Parser:
     style = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="python -m zaya_jax.report", description=what, epilog=_EXAMPLES, formatter_class=style)
     parser.add_argument("runs", nargs="+", metavar="RUN", help=f"run folders to show, at most {_MOST}")
-    where = f"HTML file to write (default: RUN/{NAME}; required with several runs)"
-    parser.add_argument("--output", metavar="FILE", help=where)
-    listed = "also list the settings that differ from this configuration file"
-    parser.add_argument("--config", metavar="FILE", help=listed)
+    parser.add_argument("--output", metavar="FILE", help=f"HTML file (default: RUN/{NAME}; required with several runs)")
+    parser.add_argument("--config", metavar="FILE", help="also list the settings that differ from this configuration")
     return parser
 
 
 def write_report(runs: Sequence[str], output: str | None = None, config: str | None = None) -> str:
     """Write the page about run folders, and return a sentence that names it and its size.
 
-    Args:
-      runs: run folders.
-      output: HTML file; None for `report.html` in the folder of the only run.
-      config: configuration file that the runs are compared with; None for none.
-
-    Raises:
-      InputError: a run or file cannot be used; nothing is written.
-      OSError: a file may not be read; nothing is written.
+    The HTML file `output` is `report.html` in the folder of the only run by default; the runs are compared with the
+    configuration file `config`, too. Raises `InputError` or `OSError` if a file cannot be used; then nothing is
+    written.
     """
     if len(runs) > _MOST:
         raise InputError(f"{len(runs)} runs are named, but one page shows at most {_MOST}.")
@@ -61,7 +54,11 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
     from zaya_jax.aegis.report.run_data import read_runs
 
     read = read_runs(runs)
-    _check_output(path, MARK)
+    if path.suffix != ".html":
+        raise InputError(f"--output is '{path}', but must end in .html.")
+    require(path.parent.is_dir(), "--output", str(path), "a file in an existing folder")
+    if path.exists():
+        _check_replaced(path, MARK.encode())
     page = render(read, config)
     try:
         write_atomically(resolved(path), page)
@@ -70,17 +67,11 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
     return f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB). Open it in a browser."
 
 
-def _check_output(path: Path, mark: str) -> None:
-    if path.suffix != ".html":
-        raise InputError(f"--output is '{path}', but must end in .html.")
-    require(path.parent.is_dir(), "--output", str(path), "a file in an existing folder")
-    if not path.exists():
-        return
+def _check_replaced(path: Path, mark: bytes) -> None:
     if not path.is_file():
         raise InputError(f"The page {path} exists and is not a file. Name another file with --output.")
-    with path.open("rb") as file:
-        if file.read(len(mark)) != mark.encode():
-            raise InputError(f"The page {path} exists and is not a run report. Name another file with --output.")
+    if read_start(path, len(mark)) != mark:
+        raise InputError(f"The page {path} exists and is not a run report. Name another file with --output.")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def make_table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell
     def cell(row: Row, column: str | Cell) -> str:
         if not isinstance(column, str):
             return column(row)
-        value = row[column]
-        return f"{value:,}" if isinstance(value, int) else str(value)
+        value = row.get(column)
+        return NONE if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
     cells = [[cell(row, column) for column in columns.values()] for row in rows]
     return Table(title, list(columns), cells, remarks)

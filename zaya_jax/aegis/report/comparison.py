@@ -35,8 +35,10 @@ def loss(runs: Sequence[RunData]) -> Plot:
         faults = [step for step in faults if isinstance(step, int) and step >= 0]
         skips = [skip.step for skip in run.metrics.skips]
         for steps, name, symbol in ((skips, "skipped step", "x"), (faults, "fault", "triangle-down")):
-            if steps:
-                marks.append(_mark(steps[:_MARKS], f"{name}{label}", hue, symbol, index))
+            if steps := steps[:_MARKS]:
+                marker, top = {"symbol": symbol, "size": 10, "color": hue}, [0.97] * len(steps)
+                look = {"mode": "markers", "yaxis": "y2", "marker": marker, "hoverinfo": "x+name"}
+                marks.append(scatter(steps, top, f"{name}{label}", index, **look))
     longest = max(runs, key=lambda run: run.metrics.steps[-1])
     line = longest.metrics.line("step")
     traces += [level(line, nats, name, dash, longest.index) for name, nats, dash in _compressors(runs)] + marks
@@ -141,12 +143,6 @@ def utilization(runs: Sequence[RunData]) -> Plot | str:
     return (MFU if any(run.timings.line("mfu").steps for run in runs) else FLOPS).plot(runs)
 
 
-def _mark(steps: Sequence[int], name: str, hue: str, symbol: str, run: int) -> dict[str, Any]:
-    marker = {"symbol": symbol, "size": 10, "color": hue}
-    heights = [0.97] * len(steps)
-    return scatter(list(steps), heights, name, run, mode="markers", yaxis="y2", marker=marker, hoverinfo="x+name")
-
-
 def _compressors(runs: Sequence[RunData]) -> list[tuple[str, float, str]]:
     """Return label, nats per held-out token and dash of gzip and xz, once for runs in which they agree."""
     levels: dict[tuple[str, float], list[str]] = {}
@@ -164,7 +160,6 @@ def _boundaries(runs: Sequence[RunData]) -> list[tuple[int, int]]:
 
 
 def _phases(runs: Sequence[RunData]) -> str:
-    """Return a sentence about the dotted lines."""
     names = []
     for run in runs:
         if run.boundaries:

@@ -117,22 +117,20 @@ class History:
                 self.skips.append(Skip(step, str(row["skip"]), text))
         for name, value in row.items():
             if name in _LAYERS:
-                self._add_layers(step, name, _numbers(value))
+                known = [number for number in _numbers(value) if math.isfinite(number)]
+                for part, reduce in _LAYERS[name] if known else ():
+                    self.lines[name, part].add(step, reduce(known))
+                if known and name == "load_entropy":
+                    self.entropy.add(step, _numbers(value))
             elif isinstance(value, dict):
                 for part, inner in value.items():
                     self.lines[name, part].add(step, _number(inner))
             elif value is None or isinstance(value, int | float):
                 self.lines[name].add(step, _number(value))
-        counts = [_numbers(layer) for layer in _list(row.get("expert_counts"))]
+        layers = row.get("expert_counts")
+        counts = [_numbers(layer) for layer in layers] if isinstance(layers, list) else []
         if counts and all(len(layer) > 1 and len(layer) == len(counts[0]) for layer in counts):
             self.loads.add(step, [_over_uniform(layer[:-1]) for layer in counts])
-
-    def _add_layers(self, step: int, name: str, values: list[float]) -> None:
-        known = [value for value in values if math.isfinite(value)]
-        for part, reduce in _LAYERS[name] if known else ():
-            self.lines[name, part].add(step, reduce(known))
-        if known and name == "load_entropy":
-            self.entropy.add(step, values)
 
 
 def _over_uniform(counts: list[float]) -> list[float]:
@@ -148,11 +146,7 @@ def _number(value: Any) -> float:
 
 
 def _numbers(values: Any) -> list[float]:
-    return [_number(value) for value in _list(values)]
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return [_number(value) for value in values] if isinstance(values, list) else []
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ from zaya_jax.aegis.report.curves import Line, significant, thin
 from zaya_jax.run.figures import FAINT, smoothed
 
 # A color means the same run, source or role in all plots. Color-blind readers can distinguish the first ones.
-COLORS = (
+_COLORS = (
     "#0072b2",
     "#d55e00",
     "#009e73",
@@ -41,7 +41,7 @@ class Plot(NamedTuple):
 
 def color(index: int) -> str:
     """Return the color of a run, source or role."""
-    return COLORS[index % len(COLORS)]
+    return _COLORS[index % len(_COLORS)]
 
 
 def plain(name: str) -> str:
@@ -103,16 +103,10 @@ def make_figure(
     boundaries: Iterable[tuple[int, int]] = (),
     **layout: Any,
 ) -> dict[str, Any]:
-    """Make a figure.
+    """Make a figure with the labels `x` and `y` of the axes; those in `integers`, such as 'xy', have integer values.
 
-    Args:
-      traces: lines and markers.
-      y: label of the y axis, with its unit.
-      x: label of the x axis.
-      integers: axes with values that are integers, such as 'xy'.
-      scale: of the y axis: as far as the data, from zero, or logarithmic.
-      boundaries: index of a run and step after which a phase starts, for vertical lines.
-      **layout: plotly's, in addition.
+    The y axis reaches as far as the data, or from zero, or is logarithmic. `boundaries` are index of a run and step
+    after which a phase starts, for vertical lines; `layout` is plotly's, in addition.
     """
     named = sum(bool(each.get("showlegend", True)) for each in traces)
     axis = {"automargin": True, "gridcolor": "#e4e4e4", "zeroline": False, "linecolor": "#888", "ticks": "outside"}

@@ -137,11 +137,7 @@ def flatten_settings(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_runs(paths: Sequence[str]) -> list[RunData]:
-    """Read runs.
-
-    Raises:
-      InputError: a path is not a run folder, its configuration is damaged, or it has no steps yet.
-    """
+    """Read runs; `InputError` if a path is not a run folder, its configuration is damaged, or it has no steps yet."""
     runs = [open_run(path) for path in paths]
     names = _names([run.folder for run in runs])
     return [_read(run, index, name) for index, (run, name) in enumerate(zip(runs, names, strict=True))]
@@ -203,14 +199,9 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _is_heldout(record: Any) -> TypeGuard[dict[str, dict[str, Any]]]:
-    return (
-        isinstance(record, dict)
-        and len(record) > 0
-        and all(
-            isinstance(text, dict) and all(isinstance(text.get(key), int) for key in ("tokens", "bytes"))
-            for text in record.values()
-        )
-    )
+    texts = list(record.values()) if isinstance(record, dict) else []
+    sizes = [text.get(key) if isinstance(text, dict) else None for text in texts for key in ("tokens", "bytes")]
+    return len(sizes) > 0 and all(isinstance(size, int) for size in sizes)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

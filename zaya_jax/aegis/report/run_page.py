@@ -1,6 +1,7 @@
 """Plots of one run: losses by source, norms by role, experts by layer, and where the time went."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from zaya_jax.aegis.goodput import BUCKETS
@@ -16,8 +17,7 @@ _ROLES = ("attention", "router", "expert", "embedding", "convolution", "norm", "
 
 def loss_by_source(run: RunData) -> Plot | str | None:
     """Plot training and held-out loss of each source; None if there is only one."""
-    sources = run.metrics.parts("loss_by_source")
-    held = run.metrics.parts("heldout_loss_by_source")
+    sources, held = (run.metrics.parts(name) for name in ("loss_by_source", "heldout_loss_by_source"))
     if len(sources) < 2 and len(held) < 2:
         return None
     traces = list[dict[str, Any]]()
@@ -34,10 +34,8 @@ def bits_per_byte(run: RunData) -> Plot | str:
     held = enumerate(run.heldout_bits.items())
     traces = [evaluated(line, source, color(index), run.index) for index, (source, line) in held]
     if not traces:
-        return (
-            "Held-out bits per byte are not shown: the run has not recorded the size of its held-out text. Let the "
-            f"run end, or run python -m zaya_jax.evaluate {run.path}."
-        )
+        how = f"Let the run end, or run python -m zaya_jax.evaluate {run.path}."
+        return f"Held-out bits per byte are not shown: the run has not recorded the size of its held-out text. {how}"
     for name, dash in DASHES.items():
         if name in run.baselines:
             label = name.replace("_given_train", " after the training text")
@@ -45,25 +43,16 @@ def bits_per_byte(run: RunData) -> Plot | str:
     return Plot("Held-out bits per byte", make_figure(traces, "held-out loss (bits/byte)", boundaries=run.boundaries))
 
 
-def gradient_norms(run: RunData) -> Plot | str:
-    """Plot the norm of the gradient of each role of parameters."""
-    return _norms(run, "grad_norm_by_role", "Gradient norm by role")
-
-
-def update_norms(run: RunData) -> Plot | str:
-    """Plot the norm of the update of each role of parameters."""
-    return _norms(run, "update_norm_by_role", "Update norm by role")
-
-
-def _norms(run: RunData, metric: str, title: str) -> Plot | str:
-    traces = list[dict[str, Any]]()
-    for index, role in enumerate(dict.fromkeys([*_ROLES, *run.metrics.parts(metric)])):
-        line = run.metrics.line(metric, role)
-        if any(value > 0 for value in line.values):  # the axis is logarithmic
-            traces += noisy(line, role, color(index), run.index)
-    if not traces:
-        return f"{title} is not shown: {METRICS} does not record it."
-    return Plot(title, make_figure(traces, title.lower(), scale="log", boundaries=run.boundaries))
+def norms(run: RunData) -> Iterator[Plot | str]:
+    """Plot the norm of the gradient, and that of the update, of each role of parameters."""
+    for metric, what in (("grad_norm_by_role", "Gradient"), ("update_norm_by_role", "Update")):
+        title, traces = f"{what} norm by role", list[dict[str, Any]]()
+        for index, role in enumerate(dict.fromkeys([*_ROLES, *run.metrics.parts(metric)])):
+            line = run.metrics.line(metric, role)
+            if any(value > 0 for value in line.values):  # the axis is logarithmic
+                traces += noisy(line, role, color(index), run.index)
+        plot = Plot(title, make_figure(traces, title.lower(), scale="log", boundaries=run.boundaries))
+        yield plot if traces else f"{title} is not shown: {METRICS} does not record it."
 
 
 def entropy_by_layer(run: RunData) -> Plot | str:
@@ -90,28 +79,17 @@ def expert_load(run: RunData) -> Plot | str:
     experts, layers = len(kept.items[-1][0]), len(kept.items[-1])
     maps = [[[_log2(load) for load in layer] for layer in loads] for loads in kept.items]
     names = list(map(str, kept.steps))
-    heat = heat_map(
-        list(range(experts)),
-        layers,
-        maps[-1],
-        (-_LOG_RANGE, _LOG_RANGE),
-        "load over<br>uniform",
-        colorscale="RdBu",
-        reversescale=False,
-        colorbar={"tickvals": [-2, -1, 0, 1, 2], "ticktext": ["≤ 1/4", "1/2", "1", "2", "≥ 4"]},
-        hovertemplate="layer %{y}, expert %{x}: 2^%{z:.2f} × uniform<extra></extra>",
-        xgap=1,
-        ygap=1,
-    )
+    hover = "layer %{y}, expert %{x}: 2^%{z:.2f} × uniform<extra></extra>"
+    bar = {"tickvals": [-2, -1, 0, 1, 2], "ticktext": ["≤ 1/4", "1/2", "1", "2", "≥ 4"]}
+    look = {"colorscale": "RdBu", "colorbar": bar, "hovertemplate": hover, "xgap": 1, "ygap": 1}
+    limits = (-_LOG_RANGE, _LOG_RANGE)
+    heat = heat_map(list(range(experts)), layers, maps[-1], limits, "load over<br>uniform", **look)
     jump = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
     slider = {
         "active": len(names) - 1,
         "steps": [{"label": name, "method": "animate", "args": [[name], jump]} for name in names],
         "currentvalue": {"prefix": "step ", "font": {"color": "#222", "size": 13}},
-        "pad": {"t": 48, "b": 4},
-        "ticklen": 0,
-        "minorticklen": 0,
-        "font": {"color": "#fff"},
+        **{"pad": {"t": 48, "b": 4}, "ticklen": 0, "minorticklen": 0, "font": {"color": "#fff"}},
     }
     figure = make_figure([heat], "layer", x="expert", integers="xy", showlegend=False, sliders=[slider])
     frames = zip(names, maps, strict=True)
@@ -125,15 +103,14 @@ def goodput(run: RunData) -> Plot | str:
     """Plot where the time of each supervised node went."""
     if not run.nodes:
         return f"Goodput is not shown: {run.name} was not run under python -m zaya_jax.aegis run."
-    names = list(map(plain, run.nodes))
-    nodes = [node["goodput"]["buckets"] for node in run.nodes.values()]
-    traces = []
+    names, traces = list(map(plain, run.nodes)), list[dict[str, Any]]()
     for index, bucket in enumerate(BUCKETS):
-        seconds, name = [buckets.get(bucket, 0.0) for buckets in nodes], bucket.replace("_", " ")
+        seconds = [node["goodput"]["buckets"].get(bucket, 0.0) for node in run.nodes.values()]
         if any(seconds):
-            hover, look = f"%{{x:,.1f}} s<extra>{name}</extra>", {"type": "bar", "orientation": "h", "name": name}
-            bar = {"y": names, "x": list(map(significant, seconds)), "marker": {"color": color(index)}}
-            traces.append({**look, **bar, "hovertemplate": hover})
+            name = bucket.replace("_", " ")
+            look = {"type": "bar", "orientation": "h", "name": name, "marker": {"color": color(index)}}
+            hover = f"%{{x:,.1f}} s<extra>{name}</extra>"
+            traces.append({**look, "y": names, "x": list(map(significant, seconds)), "hovertemplate": hover})
     figure = make_figure(traces, "", x="time (s)", integers="", barmode="stack")
     figure["layout"]["height"] += 32 * len(names) - 220
     figure["layout"]["xaxis"]["tickformat"] = ","

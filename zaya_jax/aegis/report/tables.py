@@ -2,17 +2,23 @@
 
 import contextlib
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis.report.run_data import DAMAGE, RunData
-from zaya_jax.config.checks import counted, list_counts
+from zaya_jax.aegis.report.run_data import DAMAGE, RunData, flatten_settings
+from zaya_jax.config import load_config, to_dict
+from zaya_jax.config.checks import counted, list_counts, shown
+from zaya_jax.config.weight_source import HF
+from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity
 
 _MOST = 200  # rows of a table
 Facts = Iterator[tuple[str, str]]  # label and text
-_PARAMS = "params."  # how the names of parameters start in a checkpoint
 
 
 def overview(runs: Sequence[RunData]) -> Table:
@@ -69,7 +75,6 @@ def _whole(value: float | None) -> str:
 
 
 def _mean(run: RunData, name: str) -> float | None:
-    """Return the mean over the time of the steps."""
     pairs = zip(run.timings.line("seconds").values, run.timings.line(name).values, strict=False)
     known = [pair for pair in pairs if all(map(math.isfinite, pair))]
     total = sum(seconds for seconds, _ in known)
@@ -103,7 +108,7 @@ def _checkpoints(run: RunData) -> Facts:
     yield "checkpoints", ", ".join([*parts, f"{quarantined} quarantined"] if quarantined else parts)
     manifest = next((checkpoint.manifest for checkpoint in reversed(run.checkpoints) if checkpoint.manifest), None)
     leaves, environment = (manifest.leaves, manifest.metadata.get("environment", {})) if manifest else ({}, {})
-    shapes = [leaf["shape"] for name, leaf in leaves.items() if name.startswith(_PARAMS)]
+    shapes = [leaf["shape"] for name, leaf in leaves.items() if name.startswith("params.")]
     size = f"{sum(map(math.prod, shapes)):,}{' in adapters' if run.config.get('lora') else ''}"
     yield "parameters", size if shapes else NONE
     count = f"{environment['devices']} × " if "devices" in environment else ""
@@ -129,33 +134,22 @@ def checkpoints(run: RunData) -> Table:
         flags = [name for name in ("verified", "pinned", "superseded") if row[f"is_{name}"]]
         return row["problem"] or ", ".join(flags) or NONE
 
-    columns = {
-        "held-out (nats/token)": _digits("heldout_loss"),
-        "size (MB)": quantity("size", unit=1e6),
-        "notes": notes,
-    }
+    size, heldout = quantity("size", unit=1e6), _digits("heldout_loss")
+    columns = _same("step", "phase", "tokens") | {"held-out (nats/token)": heldout, "size (MB)": size, "notes": notes}
     remarks = [f"Quarantined: {', '.join(run.quarantined)}."] if run.quarantined else []
     if len(run.checkpoints) > _MOST:
         remarks.append(f"This table shows the last {_MOST} of {len(run.checkpoints):,}.")
     kept = [checkpoint._asdict() for checkpoint in run.checkpoints[-_MOST:]]
-    return _table("Checkpoints", kept, _same("step", "phase", "tokens") | columns, *remarks)
+    return _table("Checkpoints", kept, columns, *remarks)
 
 
 def faults(run: RunData) -> list[Table]:
     """List the faults that supervisors saw, and how each supervisor ended."""
     rows = [{"node": name, **fault} for name, node in run.nodes.items() for fault in node["faults"]]
     ends = [{"node": name, **node["verdict"]} for name, node in run.nodes.items() if node["verdict"]]
-    columns = {
-        **_same("time", "node"),
-        "class": "fault",
-        "fault": "code",
-        "process": "rank",
-        "after step": "step",
-        "action": "action",
-        "detected after (s)": quantity("detect_seconds", unit=1.0),
-        "next step after (s)": quantity("recover_seconds", unit=1.0),
-        "evidence": "text",
-    }
+    columns = {**_same("time", "node"), "class": "fault", "fault": "code", "process": "rank", "after step": "step"}
+    columns |= {"action": "action", "detected after (s)": quantity("detect_seconds", unit=1.0)}
+    columns |= {"next step after (s)": quantity("recover_seconds", unit=1.0), "evidence": "text"}
     verdict = {"node": "node", "exit code": "exit_code", "meaning": "meaning", "reason": "why"}
     return [_table("Faults", rows, columns), _table("How the supervisors ended", ends, verdict)]
 
@@ -185,45 +179,24 @@ def evaluations(run: RunData) -> list[Table]:
         for task, result in _items(record.get("tasks")):
             for metric, value in _items(result.get("metrics")):
                 tasks.append(origin | {"name": task, "metric": metric.removesuffix(",none")} | value)
-    text_columns = {
-        "step": "step",
-        "text": "name",
-        "nats/token": _digits("nats_per_token"),
-        "perplexity": quantity("perplexity", unit=1.0),
-        "bits/byte": _digits("bits_per_byte"),
-        **_same("tokens", "bytes", "file"),
-    }
+    perplexity, nats, bits = quantity("perplexity", unit=1.0), _digits("nats_per_token"), _digits("bits_per_byte")
+    losses = {"nats/token": nats, "perplexity": perplexity, "bits/byte": bits}
+    text_columns = {"step": "step", "text": "name", **losses, **_same("tokens", "bytes", "file")}
     scores = {"score": _digits("value"), "standard error": _digits("stderr"), "file": "file"}
-    return [
-        _table("Evaluations of texts", texts, text_columns),
-        _table("Evaluations of tasks", tasks, {"step": "step", "task": "name", "metric": "metric", **scores}),
-    ]
+    task_columns = {"step": "step", "task": "name", "metric": "metric", **scores}
+    return [_table("Evaluations of texts", texts, text_columns), _table("Evaluations of tasks", tasks, task_columns)]
 
 
 def _table(title: str, rows: Sequence[Row], columns: Mapping[str, str | Cell], *remarks: str) -> Table:
-    """Make a table of the first rows, with '–' for what a row does not have."""
-    cells = {head: _text(cell) if isinstance(cell, str) else cell for head, cell in columns.items()}
     more = [f"This table shows the first {_MOST} of {len(rows):,}."] if len(rows) > _MOST else []
-    return make_table(title, rows[:_MOST], cells, *remarks, *more)
+    return make_table(title, rows[:_MOST], columns, *remarks, *more)
 
 
 def _same(*keys: str) -> dict[str, str | Cell]:
-    """Return columns whose heads are their keys."""
     return {key: key for key in keys}
 
 
-def _text(key: str) -> Cell:
-    """Return a cell that shows the value at `key`, whatever it is; '–' if there is none."""
-
-    def cell(row: Row) -> str:
-        value = row.get(key)
-        return NONE if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-    return cell
-
-
 def _digits(key: str) -> Cell:
-    """Return a cell with four decimals; '–' if there is no number."""
     return lambda row: f"{row[key]:.4f}" if isinstance(row.get(key), int | float) else NONE
 
 
@@ -237,3 +210,62 @@ def duration(seconds: float) -> str:
         return f"{number(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def between_runs(runs: Sequence[RunData]) -> Table:
+    """List the settings in which runs differ."""
+    return _differences("Settings that differ between the runs", _by_name(runs))
+
+
+def from_parents(run: RunData) -> Iterator[Table]:
+    """List the settings in which a run differs from those whose weights it started from."""
+    for key in ("resume_from", "init_from"):
+        source = run.config.get(key)
+        if not isinstance(source, str):
+            continue
+        title, why = f"Differences from {key}={source}", f"{source} has no {CONFIG}, so its settings are unknown."
+        try:
+            if (parent := _run_folder(source)) is not None:
+                settings = {source: flatten_settings(read_config(parent)), run.name: flatten_settings(run.config)}
+                yield _differences(title, settings)
+                continue
+        except InputError as error:
+            why = str(error)
+        why = "A transformers folder has no training settings." if source.startswith(HF) else why
+        yield Table(title, [], [], (why,))
+
+
+def from_file(runs: Sequence[RunData], path: str) -> Table:
+    """List the settings in which runs differ from a configuration file; InputError if it is invalid."""
+    settings = flatten_settings(to_dict(load_config(path)))
+    return _differences(f"Differences from {path}", {path: settings} | _by_name(runs))
+
+
+def changes(run: RunData) -> Table:
+    """List the settings that changed when a run resumed."""
+    rows = list[list[str]]()
+    for change in run.changes:
+        rows += [[f"{change['step']:,}", key, shown(old), shown(new)] for key, (old, new) in change["changes"].items()]
+    return Table("Settings that changed on resuming", ["after step", "key", "old", "new"], rows)
+
+
+def _differences(title: str, settings: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Make a table of the keys whose values differ."""
+    keys = dict.fromkeys(key for each in settings.values() for key in each)
+    texts = {key: [shown(each[key]) if key in each else NONE for each in settings.values()] for key in keys}
+    rows = [[key, *values] for key, values in texts.items() if len(set(values)) > 1]
+    return Table(title, ["key", *settings], rows, () if rows else ("No settings differ.",))
+
+
+def _by_name(runs: Sequence[RunData]) -> dict[str, dict[str, Any]]:
+    return {run.name: flatten_settings(run.config) for run in runs}
+
+
+def _run_folder(source: str) -> Path | None:
+    """Return the run folder in RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP; None if it is not there."""
+    for text in (source, source.rpartition("@")[0]):
+        folder = Path(os.path.expanduser(text))
+        folder = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+        if text and os.path.exists(folder / CONFIG):  # unlike Path.exists, never raises
+            return folder
+    return None
