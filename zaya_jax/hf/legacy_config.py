@@ -62,18 +62,8 @@ _WRITTEN = {  # theirs: ours
     "initializer_range": "init_std",
 }
 
-_READ = {
-    *_WRITTEN,
-    "num_hidden_layers",
-    "num_query_groups_list",
-    "ffn_hidden_size",
-    "ffn_hidden_size_list",
-    "zaya_layers",
-    "cca_num_q_heads",
-    "swa_layers",
-    "rotary_base",
-    "rope_pct",
-}
+_READ = {*_WRITTEN, "num_hidden_layers", "num_query_groups_list", "ffn_hidden_size", "ffn_hidden_size_list"}
+_READ |= {"zaya_layers", "cca_num_q_heads", "swa_layers", "rotary_base", "rope_pct"}
 
 
 def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:

@@ -12,6 +12,7 @@ from zaya_jax.run.tokenizer import (
     SPECIAL_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    known,
     special_ids,
     tokenizer_files,
     tokenizer_settings,
@@ -55,8 +56,6 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
         if SPECIAL_MAP in files:  # it names the tokens
             defaults = {key: value for key, value in defaults.items() if not key.endswith("_token")}
         files[TOKENIZER_CONFIG] = json_text(defaults | settings)
-    generation = {key: value for key, value in generation.items() if value is not None}
-    known = {key: value for key, value in ids.items() if value is not None}
-    if files and known.keys() - generation.keys():
-        files[GENERATION] = json_text(known | generation)
+    if files and known(ids).keys() - known(generation).keys():
+        files[GENERATION] = json_text(known(ids) | known(generation))
     return files, ids
