@@ -149,8 +149,7 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
         case "verify-hf":
             from zaya_jax.weights.verify import verify_hf
 
-            verification = verify_hf(options.folder)
-            return str(verification).splitlines(), verification.good
+            return verify_hf(options.folder)
     from zaya_jax.checkpoint import commands
 
     match options.verb:

@@ -110,9 +110,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
 
     The last checkpoint of each phase is always kept. Checkpoints are verified from the newest down until one is intact,
     which is never removed. Damaged checkpoints newer than it stay and do not count towards `config.keep`.
-
-    Raises:
-      InputError: a number is out of range, the run is being trained, or no checkpoint is intact.
+    `InputError` if a number is out of range, the run is being trained, or no checkpoint is intact.
     """
     config.check()
     run = open_run(path)
@@ -145,8 +143,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
 def rollback(path: Path, step: int) -> str:
     """Quarantine the checkpoints after `step`, so that the run resumes from that step; say which.
 
-    Raises:
-      InputError: the run is being trained, or has no intact checkpoint of that step.
+    `InputError` if the run is being trained, or has no intact checkpoint of that step.
     """
     folder = open_run(path).folder / CHECKPOINTS
     with lock_folder(folder.parent):

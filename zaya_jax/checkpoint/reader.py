@@ -90,11 +90,7 @@ class CheckpointReader:
 
 
 def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
-    """Open a checkpoint for reading, without verifying its array data.
-
-    Raises:
-      InputError: the manifest or a file's size shows damage.
-    """
+    """Open a checkpoint without verifying its arrays; `InputError` if its manifest or a file's size shows damage."""
     manifest = read_manifest(folder)
     return manifest, CheckpointReader(folder, manifest.leaves, manifest.files)
 
@@ -150,10 +146,7 @@ def wrong_parts(
 def verify_checkpoint(folder: Path) -> list[str]:
     """Read a whole checkpoint and list its damage; an empty list means it is intact.
 
-    For a checkpoint saved without digests, only the names and sizes of files are checked.
-
-    Raises:
-      InputError: the checkpoint has a newer format.
+    Without digests, only the names and sizes of files are checked. `InputError` if the checkpoint has a newer format.
     """
     try:
         manifest = retried(lambda: read_manifest(folder))

@@ -89,11 +89,7 @@ def _is_number(value: Any) -> bool:
 
 
 def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
-    """Parse the architecture of a `config.json` with the content `tree` and the path `where`.
-
-    Raises:
-      InputError: a key is missing, or its value is not supported.
-    """
+    """Parse the architecture in the `config.json` at `where`; `InputError` if a key is missing or not supported."""
     file = ConfigFile(tree, where)
     file.require_zaya(_FIXED)
     sizes = {ours: file.whole(theirs) for ours, theirs in _SIZES.items()}
@@ -149,11 +145,7 @@ def _rope(file: ConfigFile, types: list[str]) -> tuple[dict[str, float], float]:
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of `config.json` for `transformers`.
-
-    Raises:
-      InputError: the architecture is an ablation that `transformers` cannot represent.
-    """
+    """Return the content of `config.json`; `InputError` for an ablation that `transformers` cannot represent."""
     theirs = {kind: name for name, kind in _KINDS.items()}
     pattern = config.period * config.num_groups
     ropes = {"full": config.rope_base, "sliding": config.sliding_rope_base}

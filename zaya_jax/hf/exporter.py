@@ -73,10 +73,9 @@ def stored_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 
 def save_pretrained(model: Zaya, folder: str | Path, layout: Layout = "hf") -> None:
-    """Write `model` as a `transformers` folder, in the dtype of its embedding.
+    """Write `model` as a `transformers` folder, in the dtype of its embedding; raises like `write_folder`.
 
-    Raises:
-      InputError: see `write_folder`; or the model is `unrolled`.
+    `InputError` also if the model is `unrolled`.
     """
     if len(model.blocks) != len(model.config.layer_kinds):
         raise InputError("This model was unrolled to generate. Save the model that it was made from.")
@@ -166,10 +165,8 @@ _WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", "model.safeten
 def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterator[Path]:
     """Yield a temporary folder, which takes the name `folder` at the end, or is removed on failure.
 
-    After the block, `files` are added: name → file to copy or text to write.
-
-    Raises:
-      InputError: `folder` is not empty, or `FOLDER.partial` was not left by an interrupted export.
+    After the block, `files` are added: name → file to copy or text to write. `InputError` if `folder` is not empty, or
+    `FOLDER.partial` was not left by an interrupted export.
     """
     folder = resolved(expanded(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

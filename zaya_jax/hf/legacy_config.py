@@ -67,11 +67,7 @@ _READ |= {"zaya_layers", "cca_num_q_heads", "swa_layers", "rotary_base", "rope_p
 
 
 def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
-    """Parse the architecture of a legacy folder's `config.json`, see `from_hf`.
-
-    Raises:
-      InputError: a key is missing or unknown, or its value is not supported.
-    """
+    """Parse the architecture in a legacy `config.json`, see `from_hf`; unknown keys of ZAYA are rejected, too."""
     file = ConfigFile(tree, where)
     file.require_zaya(_FIXED)
     for key in tree:
@@ -169,11 +165,7 @@ def _windows(file: ConfigFile, sublayers: int) -> tuple[tuple[AttentionKind, ...
 
 
 def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of a legacy `config.json`, in the released 8B's dialect.
-
-    Raises:
-      InputError: the legacy layout cannot represent the architecture.
-    """
+    """Return the content of a `config.json` in the released 8B's dialect; `InputError` if it cannot represent it."""
     described = header(config, dtype, _FIXED)
     pattern = config.period * config.num_groups
     sliding = "sliding" in pattern

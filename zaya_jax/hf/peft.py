@@ -5,7 +5,6 @@
 and the module is wrapped once for each parameter, the first one innermost (`peft.tuners.lora.layer.ParamWrapper`).
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ def write_peft_folder(folder: str | Path, config: ModelConfig, lora: LoraConfig,
     """
     kind = stored_dtype(dtype)
     to_hf(config, kind.name)  # raises for an architecture that `transformers` does not have
-    matrices = list(_adapted(config))
+    role = roles(abstract_model(config))
+    matrices = [tensor for tensor in tensors(config) if role.get(tensor.leaf) in ADAPTED]
     files, _ = complete_tokenizer_files(carry)
     files["adapter_config.json"] = json_text(_adapter_config(matrices, lora, base))
     rows = [row for matrix in matrices for row in adapter_tensors(matrix, lora.rank)]
@@ -60,12 +60,6 @@ def adapter_tensors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     )
     return (Tensor(name.format("A"), name_a, matrix.group, (e * rank, width), *to_a),
             Tensor(name.format("B"), name_b, matrix.group, (out, rank * e), *to_b))  # fmt: skip
-
-
-def _adapted(config: ModelConfig) -> Iterator[Tensor]:
-    """Yield the tensors of a folder that have adapters."""
-    role = roles(abstract_model(config))
-    return (tensor for tensor in tensors(config) if role.get(tensor.leaf) in ADAPTED)
 
 
 def _adapter_config(matrices: list[Tensor], lora: LoraConfig, base: str) -> dict[str, Any]:

@@ -25,15 +25,9 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
     A file is added, or keys to it, if `transformers` would otherwise guess: without `tokenizer_class` it loads a Gemma
     tokenizer, without `eos_token_id` text ends at Gemma's. A value that is present stays.
 
-    Args:
-      folder: a run's `tokenizer/`, a `transformers` folder or a folder of prepared data; None for no files.
-
-    Returns:
-      Name → file to copy or text to write; and `bos_token_id`, `eos_token_id` and `pad_token_id` for `config.json`,
-      null where unknown.
-
-    Raises:
-      InputError: `folder` is not a folder, a file cannot be read, or it is unknown which token ends a text.
+    The `folder` is a run's `tokenizer/`, a `transformers` folder or one of prepared data; None for no files. Returns
+    name → file to copy or text to write; and `bos_token_id`, `eos_token_id` and `pad_token_id` for `config.json`, null
+    where unknown. `InputError` if `folder` is no folder, a file cannot be read, or no token is known to end a text.
     """
     if folder is None:
         return {}, special_ids(None)

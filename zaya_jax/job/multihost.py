@@ -49,10 +49,8 @@ def join(
     The launcher tells the `coordinator` (HOST:PORT of process 0), the number of `processes` and the index `process`,
     unless all three are given. The others have `join_seconds` to connect. Later, one that is silent for `peer_timeout`
     seconds ends this process, with an exit record in `progress`. A `folder` that all processes share, or the user's
-    cache, hands on the secret of the job.
-
-    Raises:
-      InputError: only some of the three are given, one is invalid, or `connect_processes` fails.
+    cache, hands on the secret of the job. `InputError` if only some of the three are given, one is invalid, or
+    `connect_processes` fails.
     """
     if (job := _find_job(coordinator, processes, process, join_seconds)) is None:
         return None

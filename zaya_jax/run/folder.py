@@ -84,11 +84,9 @@ def why_unlocked(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
 def lock_run(config: Config) -> Iterator[Path]:
     """Create and lock `config.run_dir` during the block, and remove partial files of killed processes from it.
 
-    At the end, removes the folder if this call created it and it holds only the lock, as after a refused run.
-
-    Raises:
-      InputError: another process holds the lock, or the folder contains a run with a different configuration, without
-        one, or without the checkpoints that it had; the folder is left unchanged.
+    At the end, removes the folder if this call created it and it holds only the lock, as after a refused run. Raises
+    `InputError`, and leaves the folder unchanged, if another process holds the lock, or the folder contains a run with
+    a different configuration, without one, or without the checkpoints that it had.
     """
     folder = run_folder(config)
     existed = folder.exists()

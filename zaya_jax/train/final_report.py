@@ -20,11 +20,7 @@ from zaya_jax.train.memory import out_of_memory
 
 
 def report(config: Config, result: TrainResult) -> str:
-    """Write `summary.json` into the run folder, and return its contents as a few lines of text.
-
-    Raises:
-      Superseded: other processes have resumed the run.
-    """
+    """Write `summary.json` into the run folder, unless that raises `Superseded`; return it as a few lines of text."""
     results = summary(config, result)
     path, lines = result.run_dir / SUMMARY, []
     if is_primary():

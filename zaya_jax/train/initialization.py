@@ -52,10 +52,8 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
     """Make the state before the first step, sharded for the phase of `program`, in which the run starts.
 
     Parameters, balancing biases and, if saved, the optimizer state are those of `weights` (`init_from`), or drawn from
-    the seed. Adapters are drawn, and their balancing biases are those of `base`.
-
-    Raises:
-      InputError: the optimizer state does not fit, or the weights are damaged.
+    the seed. Adapters are drawn, and their balancing biases are those of `base`. `InputError` if the optimizer state
+    does not fit, or the weights are damaged.
     """
     config, abstract = program.config, program.abstract_state
     if weights is not None:

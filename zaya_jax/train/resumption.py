@@ -91,8 +91,7 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
 def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> TrainState:
     """Restore the full state of the run `resume_from` for a new run folder, and set the position of `batches`.
 
-    Raises:
-      InputError: there is no such checkpoint, or it does not fit `config`.
+    `InputError` if there is no such checkpoint, or it does not fit `config`.
     """
     name, folder = f"resume_from={config.resume_from}", checkpoint_folder(config.resume_from or "", "resume_from")
 

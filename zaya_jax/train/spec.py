@@ -32,8 +32,7 @@ class PhaseSpec:
     def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
         """Return (micro-batches, sequences of a micro-batch over all devices, tokens of a sequence).
 
-        Raises:
-          InputError: the sequences of a step do not divide into micro-batches on these devices.
+        `InputError` if the sequences of a step do not divide into micro-batches on these devices.
         """
         phase, shards = self.config.phases[stage.phase], batch_shards(self.placement.mesh)
         micro = micro_batch(self.config, stage, shards)

@@ -52,8 +52,7 @@ class StepLogger:
     def record(self, scores: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Wait for the last step that was started, and record it with the `scores` of the model after it.
 
-        Raises:
-          RunStopped: too many steps in a row were skipped.
+        `RunStopped` if too many steps in a row were skipped.
         """
         self.wait()
         if self._done is None:
@@ -100,9 +99,7 @@ def throughput(
 ) -> dict[str, Any]:
     """Compute the speed of `step`, counted from 1, which took `seconds`, with `tokens` in the loss.
 
-    Returns:
-      `tokens_per_second`; `flops_per_second`, with head and attention, without recomputation; and `mfu`, None if the
-      peak of the devices is not known.
+    FLOPs include head and attention, without recomputation; `mfu` is None if the peak of the devices is not known.
     """
     speed, context, peak = tokens / max(seconds, 1e-9), stage_at(config, step - 1).context, peak_flops(device_kind)
     flops = speed * training_flops_per_token(config.model, context, frozen_head=config.lora is not None)

@@ -33,11 +33,8 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
 
     Args:
       sources: at least two checkpoints, RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP.
-      output: new run folder; `init_from` and `export_hf` accept it.
+      output: new run folder, which `init_from` and `export_hf` accept; the folder of its checkpoint is returned.
       base: base model of the adapters; None uses `init_from` of the newest checkpoint's run.
-
-    Returns:
-      The folder of the new checkpoint; its step is that of the newest one.
 
     Raises:
       InputError: a checkpoint is damaged, their arrays or base models differ, or `output` cannot be written.

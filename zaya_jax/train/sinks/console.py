@@ -16,13 +16,14 @@ from zaya_jax.errors import printable
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.run.command_output import Unescaped
+from zaya_jax.run.metrics import MetricSink
 
 _LONG = 900  # seconds; for longer runs on a CPU, the console says how to shorten them
 _SHORT = 300  # seconds of the shortened run
 
 
-class ConsoleReport:
-    """A `MetricSink` that prints a line every `train.log_every` steps and shows a progress bar on a terminal.
+class ConsoleReport(MetricSink):
+    """Prints a line every `train.log_every` steps and shows a progress bar on a terminal.
 
     A line has loss, bits per byte, evaluation scores, tokens/s, MFU (or FLOP/s), expert-load entropy and ETA.
     """
@@ -106,10 +107,6 @@ class ConsoleReport:
         tokens = max(warmup, tokens_before(self._config, step) + round(left * _SHORT / eta / batch + 0.5) * batch)
         advice = f"stop it and start it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir"
         self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, {advice}.")
-
-    def sync(self) -> str:
-        """Do nothing: no file is written."""
-        return ""
 
     def close(self) -> None:
         """Remove the bar."""

@@ -14,7 +14,7 @@ from zaya_jax.run.writing import make_folder
 _PATIENCE = 20  # times as long as an attempt to open a sink took, until the next one: it takes 5 % of the time at most
 
 
-class Mirror:
+class Mirror(MetricSink):
     """Passes the rows of a run to a sink. If the sink fails, it is opened again at a later checkpoint."""
 
     def __init__(
