@@ -24,8 +24,8 @@ T = TypeVar("T")
 _THREADS = 4  # each reads one piece of an array at a time
 _CACHE = 2**26  # bytes, for the storage index
 # Errors of a busy system or network, which a second attempt may not meet, and the seconds before each attempt.
-_PASSING = {errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENFILE, errno.EMFILE,
-            errno.ENOMEM, errno.EBUSY}  # fmt: skip
+_PASSING = {errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_PASSING |= {errno.ENFILE, errno.EMFILE, errno.ENOMEM, errno.EBUSY}
 _PAUSES = (0.2, 1.0, 3.0)
 
 

@@ -102,8 +102,8 @@ class CheckpointStore:
             try:
                 make_folder(self.folder)
                 if left := names.clean(self.folder):
-                    self.say("Unfinished saves take space and cannot be removed here, perhaps only by their owner: "
-                             f"rm -r {shlex.join(map(str, left[:3]))}")  # fmt: skip
+                    problem = "Unfinished saves take space and cannot be removed here, perhaps only by their owner"
+                    self.say(f"{problem}: rm -r {shlex.join(map(str, left[:3]))}")
                 token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self.verified.intersection(self.steps()):
                     with contextlib.suppress(FileNotFoundError):  # a superseded process has removed it meanwhile
@@ -208,12 +208,11 @@ class CheckpointStore:
         self._failing_since = now if self._failing_since is None else self._failing_since
         failing = now - self._failing_since
         since = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
+        failed = f"The checkpoint of step {step} could not be saved: {problem}"
         if broadcast(failing > most):
-            raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
-                             f"{failing:.0f} s, more than checkpoint.max_unsaved_seconds ({most:g} s); {since}.",
-                             Reason.SAVE_FAILED)  # fmt: skip
-        self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues; {since}. "
-                     f"Retrying in about {self._pause:.0f} s.")  # fmt: skip
+            limit = f"{failing:.0f} s, more than checkpoint.max_unsaved_seconds ({most:g} s)"
+            raise RunStopped(f"{failed} Saves have failed for {limit}; {since}.", Reason.SAVE_FAILED)
+        self._report(f"{failed} Training continues; {since}. Retrying in about {self._pause:.0f} s.")
         self._problem, self._again_at = problem, time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _RETRY_MOST)
 

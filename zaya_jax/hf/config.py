@@ -23,9 +23,8 @@ _SIZES = {  # ours: theirs
     "grouped_kernel": "cca_time1",
 }
 _KINDS: dict[str, AttentionKind] = {"hybrid": "full", "hybrid_sliding": "sliding"}
-_ABLATIONS = ("attention", "router", "residual_scaling", "convolutions", "query_key_mean", "value_shift",
-              "router_layers", "depth_averaging")  # fmt: skip
-_ONLY = {key: getattr(ModelConfig, key) for key in _ABLATIONS}
+_ABLATIONS = "attention router residual_scaling convolutions query_key_mean value_shift router_layers depth_averaging"
+_ONLY = {key: getattr(ModelConfig, key) for key in _ABLATIONS.split()}
 _FIXED = {"hidden_act": ("silu",), "tie_word_embeddings": (True,), "num_experts_per_tok": (1,)}
 _LARGEST = 1e300  # a larger integer would overflow a float
 _QUANTIZED = ("quantization_config", "compression_config", "vision_config", "vision_lora")

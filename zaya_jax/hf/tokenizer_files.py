@@ -6,17 +6,9 @@ from typing import Any
 from zaya_jax.config.checks import require
 from zaya_jax.data.special_tokens import find_special_tokens, token_text
 from zaya_jax.data.tokenizer import load_tokenizer
+from zaya_jax.run import tokenizer as names
 from zaya_jax.run.files import expanded, json_text, read_object
-from zaya_jax.run.tokenizer import (
-    GENERATION,
-    SPECIAL_MAP,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    known,
-    special_ids,
-    tokenizer_files,
-    tokenizer_settings,
-)
+from zaya_jax.run.tokenizer import GENERATION, TOKENIZER, TOKENIZER_CONFIG, known, special_ids
 
 
 def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path | str], dict[str, Any]]:
@@ -33,7 +25,7 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
         return {}, special_ids(None)
     folder = expanded(folder)
     require(folder.is_dir(), "--carry", str(folder), "an existing folder")
-    files: dict[str, Path | str] = {path.name: path for path in tokenizer_files(folder)}
+    files: dict[str, Path | str] = {path.name: path for path in names.tokenizer_files(folder)}
     settings = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
     generation = read_object(folder / GENERATION) if GENERATION in files else {}
     ids = special_ids(folder)
@@ -46,8 +38,8 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
         bos, ends = None if special.bos is None else token_id(special.bos), stops if len(stops) > 1 else stops[0]
         detected = {"bos_token_id": bos, "eos_token_id": ends, "pad_token_id": token_id(pad)}
         ids = {key: detected[key] if value is None else value for key, value in ids.items()}
-        defaults = tokenizer_settings(special.bos, eos, pad)
-        if SPECIAL_MAP in files:  # it names the tokens
+        defaults = names.tokenizer_settings(special.bos, eos, pad)
+        if names.SPECIAL_MAP in files:  # it names the tokens
             defaults = {key: value for key, value in defaults.items() if not key.endswith("_token")}
         files[TOKENIZER_CONFIG] = json_text(defaults | settings)
     if files and known(ids).keys() - known(generation).keys():

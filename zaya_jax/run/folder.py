@@ -190,10 +190,9 @@ def _compare(folder: Path, config: Config) -> None:
     listed = [*rest[:5], *([f"{len(rest) - 5} more"] if len(rest) > 5 else [])]
     more = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
     weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
-    raise InputError(
-        f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{more} "
-        f"Restore the old value{'s' if rest else ''} to resume that run, or choose another run_dir{weights}."
-    )
+    problem = f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{more}"
+    restore = f"Restore the old value{'s' if rest else ''} to resume that run"
+    raise InputError(f"{problem} {restore}, or choose another run_dir{weights}.")
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[tuple[str, str, str]]:

@@ -37,11 +37,9 @@ def report(config: Config, result: TrainResult) -> str:
         rows |= {name: f"{bits:.3f} bits/byte{whole}" for name, bits in results["baselines"].items()}
         width = max(map(len, rows))
         source = f" of {name}" if config.data.sources else ""
-        lines += [
-            f"Held-out loss over {held['bytes']:,}{of_all} bytes in {counted(held['documents'], 'document')}{source}: "
-            f"{held['nats_per_token']:.4f} nats/token",
-            *(f"  {row:<{width}}  {value}" for row, value in rows.items()),
-        ]
+        text = f"{held['bytes']:,}{of_all} bytes in {counted(held['documents'], 'document')}{source}"
+        lines.append(f"Held-out loss over {text}: {held['nats_per_token']:.4f} nats/token")
+        lines += [f"  {row:<{width}}  {value}" for row, value in rows.items()]
     for sample in results["samples"]:
         lines += [f"Continuation of {sample['prompt']!r}:", sample["prompt"] + sample["continuation"]]
     return "\n".join([*lines, printable(f"Run folder: {result.run_dir}")])

@@ -19,13 +19,7 @@ from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.digests import digest
 from zaya_jax.run.manifest import Manifest
 from zaya_jax.train.program import Programs
-from zaya_jax.train.run_checks import (
-    OPTIMIZER_KEYS,
-    check_architecture,
-    check_past,
-    check_values,
-    warn_about_positions,
-)
+from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_past, check_values, warn_about_positions
 from zaya_jax.train.spikes import resize
 from zaya_jax.train.state import TrainState
 from zaya_jax.weights.sources import PARAMETERS_ONLY, model_config

@@ -1,7 +1,6 @@
 """Write the tokenizer of a run's data to `RUN_DIR/tokenizer/`."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ _PROMPT = "{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}\n"
 _END_OF_TURN = "<|im_end|>"  # of the built-in template
 
 
-def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: Weights | None = None,
-                    say: Callable[[str], object] = print) -> None:  # fmt: skip
+def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: Weights | None = None) -> None:
     """Write missing tokenizer files into the run folder, and the chat template if the configuration changed it.
 
-    `weights` are those of `init_from`, if the run has opened them. A failure, as on a full disk, is reported (`say`)
-    and does not stop the run; the next start tries again.
+    `weights` are those of `init_from`, if the run has opened them. A failure, as on a full disk, is reported and does
+    not stop the run; the next start tries again.
     """
     origin, template = _init_folder(config) if weights is None else weights.tokenizer, _chat_template(config, prepared)
     target = folder / names.TOKENIZER_FOLDER
@@ -40,7 +38,7 @@ def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: W
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error).removesuffix(".")
         remedy = "Training continues; exports can add a tokenizer with export-hf --carry."
-        say(f"Warning: the tokenizer could not be written to {target}: {why}. {remedy}")
+        print(f"Warning: the tokenizer could not be written to {target}: {why}. {remedy}")
 
 
 def _init_folder(config: Config) -> Path | None:

@@ -39,6 +39,6 @@ class PhaseSpec:
         if stage.sequences % (shards * micro):
             micro = 1 if self.config.batch_for(phase).micro_batch is None else micro
             parts = counted(shards, "data-parallel shard") + ("" if micro == 1 else f" × micro_batch {micro}")
-            raise InputError(f"{self.config.batch_key(phase)} gives {counted(stage.sequences, 'sequence')}, but must "
-                             f"give a multiple of {shards * micro} ({parts}).")  # fmt: skip
+            gives = f"{self.config.batch_key(phase)} gives {counted(stage.sequences, 'sequence')}"
+            raise InputError(f"{gives}, but must give a multiple of {shards * micro} ({parts}).")
         return stage.sequences // (shards * micro), shards * micro, stage.context

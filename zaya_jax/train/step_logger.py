@@ -73,12 +73,10 @@ class StepLogger:
         for sink in self._sinks:
             sink.write(row, timings)
         if row["skipped"] >= config.train.max_skipped_steps:
-            raise RunStopped(
-                "The number of skipped steps in a row reached train.max_skipped_steps="
-                f"{config.train.max_skipped_steps} at step {step} (reason for the last one: {reason}). "
-                f"{_advice(config, reason)}",
-                Reason.NOT_FINITE if reason == REASONS[1] else Reason.SPIKE,
-            )
+            limit = f"train.max_skipped_steps={config.train.max_skipped_steps} at step {step}"
+            last = f"The number of skipped steps in a row reached {limit} (reason for the last one: {reason})"
+            kind = Reason.NOT_FINITE if reason == REASONS[1] else Reason.SPIKE
+            raise RunStopped(f"{last}. {_advice(config, reason)}", kind)
 
     def sync(self) -> str:
         """Flush all rows to disk; return a sentence if that fails, else ''."""
@@ -113,6 +111,6 @@ def _advice(config: Config, reason: str) -> str:
     if reason == REASONS[1]:
         return f"To continue, {new_run}"
     window = config.train.spike.window
-    return ("To continue in this run_dir, raise train.spike.threshold or set train.spike.window=0. If the loss has "
-            f"settled at a new level, set train.max_skipped_steps above train.spike.window={window}: after that many "
-            f"similar skipped steps, the new level becomes the baseline. Or {new_run}")  # fmt: skip
+    here = "To continue in this run_dir, raise train.spike.threshold or set train.spike.window=0."
+    settled = f"If the loss has settled at a new level, set train.max_skipped_steps above train.spike.window={window}"
+    return f"{here} {settled}: after that many similar skipped steps, the new level becomes the baseline. Or {new_run}"

@@ -85,13 +85,14 @@ def _peft_base(weights: AdaptedWeights) -> str:
     for key in ("rope_base", *(["sliding_rope_base"] if "sliding" in base.config.layer_pattern else [])):
         ours, theirs = getattr(weights.config, key), getattr(base.config, key)
         if ours != theirs:
-            raise InputError(f"The adapters were trained with {key} {ours:g}, but the base model {base.source} has "
-                             f"{theirs:g}, which a PEFT folder cannot change. Export without --peft.")  # fmt: skip
+            other = f"the base model {base.source} has {theirs:g}, which a PEFT folder cannot change"
+            raise InputError(f"The adapters were trained with {key} {ours:g}, but {other}. Export without --peft.")
     for name, x in abstract_weights(weights.config).items():
         for group in stack_groups(name, x.shape) if is_balancing_bias(name) else ():
             if not np.array_equal(weights.read(name, group), weights.read_base(name, group)):
-                raise InputError(f"The run trained its balancing biases ({name}), which a PEFT folder cannot hold. "
-                                 "Export without --peft, or train with optimizer.balance.rule=none.")  # fmt: skip
+                problem = f"The run trained its balancing biases ({name}), which a PEFT folder cannot hold"
+                remedy = "Export without --peft, or train with optimizer.balance.rule=none."
+                raise InputError(f"{problem}. {remedy}")
     return base.source.removeprefix(HF)
 
 

@@ -31,14 +31,10 @@ BASE = "base.json"  # in the run folder of adapters: fingerprint of the base mod
 def open_weights(source: str | Path, what: str = "path", base: str | None = None) -> Weights:
     """Open weights without reading their values.
 
-    Args:
-      source: RUN_DIR for its newest checkpoint, RUN_DIR@PHASE for the last one of a phase, RUN_DIR/checkpoints/STEP,
-        or hf:FOLDER for a `transformers` folder.
-      what: the key or argument that `source` comes from, for messages.
-      base: base model of adapters; None uses `init_from` of their run.
-
-    Raises:
-      InputError: the source does not exist, or its metadata shows damage.
+    The `source` is RUN_DIR for its newest checkpoint, RUN_DIR@PHASE for the last one of a phase,
+    RUN_DIR/checkpoints/STEP, or hf:FOLDER for a `transformers` folder; messages call it `what`, the key or argument
+    that it comes from. `base` is the base model of adapters; None uses `init_from` of their run. `InputError` if the
+    source does not exist, or its metadata shows damage.
     """
     if hf_folder(str(source)) is not None:
         return FolderWeights(source)
@@ -111,8 +107,8 @@ class AdaptedWeights(Weights):
 
         trained_on, sums = self.fingerprint, {}
         for name, x in abstract_weights(self.config).items():
-            sums[name] = part_sums((group or 0, read(name, group) if group is None else read(name, group)[None])
-                                   for group in stack_groups(name, x.shape))  # fmt: skip
+            parts = ((group, read(name, group)) for group in stack_groups(name, x.shape))
+            sums[name] = part_sums((0, part) if group is None else (group, part[None]) for group, part in parts)
         if trained_on != (actual := combine_sums(sums)):
             why = f"its fingerprint is {actual}, not {trained_on}. Pass the right model with --base."
             raise InputError(f"{base.source} is not the base model of the adapters in {self.folder}: {why}")

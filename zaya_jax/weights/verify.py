@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.config import ModelConfig
+from zaya_jax.config import ModelConfig, load_config
+from zaya_jax.config.shipped import shipped
 from zaya_jax.errors import InputError
 from zaya_jax.model.zaya import Zaya, logits
 from zaya_jax.weights.sources import FolderWeights
@@ -19,10 +20,6 @@ LIKELIEST = (105, 9731, 107, 740, 564, 1601, 611, 236881, 236881, 107, 107)
 TAIL = ((0.3613, 0.3633, 0.3633), (-1.3672,) * 3, (-2.875,) * 3)
 # bf16 has 8 bits of precision, a spacing of 0.016 at 2.875; 40 layers add in a different order.
 TOLERANCE = 0.1
-RELEASED_8B = ModelConfig(
-    vocab_size=262_272, hidden_size=2048, num_layers=40, num_query_heads=8, num_kv_heads=2, head_dim=128,
-    num_experts=16, expert_size=2048, router_size=256, max_positions=131_072,
-)  # fmt: skip
 _OF_NO_MATTER = ("max_positions", "init_std", "sliding_rope_base", "sliding_window")
 
 
@@ -40,7 +37,7 @@ def verify_hf(source: str | Path) -> tuple[list[str], bool]:
 def check_released(config: ModelConfig, where: str) -> None:
     """Raise `InputError` unless `config` is the 8B's, the only model with a fixture; `where` names the folder."""
     there = replace(config, layer_pattern=config.period)
-    for key, value in asdict(RELEASED_8B).items():
+    for key, value in asdict(load_config(shipped("zaya1_8b.yaml")).model).items():
         if key not in _OF_NO_MATTER and getattr(there, key) != value:
             values = f"{key} is {getattr(there, key)!r}, but {value!r} in the 8B"
             raise InputError(f"{where} is not ZAYA1-8B, the only model that verify-hf can check: {values}.")

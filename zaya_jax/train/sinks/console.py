@@ -29,19 +29,18 @@ class ConsoleReport(MetricSink):
     """
 
     def __init__(
-        self, config: Config, plan: RunPlan, device_kind: str, evaluators: Sequence[Evaluator] = (), *,
-        quiet: bool = False,
-    ) -> None:  # fmt: skip
+        self, config: Config, plan: RunPlan, device: str, evaluators: Sequence[Evaluator] = (), *, quiet: bool = False
+    ) -> None:
         """Report on the run of `config`, whose `plan` has the bytes per token, with the scores of `evaluators`.
 
-        `quiet` prints nothing, as in processes other than the primary.
+        `device` is the kind of the devices. `quiet` prints nothing, as in processes other than the primary.
         """
         self._config, self._plan, self._phase = config, plan, None
         self._labels = {evaluator.name: evaluator.label for evaluator in evaluators}
         self._steps = total_steps(config)
-        self._may_be_long = device_kind == "cpu" and len(config.phases) == 1
+        self._may_be_long = device == "cpu" and len(config.phases) == 1
         no_preset = "Preset: none, because jax was imported before zaya_jax could set it"
-        self._no_preset = "" if device_kind == "cpu" else no_preset
+        self._no_preset = "" if device == "cpu" else no_preset
         self._console = Console(file=cast(TextIO, Unescaped(sys.stdout)), highlight=False, soft_wrap=True, quiet=quiet)
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         hidden = not self._console.is_terminal

@@ -40,11 +40,9 @@ class WandbSink(MetricSink):
         if not id_file.exists():
             write_atomically(id_file, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
         limits = {"init_timeout": _SECONDS, "finish_timeout": _SECONDS, "finish_timeout_raises": False}
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "zaya_jax"), name=folder.parent.name, dir=folder.parent,
-            id=id_file.read_text(encoding="utf-8"), resume="allow", config=to_dict(config),
-            settings=wandb.Settings(console="off", **limits),
-        )  # fmt: skip
+        own = {"id": id_file.read_text(encoding="utf-8"), "name": folder.parent.name, "dir": folder.parent}
+        own |= {"project": os.environ.get("WANDB_PROJECT", "zaya_jax"), "config": to_dict(config)}
+        self._run = wandb.init(**own, resume="allow", settings=wandb.Settings(console="off", **limits))
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """Log the scalars of a step; W&B ignores a step that it has, and keeps rows on disk until it is reached."""
