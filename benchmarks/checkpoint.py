@@ -196,7 +196,7 @@ class Job(NamedTuple):
 def measure(job: Job) -> list[dict[str, Any]]:
     """Save and restore together with the other processes; returns one row for each method and turn."""
     if job.processes > 1:
-        join(job.coordinator, job.processes, job.process, 120, 600.0)
+        join((job.coordinator, job.processes, job.process), 120, 600.0)
     state = storage.make_state(job.size, _SMALL, jax.devices())
     methods = make_methods(job.folder, state)
     rows: list[dict[str, Any]] = []

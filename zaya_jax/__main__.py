@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from zaya_jax import __version__
-from zaya_jax.errors import did_you_mean
+from zaya_jax.errors import ExitCode, did_you_mean
 from zaya_jax.run.command_output import prepare_streams, status_of_output
 from zaya_jax.run.signals import warn
 from zaya_jax.run.typed_name import TYPED
@@ -22,7 +22,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "machine": (("zaya_jax.machine",), "describe, test and time this machine's devices"),
     "doctor": (("zaya_jax.machine", "describe"), "describe this machine and check its installation"),
 }
-_BAD_INPUT = 2
 
 
 def main(
@@ -48,7 +47,7 @@ def main(
     if command not in COMMANDS:
         meant = did_you_mean(command, COMMANDS)
         warn(f"Error: zaya has no command {command!r}.{meant} Its commands are {', '.join(COMMANDS)}.")
-        return _BAD_INPUT
+        return ExitCode.BAD_INPUT
     typed = "python -m zaya_jax" if sys.argv[0].endswith("__main__.py") else "zaya"
     safe = ["-P"] if typed == "zaya" else []  # an installed command imports nothing from the current folder
     module, *verb = COMMANDS[command][0]

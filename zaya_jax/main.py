@@ -54,10 +54,10 @@ def _train(config: Config, options: argparse.Namespace, process: TrainingProcess
     from zaya_jax.train.final_report import report
     from zaya_jax.train.fit import run_training
 
-    progress, member = process.progress, (options.coordinator, options.processes, options.process)
+    progress, flags = process.progress, (options.coordinator, options.processes, options.process)
     progress.enter(Phase.JOIN)
     timeout = options.peer_timeout or preset.peer_timeout
-    process.peers = join(*member, preset.join_seconds, timeout, progress, expanded(config.run_dir))
+    process.peers = join(flags, preset.join_seconds, timeout, progress, expanded(config.run_dir))
     result = run_training(config, process.peers, progress, process.leave)
     progress.enter(Phase.FINISH)
     if is_primary() and config.sample.tokens:

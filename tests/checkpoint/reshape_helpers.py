@@ -136,7 +136,7 @@ def _main(what: str, name: str, folder: str, port: str, index: str) -> None:
     jax.config.update("jax_enable_x64", True)
     shape = SHAPES[name]
     if shape.processes > 1:
-        join(f"127.0.0.1:{port}", shape.processes, int(index), 60, 60.0)
+        join((f"127.0.0.1:{port}", shape.processes, int(index)), 60, 60.0)
     job = Job(shape)
     if what == "save":
         job.save(Path(folder) / name)

@@ -165,7 +165,7 @@ def test_small_arrays_come_back_out_of_the_packed_ones_bitwise(drawn):
     generator = np.random.default_rng(0)
     arrays = {f"a.{i}": jnp.asarray(generator.integers(0, 2, shape), dtype) for i, (dtype, shape) in enumerate(drawn)}
     packed = pack_arrays(arrays)
-    written, held, leaves = packed.arrays, packed.small, packed.leaves()
+    written, held, leaves = packed.arrays, packed.small, packed.leaves
     assert held.keys() == leaves.keys() == arrays.keys()
     assert written.keys() == {SMALL_ARRAYS}
     assert written[SMALL_ARRAYS].nbytes == sum(x.nbytes for x in arrays.values())
@@ -180,7 +180,7 @@ def packed_on_devices():
     split = jax.device_put(jnp.arange(8), NamedSharding(mesh, PartitionSpec("data")))
     whole = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec()))
     packed = pack_arrays({"split": split, "whole": whole, "large": jnp.zeros(2**14 // 4 + 1)})
-    written, held, leaves = packed.arrays, packed.small, packed.leaves()
+    written, held, leaves = packed.arrays, packed.small, packed.leaves
     return (set(written), set(held), leaves["whole"]["at"], "at" in leaves["split"], written["split"] is split,
             written[SMALL_ARRAYS].view(np.int32))  # fmt: skip
 

@@ -24,14 +24,14 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 )
 def test_flags_that_cannot_be_are_refused(flags, said):
     with pytest.raises(InputError, match=said):
-        join(*flags, join_seconds=1, peer_timeout=1)
+        join(flags, seconds=1, peer_timeout=1)
 
 
 def test_a_pod_that_cannot_find_the_others_is_not_left_to_train_alone(monkeypatch):
     for name, value in POD.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=r"need the package kubernetes .* pass --coordinator"):
-        join(None, None, None, join_seconds=1, peer_timeout=1)
+        join((None, None, None), seconds=1, peer_timeout=1)
 
 
 def test_the_coordinator_of_a_launcher_is_named_with_what_changes_its_port(monkeypatch):
@@ -44,7 +44,7 @@ def test_the_coordinator_of_a_launcher_is_named_with_what_changes_its_port(monke
         with pytest.raises(
             InputError, match=rf"at Slurm's coordinator 127\.0\.0\.1:{port}: .* \(JAX_COORDINATOR_PORT\)"
         ):
-            join(None, None, None, join_seconds=1, peer_timeout=1)
+            join((None, None, None), seconds=1, peer_timeout=1)
 
 
 def test_alone_nothing_is_lost():

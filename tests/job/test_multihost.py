@@ -70,7 +70,7 @@ from zaya_jax.train import fit, initialization
 from zaya_jax.train.program import PhaseProgram
 
 options, hits, compile_step = parse_training(sys.argv[1:]), [], PhaseProgram.compile
-peers = multihost.join(options.coordinator, options.processes, options.process, 60, 60.0)
+peers = multihost.join((options.coordinator, options.processes, options.process), 60, 60.0)
 print("listens at", [each.laddr for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"])
 multihost.join = lambda *_: peers
 os.environ["XDG_CACHE_HOME"] = f"{options.config}.cache{options.process}"

@@ -17,7 +17,6 @@ from zaya_jax.run.checkpoints import (
     quarantine,
     remove,
     saved_steps,
-    unfinished_name,
 )
 from zaya_jax.run.digests import digest
 from zaya_jax.run.manifest import (
@@ -49,7 +48,7 @@ def copy(run, tmp_path):
 
 
 def test_what_unfinished_saves_left_is_removed_and_nothing_else(copy):
-    left = [unfinished_name(3, 1), "3.g1.orbax-checkpoint-tmp", "3.g12.orbax-checkpoint-tmp-77", "1.deleted"]
+    left = ["3.g1", "3.g1.orbax-checkpoint-tmp", "3.g12.orbax-checkpoint-tmp-77", "1.deleted"]
     kept = ["4.corrupt-20260101T000000", "4.stale-20260101T000000", "notes", "5x.g1", "g1"]
     for name in left + kept:
         (copy / name / "state").mkdir(parents=True)
@@ -60,7 +59,7 @@ def test_what_unfinished_saves_left_is_removed_and_nothing_else(copy):
 
 def test_steps_are_of_finished_checkpoints_in_order(copy):
     (copy / "10").mkdir()
-    (copy / unfinished_name(20, 1)).mkdir()
+    (copy / "20.g1").mkdir()
     assert saved_steps(copy) == [1, 2]
     assert named_steps(copy) == [1, 2, 10]
     assert saved_steps(copy / "nowhere") == named_steps(copy / "nowhere") == []
@@ -86,7 +85,7 @@ def test_what_is_set_aside_keeps_its_content_and_never_a_name_twice(copy):
     shutil.rmtree(copy / "2")
     assert has_checkpoint(copy)  # what once was one is no empty folder
     shutil.rmtree(copy)
-    (copy / unfinished_name(1, 1)).mkdir(parents=True)
+    (copy / "1.g1").mkdir(parents=True)
     assert not has_checkpoint(copy)
 
 

@@ -8,8 +8,11 @@ from typing import Any
 
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import ExitCode, InputError, printable
+from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
+from zaya_jax.run.run import open_run
+from zaya_jax.run.table import size_text
 
 _NAME = "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase) or RUN_DIR/checkpoints/STEP"
 _DTYPES = ["bfloat16", "float16", "float32"]
@@ -123,9 +126,7 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
     """Return what a verb prints and whether all is well; it imports only what it needs, so `ls` works without jax."""
     match options.verb:
         case "ls":
-            from zaya_jax.checkpoint.listing import list_run
-
-            return list_run(options.run_dir), True
+            return _list_run(options.run_dir), True
         case "average":
             from zaya_jax.weights.average import average_checkpoints
 
@@ -148,8 +149,7 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
         case "verify-hf":
             from zaya_jax.weights.verify import verify_hf
 
-            verification = verify_hf(options.folder)
-            return str(verification).splitlines(), verification.good
+            return verify_hf(options.folder)
     from zaya_jax.checkpoint import commands
 
     match options.verb:
@@ -164,6 +164,33 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
             config = CheckpointConfig(keep=options.keep, keep_every=options.keep_every, keep_best=options.keep_best)
             return [commands.prune(options.run_dir, config, options.quarantined, options.dry_run)], True
     return [commands.rollback(options.run_dir, options.step)], True
+
+
+def _list_run(path: Path) -> list[str]:
+    """Return one line per checkpoint and per quarantined checkpoint of a run, and its status, without jax."""
+    run = open_run(path)
+    lines = [f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes"]
+    lines += [*map(_line, run.checkpoints), *(f"quarantined: {folder.name}" for folder in run.quarantined)]
+    if (status := run.status) is not None:
+        end = "" if status.exit_status is None else f" with exit status {status.exit_status}"
+        message = f": {status.message}" if status.message else ""
+        lines.append(f"{status.state}{end} (process {status.pid} on {status.host}, {status.time}){message}")
+    return lines
+
+
+def _line(checkpoint: Checkpoint) -> str:
+    if checkpoint.manifest is None:
+        return f"{checkpoint.step:>9}  {checkpoint.problem}"
+    kinds = {
+        "pinned": checkpoint.is_pinned,
+        "verified": checkpoint.is_verified,
+        "no checksums": not checkpoint.manifest.digests,
+        "superseded: never restored": checkpoint.is_superseded,
+    }
+    notes = ", ".join(note for note, holds in kinds.items() if holds)
+    loss = "-" if checkpoint.heldout_loss is None else f"{checkpoint.heldout_loss:.4f}"
+    numbers = f"{checkpoint.step:>9}  {checkpoint.phase:<14}{checkpoint.tokens:>16,}  {loss:>9}"
+    return f"{numbers}  {size_text(checkpoint.size):>10}  {notes}".rstrip()
 
 
 if __name__ == "__main__":

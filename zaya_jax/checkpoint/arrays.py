@@ -59,8 +59,7 @@ class PackedArrays(NamedTuple):
 
     arrays: dict[str, Any]  # by name; small ones are packed into `SMALL_ARRAYS` (uint8 [total bytes])
     small: dict[str, np.ndarray]  # small arrays in host memory, in process 0 only
-    types: dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape of each array
-    offsets: dict[str, int]  # byte offset of each small array in `SMALL_ARRAYS`
+    leaves: dict[str, dict[str, Any]]  # dtype and shape of each array, and byte offset (`at`) of small ones
 
     def large_parts(self) -> list[ArrayPart]:
         """List this process's parts of the large arrays; waits for copies from devices."""
@@ -70,24 +69,16 @@ class PackedArrays(NamedTuple):
         """List the small arrays as parts; they are already in host memory, so training does not wait."""
         return [ArrayPart(name, slice_text((slice(None),) * x.ndim, x.shape), x) for name, x in self.small.items()]
 
-    def leaves(self) -> dict[str, dict[str, Any]]:
-        """Describe each array for the manifest: dtype, shape, and for a small array its offset (`at`)."""
-        return {
-            name: {"dtype": str(dtype), "shape": list(shape)}
-            | ({"at": self.offsets[name]} if name in self.offsets else {})
-            for name, (dtype, shape) in self.types.items()
-        }
-
 
 def pack_arrays(arrays: Mapping[str, jax.Array]) -> PackedArrays:
     """Pack the small, fully replicated arrays; waits for their copies from devices."""
-    types = {name: (x.dtype, x.shape) for name, x in arrays.items()}
-    packed, offsets, end = {}, {}, 0
+    leaves = {name: dict[str, Any]({"dtype": str(x.dtype), "shape": list(x.shape)}) for name, x in arrays.items()}
+    packed, end = {}, 0
     for name, x in arrays.items():
         if x.nbytes <= _SMALL and x.is_fully_replicated:
-            packed[name], offsets[name], end = x, end, end + x.nbytes
+            packed[name], leaves[name]["at"], end = x, end, end + x.nbytes
     if not packed:
-        return PackedArrays(dict(arrays), {}, types, {})
+        return PackedArrays(dict(arrays), {}, leaves)
     content, small = np.zeros(end, np.uint8), {}
     if is_primary():
         if jax.default_backend() != "cpu":  # on a CPU the request costs more than the copy
@@ -96,15 +87,11 @@ def pack_arrays(arrays: Mapping[str, jax.Array]) -> PackedArrays:
         small = {name: np.asarray(x) for name, x in packed.items()}
         content = np.frombuffer(b"".join(x.tobytes() for x in small.values()), np.uint8)
     large = {name: x for name, x in arrays.items() if name not in packed}
-    return PackedArrays(large | {SMALL_ARRAYS: content}, small, types, offsets)
+    return PackedArrays(large | {SMALL_ARRAYS: content}, small, leaves)
 
 
 def unpack_array(content: np.ndarray, leaf: Mapping[str, Any]) -> np.ndarray:
-    """Extract the array that the manifest describes as `leaf` from the content of `SMALL_ARRAYS`.
-
-    Raises:
-      ValueError: the content is too short.
-    """
+    """Extract what the manifest describes as `leaf` from the content of `SMALL_ARRAYS`; ValueError if it is short."""
     dtype = np.dtype(leaf["dtype"])
     size = dtype.itemsize * int(np.prod(leaf["shape"], dtype=np.int64))
     return content[leaf["at"] : leaf["at"] + size].view(dtype).reshape(leaf["shape"])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder, steps_to_ke
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import lock_folder
-from zaya_jax.run.manifest import Manifest, Unreadable, read_manifest
+from zaya_jax.run.manifest import Unreadable, read_manifest
 from zaya_jax.run.run import open_run
 from zaya_jax.run.table import size_text
 
@@ -49,7 +48,7 @@ def verify(path: str, every: bool) -> tuple[list[str], bool]:
 def inspect(path: str) -> Iterator[str]:
     """Yield lines with a checkpoint's metadata, then one line per array."""
     folder = checkpoint_folder(path, "CHECKPOINT")
-    manifest, _ = open_checkpoint(folder)
+    manifest, reader = open_checkpoint(folder)
     metadata = manifest.metadata
     phase, tokens = metadata.get("phase", "-"), metadata.get("tokens_seen", 0)
     yield f"{folder}: step {manifest.step}, phase {phase}, {tokens:,} tokens"
@@ -57,19 +56,53 @@ def inspect(path: str) -> Iterator[str]:
         yield f"{key}: {', '.join(f'{name} {value}' for name, value in metadata.get(key, {}).items())}"
     width = 2 + max(map(len, manifest.leaves), default=0)
     yield f"{'array':<{width}}{'dtype':<10}{'shape':<24}{'norm':>13}{'max abs':>13}"
-    for leaf in inspect_checkpoint(folder):
-        shape = "×".join(map(str, leaf.shape)) or "scalar"
-        odd = "" if leaf.finite else "  not finite"
-        yield f"{leaf.name:<{width}}{leaf.dtype:<10}{shape:<24}{leaf.norm:>13.6g}{leaf.largest:>13.6g}{odd}"
+    for name, slices in sorted(saved_slices(folder, manifest).items()):
+        squares, largest, finite = 0.0, 0.0, True
+        for where in slices:
+            x = _float64(reader.read(name, read_slice(where)))
+            squares += float(np.vdot(x, x))
+            largest = max(largest, float(np.abs(x).max(initial=0.0)))
+            finite = finite and bool(np.isfinite(x).all())
+        leaf, odd = manifest.leaves[name], "" if finite else "  not finite"
+        shape = "×".join(map(str, leaf["shape"])) or "scalar"
+        yield f"{name:<{width}}{leaf['dtype']:<10}{shape:<24}{math.sqrt(squares):>13.6g}{largest:>13.6g}{odd}"
 
 
 def diff(first: str, second: str) -> Iterator[str]:
     """Yield one line per configuration key and per array that differ between two checkpoints."""
     folders = [checkpoint_folder(path, "CHECKPOINT") for path in (first, second)]
-    for key, first_value, second_value in configurations(*(open_checkpoint(folder)[0] for folder in folders)):
-        yield f"{key}: {shown(first_value)} vs {shown(second_value)}"
-    for name, largest, relative, note in compare_checkpoints(*folders):
-        yield f"{name}: " + (note or f"max abs diff {largest:.6g}, relative norm {relative:.3g}")
+    (old, old_reader), (new, new_reader) = map(open_checkpoint, folders)
+    before, after = (dict(flatten_keys(manifest.metadata.get("config", {}))) for manifest in (old, new))
+    for key in {**before, **after}:
+        if before.get(key) != after.get(key):
+            yield f"{key}: {shown(before.get(key))} vs {shown(after.get(key))}"
+    slices = saved_slices(folders[0], old)
+    for name in sorted({*old.leaves, *new.leaves}):
+        left, right = old.leaves.get(name), new.leaves.get(name)
+        if left is None or right is None:
+            yield f"{name}: only in the {'second' if left is None else 'first'}"
+        elif (left["dtype"], left["shape"]) != (right["dtype"], right["shape"]):
+            yield f"{name}: {left['dtype']} {left['shape']} and {right['dtype']} {right['shape']}"
+        elif left.get("digest") is None or left.get("digest") != right.get("digest"):
+            distance = _distance(name, old_reader, new_reader, slices[name])
+            yield from [f"{name}: {distance}"] if distance else ()
+
+
+def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slices: list[str]) -> str:
+    """Describe how an array differs between two checkpoints; empty if it is bitwise equal."""
+    same, squares, norm, largest = True, 0.0, 0.0, 0.0
+    for where in slices:
+        a, b = (reader.read(name, read_slice(where)) for reader in (first, second))
+        same = same and a.tobytes() == b.tobytes()
+        x, y = _float64(a), _float64(b)
+        squares, norm = squares + float(np.vdot(x - y, x - y)), norm + float(np.vdot(x, x))
+        largest = max(largest, float(np.abs(x - y).max(initial=0.0)))
+    relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
+    return "" if same else f"max abs diff {largest:.6g}, relative norm {relative:.3g}"
+
+
+def _float64(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64).reshape(-1)
 
 
 def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
@@ -77,9 +110,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
 
     The last checkpoint of each phase is always kept. Checkpoints are verified from the newest down until one is intact,
     which is never removed. Damaged checkpoints newer than it stay and do not count towards `config.keep`.
-
-    Raises:
-      InputError: a number is out of range, the run is being trained, or no checkpoint is intact.
+    `InputError` if a number is out of range, the run is being trained, or no checkpoint is intact.
     """
     config.check()
     run = open_run(path)
@@ -112,8 +143,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
 def rollback(path: Path, step: int) -> str:
     """Quarantine the checkpoints after `step`, so that the run resumes from that step; say which.
 
-    Raises:
-      InputError: the run is being trained, or has no intact checkpoint of that step.
+    `InputError` if the run is being trained, or has no intact checkpoint of that step.
     """
     folder = open_run(path).folder / CHECKPOINTS
     with lock_folder(folder.parent):
@@ -127,78 +157,3 @@ def rollback(path: Path, step: int) -> str:
         later = [number for number in reversed(checkpoints.named_steps(folder)) if number > step]
         names = [checkpoints.quarantine(folder, number, "stale").name for number in later]
     return f"The run resumes from step {step}. Quarantined: {', '.join(names) or 'nothing'}."
-
-
-class Leaf(NamedTuple):
-    """Statistics of a saved array."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    norm: float  # Euclidean
-    largest: float  # absolute value
-    finite: bool
-
-
-class Distance(NamedTuple):
-    """Difference of an array between two checkpoints."""
-
-    name: str
-    largest: float  # absolute difference
-    relative: float  # norm of the difference over the norm of the first
-    note: str = ""
-
-
-def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
-    """Yield the statistics of each array, ordered by name."""
-    manifest, reader = open_checkpoint(folder)
-    for name, slices in sorted(saved_slices(folder, manifest).items()):
-        squares, largest, finite = 0.0, 0.0, True
-        for where in slices:
-            x = _float64(reader.read(name, read_slice(where)))
-            squares += float(np.vdot(x, x))
-            largest = max(largest, float(np.abs(x).max(initial=0.0)))
-            finite = finite and bool(np.isfinite(x).all())
-        leaf = manifest.leaves[name]
-        yield Leaf(name, leaf["dtype"], tuple(leaf["shape"]), math.sqrt(squares), largest, finite)
-
-
-def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Distance]:
-    """Yield the arrays that are not bitwise equal in two checkpoints."""
-    first, first_reader = open_checkpoint(first_folder)
-    second, second_reader = open_checkpoint(second_folder)
-    slices = saved_slices(first_folder, first)
-    for name in sorted({*first.leaves, *second.leaves}):
-        left, right = first.leaves.get(name), second.leaves.get(name)
-        if left is None or right is None:
-            yield Distance(name, math.nan, math.nan, f"only in the {'second' if left is None else 'first'}")
-        elif (left["dtype"], left["shape"]) != (right["dtype"], right["shape"]):
-            kinds = f"{left['dtype']} {left['shape']} and {right['dtype']} {right['shape']}"
-            yield Distance(name, math.nan, math.nan, kinds)
-        elif left.get("digest") is None or left.get("digest") != right.get("digest"):
-            distance = _distance(name, first_reader, second_reader, slices[name])
-            yield from () if distance is None else (distance,)
-
-
-def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the configuration keys that differ, with both values."""
-    before, after = (dict(flatten_keys(manifest.metadata.get("config", {}))) for manifest in (first, second))
-    for key in [*before, *(key for key in after if key not in before)]:
-        if before.get(key) != after.get(key):
-            yield key, before.get(key), after.get(key)
-
-
-def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slices: list[str]) -> Distance | None:
-    same, squares, norm, largest = True, 0.0, 0.0, 0.0
-    for where in slices:
-        a, b = (reader.read(name, read_slice(where)) for reader in (first, second))
-        same = same and a.tobytes() == b.tobytes()
-        x, y = _float64(a), _float64(b)
-        squares, norm = squares + float(np.vdot(x - y, x - y)), norm + float(np.vdot(x, x))
-        largest = max(largest, float(np.abs(x - y).max(initial=0.0)))
-    relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
-    return None if same else Distance(name, largest, relative)
-
-
-def _float64(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float64).reshape(-1)

@@ -11,11 +11,7 @@ from zaya_jax.run.versions import package_version
 
 
 def environment(kernels: str | None = None) -> dict[str, Any]:
-    """Describe what two runs must share for bitwise equal results.
-
-    Args:
-      kernels: digest of the measurements that decide which kernels run; None without any.
-    """
+    """Describe what two runs must share for bitwise equal results, with the digest of the table of `kernels`."""
     return {
         "jax": jax.__version__,
         "jaxlib": package_version("jaxlib"),

@@ -50,14 +50,14 @@ class Saving:
                 sync_folder(folder)
             self._parts.clear()
             if self._verify == "readback":
-                return next(wrong_parts(CheckpointReader(self._work, self._packed.leaves()), own_digests), "")
+                return next(wrong_parts(CheckpointReader(self._work, self._packed.leaves), own_digests), "")
         except Exception as error:  # training continues after any error
             return as_sentence(error)
         return ""
 
     def write_manifest(self, step: int, token: int, metadata: dict[str, Any]) -> str:
         """Write the manifest, once all processes are complete; return which digests are missing, else ''."""
-        work, leaves, verifying = self._work, self._packed.leaves(), self._verify != "none"
+        work, leaves, verifying = self._work, self._packed.leaves, self._verify != "none"
         saved = joined(json.loads(path.read_bytes()) for path in sorted((work / DIGESTS).glob("*.json")))
         missing = uncovered(saved, {name: leaf["shape"] for name, leaf in leaves.items()})
         if verifying and missing:
@@ -72,13 +72,8 @@ class Saving:
 def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
     """Start writing arrays into the new folder `work` in the background; the arrays can be donated at once.
 
-    Process 0 writes numpy arrays. Orbax's logging is silenced until the save ends, because its errors are raised here.
-
-    Returns:
-      A function that waits until this process's arrays are durable, and raises any error of writing them.
-
-    Raises:
-      ValueError, OSError, RuntimeError, MemoryError: from Orbax, perhaps in this process only.
+    Process 0 writes numpy arrays. Returns a function that waits until this process's arrays are durable. Both raise the
+    errors of Orbax, perhaps in this process only, so its logging is silenced until the save ends.
     """
     log = logging.getLogger("absl")
     level = log.level

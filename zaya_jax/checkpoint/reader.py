@@ -24,8 +24,8 @@ T = TypeVar("T")
 _THREADS = 4  # each reads one piece of an array at a time
 _CACHE = 2**26  # bytes, for the storage index
 # Errors of a busy system or network, which a second attempt may not meet, and the seconds before each attempt.
-_PASSING = {errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENFILE, errno.EMFILE,
-            errno.ENOMEM, errno.EBUSY}  # fmt: skip
+_PASSING = {errno.EAGAIN, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_PASSING |= {errno.ENFILE, errno.EMFILE, errno.ENOMEM, errno.EBUSY}
 _PAUSES = (0.2, 1.0, 3.0)
 
 
@@ -90,11 +90,7 @@ class CheckpointReader:
 
 
 def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
-    """Open a checkpoint for reading, without verifying its array data.
-
-    Raises:
-      InputError: the manifest or a file's size shows damage.
-    """
+    """Open a checkpoint without verifying its arrays; `InputError` if its manifest or a file's size shows damage."""
     manifest = read_manifest(folder)
     return manifest, CheckpointReader(folder, manifest.leaves, manifest.files)
 
@@ -150,10 +146,7 @@ def wrong_parts(
 def verify_checkpoint(folder: Path) -> list[str]:
     """Read a whole checkpoint and list its damage; an empty list means it is intact.
 
-    For a checkpoint saved without digests, only the names and sizes of files are checked.
-
-    Raises:
-      InputError: the checkpoint has a newer format.
+    Without digests, only the names and sizes of files are checked. `InputError` if the checkpoint has a newer format.
     """
     try:
         manifest = retried(lambda: read_manifest(folder))

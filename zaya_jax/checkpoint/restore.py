@@ -38,10 +38,8 @@ def restore_newest(
 ) -> Restored | None:
     """Restore the newest intact checkpoint of a run; quarantine damaged ones, and `say` so.
 
-    `prepare` returns the abstract state with its shardings for a manifest; it can raise `InputError`.
-
-    Returns:
-      The restored state; None if no checkpoint was ever finished.
+    `prepare` returns the abstract state with its shardings for a manifest; it can raise `InputError`. Returns None if
+    no checkpoint was ever finished.
 
     Raises:
       InputError: raised by `prepare`, or the checkpoint's arrays do not match the state.
@@ -67,10 +65,8 @@ def read_checkpoint(
 ) -> Restored:
     """Restore the checkpoint in `folder` of any run, without changing that run; see `restore_newest`.
 
-    With `part`, the state may omit arrays. `manifest` is that of the checkpoint, if it was read before.
-
-    Raises:
-      InputError: the checkpoint is damaged, cannot be read, or does not match the state.
+    With `part`, the state may omit arrays. `manifest` is that of the checkpoint, if it was read before. `InputError` if
+    the checkpoint is damaged, cannot be read, or does not match the state.
     """
     try:
         manifest = _manifest(folder.parent, int(folder.name), manifest)

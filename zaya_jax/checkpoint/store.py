@@ -37,7 +37,8 @@ class CheckpointStore:
     """Saves and retains checkpoints in the folder `checkpoints/` of a run, for the processes that train it.
 
     A context manager, which waits for the save in progress; after an error, without communicating with other processes.
-    Every method raises `Superseded` when it is about to write after other processes have resumed the run.
+    Every method raises `Superseded` when it is about to write after other processes have resumed the run. `save`, `due`
+    and `wait` raise `RunStopped` once saves have failed for longer than `checkpoint.max_unsaved_seconds`.
     """
 
     def __init__(
@@ -88,9 +89,8 @@ class CheckpointStore:
     def take_over(self, step: int | None = None) -> None:
         """Take the next fencing token, which supersedes all other processes of this run.
 
-        Also removes leftovers of unfinished saves, quarantines superseded checkpoints, and those after `step`, from
-        which these processes resume, and applies retention, so that processes that keep ending early do not accumulate
-        checkpoints.
+        Also removes leftovers of unfinished saves, quarantines superseded checkpoints and those after `step`, where
+        these processes resume, and applies retention: processes that keep ending early would accumulate them.
         """
         self._newest = step
         if problem := self._take_over():
@@ -102,8 +102,8 @@ class CheckpointStore:
             try:
                 make_folder(self.folder)
                 if left := names.clean(self.folder):
-                    self.say("Unfinished saves take space and cannot be removed here, perhaps only by their owner: "
-                             f"rm -r {shlex.join(map(str, left[:3]))}")  # fmt: skip
+                    problem = "Unfinished saves take space and cannot be removed here, perhaps only by their owner"
+                    self.say(f"{problem}: rm -r {shlex.join(map(str, left[:3]))}")
                 token = self.fence.take(names.current_tokens(self.folder, self._newest, self.say)).number
                 for step in self.verified.intersection(self.steps()):
                     with contextlib.suppress(FileNotFoundError):  # a superseded process has removed it meanwhile
@@ -122,14 +122,11 @@ class CheckpointStore:
         end of a phase or of the process, which do not wait for the back-off (`backing_off`). An existing checkpoint of
         `step` is kept. In process 0, `ready` syncs files that must not be older than the checkpoint, and returns why
         that failed.
-
-        Raises:
-          RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
         """
         self.wait()
         arrays = named(state)
         problem = "" if self._token else self._take_over()
-        work = self.folder / names.unfinished_name(step, self._token)
+        work = self.folder / f"{step}.g{self._token}"
         if not problem:  # a single broadcast, since training waits for it
             size = sum(x.nbytes for x in arrays.values())
             problem = broadcast(self._why_not(step, work, size, ready) if is_primary() else "")
@@ -164,11 +161,7 @@ class CheckpointStore:
         return ready() or self._check_free_space(size) or self._remove_leftovers(work)
 
     def due(self) -> bool:
-        """Return whether to retry a failed save now; the same in all processes.
-
-        Raises:
-          RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
-        """
+        """Return whether to retry a failed save now; the same in all processes."""
         is_retry = self._in_flight is None
         if (is_retry and not self._problem) or self._is_waiting():
             return False
@@ -195,11 +188,7 @@ class CheckpointStore:
         return not broadcast(ready)
 
     def wait(self) -> bool:
-        """Wait for the save in progress; return whether the last save succeeded.
-
-        Raises:
-          RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
-        """
+        """Wait for the save in progress; return whether the last save succeeded."""
         if self._in_flight is not None:
             (step, future), self._in_flight = self._in_flight, None
             try:
@@ -219,12 +208,11 @@ class CheckpointStore:
         self._failing_since = now if self._failing_since is None else self._failing_since
         failing = now - self._failing_since
         since = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
+        failed = f"The checkpoint of step {step} could not be saved: {problem}"
         if broadcast(failing > most):
-            raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
-                             f"{failing:.0f} s, more than checkpoint.max_unsaved_seconds ({most:g} s); {since}.",
-                             Reason.SAVE_FAILED)  # fmt: skip
-        self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues; {since}. "
-                     f"Retrying in about {self._pause:.0f} s.")  # fmt: skip
+            limit = f"{failing:.0f} s, more than checkpoint.max_unsaved_seconds ({most:g} s)"
+            raise RunStopped(f"{failed} Saves have failed for {limit}; {since}.", Reason.SAVE_FAILED)
+        self._report(f"{failed} Training continues; {since}. Retrying in about {self._pause:.0f} s.")
         self._problem, self._again_at = problem, time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _RETRY_MOST)
 

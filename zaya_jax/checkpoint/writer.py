@@ -29,10 +29,7 @@ def write_checkpoint(
     """Write a checkpoint to RUN_DIR/checkpoints/STEP, atomically and durably; see `Manifest` for `metadata`.
 
     `leaves` has the dtype and shape of each array. `parts` cover all arrays; the parts of an array have equal shapes,
-    except for the last along an axis.
-
-    Raises:
-      InputError: `folder` exists, or cannot be written.
+    except for the last along an axis. `InputError` if `folder` exists, or cannot be written.
     """
     if folder.exists():
         raise InputError(f"{folder} already exists; choose a new run folder.")

@@ -151,16 +151,10 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     return _merge(_read(find(base, path.parent), (*readers, path.resolve())), tree)
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        merged[key] = _merge_value(merged.get(key), value, _join(where, key))
-    return merged
-
-
-def _merge_value(old: Any, value: Any, where: str) -> Any:
+def _merge(old: Any, value: Any, where: str = "") -> Any:
+    """Override `old` by `value`, a section key by key."""
     if isinstance(old, dict) and isinstance(value, dict):
-        return _merge(old, value, where)
+        return old | {key: _merge(old.get(key), item, _join(where, key)) for key, item in value.items()}
     return _merge_items(old, value, where) if isinstance(old, list) and isinstance(value, dict) else value
 
 
@@ -178,7 +172,7 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
             hint = did_you_mean(key, [name for name in names if isinstance(name, str)], f"{where}.")
             items = f"the items of {where} are {', '.join(known[:9]) or 'none'}"
             raise InputError(f"There is no {shown(_join(where, key))}; {items}.{hint}")
-        merged[index] = _merge_value(merged[index], value, _join(where, key))
+        merged[index] = _merge(merged[index], value, _join(where, key))
     return merged
 
 

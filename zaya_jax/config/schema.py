@@ -15,7 +15,7 @@ from zaya_jax.config.optimizer import ComputeDtype, LoraConfig, Matrices, Optimi
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
 from zaya_jax.config.table import Table
-from zaya_jax.config.weight_source import HF, parse_source
+from zaya_jax.config.weight_source import HF, hf_folder
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.presets import PRESETS, PresetName
 
@@ -175,7 +175,8 @@ class Config:
     def _check_weights(self) -> None:
         must, checkpoint = field_check(self, ""), "the path of a run or a checkpoint"
         if self.init_from is not None:
-            path = parse_source(self.init_from).path
+            folder = hf_folder(self.init_from)
+            path = self.init_from if folder is None else folder
             must("init_from", path != "", f"{checkpoint}, or {HF}FOLDER")
             require_path("init_from", path.rpartition("@")[0] or path)
         if self.resume_from is not None:
@@ -185,7 +186,7 @@ class Config:
             null = f"null if init_from is set (it is {self.init_from!r}): {continues}, {starts}"
             must("resume_from", self.init_from is None, null)
             complete = f"a run or a checkpoint: {HF}FOLDER has no optimizer state to resume; use init_from"
-            must("resume_from", parse_source(self.resume_from).kind == "checkpoint", complete)
+            must("resume_from", hf_folder(self.resume_from) is None, complete)
         has_base = self.lora is None or self.init_from is not None
         must("init_from", has_base, "set if lora is set: adapters modify an existing model")
 

@@ -1,19 +1,10 @@
 """Names of a model's weights, as in `init_from` and on command lines."""
 
 import os
-from typing import Literal, NamedTuple
 
 HF = "hf:"  # prefix of a transformers folder
 
 
-class WeightSource(NamedTuple):
-    """A source of weights, classified by its prefix."""
-
-    kind: Literal["checkpoint", "transformers"]  # `checkpoint_folder` resolves a checkpoint's path
-    path: str  # the text after the prefix, as the user typed it
-
-
-def parse_source(text: str) -> WeightSource:
-    """Parse the name of a source; a path that exists is no prefix and FOLDER."""
-    is_hf = text.startswith(HF) and not os.path.lexists(text)
-    return WeightSource("transformers" if is_hf else "checkpoint", text.removeprefix(HF) if is_hf else text)
+def hf_folder(source: str) -> str | None:
+    """Return FOLDER of hf:FOLDER as it was typed; None for a checkpoint, also if its path exists and starts so."""
+    return source.removeprefix(HF) if source.startswith(HF) and not os.path.lexists(source) else None

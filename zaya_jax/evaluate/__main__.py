@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from zaya_jax.job.multihost import join
 
         preset = select_preset(None)
-        peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, preset.peer_timeout)
+        flags = (options.coordinator, options.processes, options.process)
+        peers = join(flags, preset.join_seconds, preset.peer_timeout)
         from zaya_jax.evaluate.evaluate_command import evaluate
 
         try:

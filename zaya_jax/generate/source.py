@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.checks import shown
-from zaya_jax.config.weight_source import HF, parse_source
+from zaya_jax.config.weight_source import HF, hf_folder
 from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, end_tokens, load_tokenizer, read_beside, tokenizer_path
@@ -73,7 +73,7 @@ def open_text_model(
       InputError: the model is missing or damaged, has no tokenizer of its vocabulary, or there are too few devices.
     """
     decode_mesh(parallel, "--")  # before the weights are read
-    if parse_source(source).kind == "checkpoint" and is_transformers(source):
+    if hf_folder(source) is None and is_transformers(source):
         source = f"{HF}{source}"
     weights = open_weights(source, "PATH")
     path = _tokenizer_file(weights, source, tokenizer)

@@ -23,9 +23,8 @@ _SIZES = {  # ours: theirs
     "grouped_kernel": "cca_time1",
 }
 _KINDS: dict[str, AttentionKind] = {"hybrid": "full", "hybrid_sliding": "sliding"}
-_ABLATIONS = ("attention", "router", "residual_scaling", "convolutions", "query_key_mean", "value_shift",
-              "router_layers", "depth_averaging")  # fmt: skip
-_ONLY = {key: getattr(ModelConfig, key) for key in _ABLATIONS}
+_ABLATIONS = "attention router residual_scaling convolutions query_key_mean value_shift router_layers depth_averaging"
+_ONLY = {key: getattr(ModelConfig, key) for key in _ABLATIONS.split()}
 _FIXED = {"hidden_act": ("silu",), "tie_word_embeddings": (True,), "num_experts_per_tok": (1,)}
 _LARGEST = 1e300  # a larger integer would overflow a float
 _QUANTIZED = ("quantization_config", "compression_config", "vision_config", "vision_lora")
@@ -89,11 +88,7 @@ def _is_number(value: Any) -> bool:
 
 
 def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
-    """Parse the architecture of a `config.json` with the content `tree` and the path `where`.
-
-    Raises:
-      InputError: a key is missing, or its value is not supported.
-    """
+    """Parse the architecture in the `config.json` at `where`; `InputError` if a key is missing or not supported."""
     file = ConfigFile(tree, where)
     file.require_zaya(_FIXED)
     sizes = {ours: file.whole(theirs) for ours, theirs in _SIZES.items()}
@@ -149,11 +144,7 @@ def _rope(file: ConfigFile, types: list[str]) -> tuple[dict[str, float], float]:
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of `config.json` for `transformers`.
-
-    Raises:
-      InputError: the architecture is an ablation that `transformers` cannot represent.
-    """
+    """Return the content of `config.json`; `InputError` for an ablation that `transformers` cannot represent."""
     theirs = {kind: name for name, kind in _KINDS.items()}
     pattern = config.period * config.num_groups
     ropes = {"full": config.rope_base, "sliding": config.sliding_rope_base}

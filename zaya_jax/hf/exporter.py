@@ -41,19 +41,14 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
                  max_shard_bytes: int = 5 * 10**9) -> None:  # fmt: skip
     """Write a model atomically, from one process; the host holds one layer of one parameter at a time.
 
-    Args:
-      folder: new or empty.
-      config: the architecture.
-      read: returns a parameter, given its name (`model.tree`) and its index in the stack (None if it is not stacked).
-      dtype: of the parameters in the folder; balancing biases are always fp32.
-      layout: 'hf' for current `transformers` (docs/reference.md §12.1), 'legacy' for the first release (§12.2).
-      carry: folder to copy the tokenizer, chat template and generation files from, and the special tokens of
-        `config.json`.
-      max_shard_bytes: maximum size of a file, unless a single tensor is larger.
+    `read` returns a parameter, given its name (`model.tree`) and its index in the stack (None if it is not stacked).
+    Parameters get `dtype`; balancing biases are always fp32. The `layout` is 'hf' for current `transformers`
+    (docs/reference.md §12.1), 'legacy' for the first release (§12.2). Tokenizer, chat template, generation files and
+    the special tokens of `config.json` are those of the folder `carry`. A file has at most `max_shard_bytes`, unless a
+    single tensor is larger.
 
-    Raises:
-      InputError: `folder` is not empty, `carry` is not a folder, the layout cannot represent the architecture, or a
-        value is not finite in `dtype`; nothing is written.
+    `InputError`, before anything is written, if `folder` is not empty, `carry` is not a folder, the layout cannot
+    represent the architecture, or a value is not finite in `dtype`.
     """
     kind = stored_dtype(dtype)
     describe, names = LAYOUTS[layout]
@@ -73,10 +68,9 @@ def stored_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 
 def save_pretrained(model: Zaya, folder: str | Path, layout: Layout = "hf") -> None:
-    """Write `model` as a `transformers` folder, in the dtype of its embedding.
+    """Write `model` as a `transformers` folder, in the dtype of its embedding; raises like `write_folder`.
 
-    Raises:
-      InputError: see `write_folder`; or the model is `unrolled`.
+    `InputError` also if the model is `unrolled`.
     """
     if len(model.blocks) != len(model.config.layer_kinds):
         raise InputError("This model was unrolled to generate. Save the model that it was made from.")
@@ -158,18 +152,16 @@ def _latest(read: Read) -> Read:
     return read_once
 
 
-_WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", "model.safetensors.index.json", "config.json",
-            "adapter_config.json", *TOKENIZER_FILES)  # fmt: skip
+_WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", INDEX, "config.json", "adapter_config.json")
+_WRITTEN += TOKENIZER_FILES
 
 
 @contextlib.contextmanager
 def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterator[Path]:
     """Yield a temporary folder, which takes the name `folder` at the end, or is removed on failure.
 
-    After the block, `files` are added: name → file to copy or text to write.
-
-    Raises:
-      InputError: `folder` is not empty, or `FOLDER.partial` was not left by an interrupted export.
+    After the block, `files` are added: name → file to copy or text to write. `InputError` if `folder` is not empty, or
+    `FOLDER.partial` was not left by an interrupted export.
     """
     folder = resolved(expanded(folder))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

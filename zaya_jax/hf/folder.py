@@ -30,9 +30,8 @@ class Folder(NamedTuple):
 def open_folder(folder: str | Path) -> Folder:
     """Read a folder's configuration and the headers of its files, without reading the tensors.
 
-    Raises:
-      InputError: a file is missing or damaged, an option is not supported, or a tensor is missing, unexpected, or has
-        the wrong shape or an unsupported dtype.
+    `InputError` if a file is missing or damaged, an option is not supported, or a tensor is missing, unexpected, or has
+    the wrong shape or an unsupported dtype.
     """
     folder = expanded(folder)
     require_existing(folder, f"The folder {folder}")

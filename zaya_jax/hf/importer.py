@@ -30,12 +30,8 @@ PIECE = 2**28  # maximum bytes of a tensor in host memory at once
 def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Load the parameters and balancing biases of a folder with the shapes, dtypes and shardings of `abstract`.
 
-    Returns:
-      The arrays of `abstract`. The first layer's router state scale, which folders do not store, is one.
-
-    Raises:
-      InputError: `abstract` does not match the folder's architecture (nothing is allocated), or a tensor is not finite
-        as stored or in the dtype of `abstract`.
+    The first layer's router state scale, which folders do not store, is one. `InputError` if `abstract` does not match
+    the folder's architecture (nothing is allocated), or a tensor is not finite as stored or in the dtype of `abstract`.
     """
     for name, x in abstract.items():
         there = abstract_weights(folder.config).get(name)

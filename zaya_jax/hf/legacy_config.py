@@ -62,26 +62,12 @@ _WRITTEN = {  # theirs: ours
     "initializer_range": "init_std",
 }
 
-_READ = {
-    *_WRITTEN,
-    "num_hidden_layers",
-    "num_query_groups_list",
-    "ffn_hidden_size",
-    "ffn_hidden_size_list",
-    "zaya_layers",
-    "cca_num_q_heads",
-    "swa_layers",
-    "rotary_base",
-    "rope_pct",
-}
+_READ = {*_WRITTEN, "num_hidden_layers", "num_query_groups_list", "ffn_hidden_size", "ffn_hidden_size_list"}
+_READ |= {"zaya_layers", "cca_num_q_heads", "swa_layers", "rotary_base", "rope_pct"}
 
 
 def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
-    """Parse the architecture of a legacy folder's `config.json`, see `from_hf`.
-
-    Raises:
-      InputError: a key is missing or unknown, or its value is not supported.
-    """
+    """Parse the architecture in a legacy `config.json`, see `from_hf`; unknown keys of ZAYA are rejected, too."""
     file = ConfigFile(tree, where)
     file.require_zaya(_FIXED)
     for key in tree:
@@ -179,17 +165,13 @@ def _windows(file: ConfigFile, sublayers: int) -> tuple[tuple[AttentionKind, ...
 
 
 def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of a legacy `config.json`, in the released 8B's dialect.
-
-    Raises:
-      InputError: the legacy layout cannot represent the architecture.
-    """
+    """Return the content of a `config.json` in the released 8B's dialect; `InputError` if it cannot represent it."""
     described = header(config, dtype, _FIXED)
     pattern = config.period * config.num_groups
     sliding = "sliding" in pattern
     if sliding and config.sliding_window == 1:
-        raise InputError("model.sliding_window is 1, which the legacy layout cannot represent (it stores the window "
-                         "minus 1, and 0 means full attention); export with --layout hf.")  # fmt: skip
+        why = "which the legacy layout cannot represent (it stores the window minus 1, and 0 means full attention)"
+        raise InputError(f"model.sliding_window is 1, {why}; export with --layout hf.")
     back = (config.sliding_window or 1) - 1
     return {
         **described,

@@ -5,11 +5,8 @@
 and the module is wrapped once for each parameter, the first one innermost (`peft.tuners.lora.layer.ParamWrapper`).
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.hf.config import to_hf
@@ -24,8 +21,9 @@ from zaya_jax.model.zaya import abstract_model
 from zaya_jax.run.files import json_text
 
 
-def write_peft_folder(folder: str | Path, config: ModelConfig, lora: LoraConfig, base: str, read: Read,
-                      dtype: jax.typing.DTypeLike, carry: str | Path | None = None) -> None:  # fmt: skip
+def write_peft_folder(
+    folder: Path, config: ModelConfig, lora: LoraConfig, base: str, read: Read, dtype: str, carry: Path | None
+) -> None:
     """Write adapters atomically; see `write_folder`.
 
     `lora` has their rank and scale. `base` is the folder or Hugging Face name of the base model, which `peft` loads.
@@ -33,7 +31,8 @@ def write_peft_folder(folder: str | Path, config: ModelConfig, lora: LoraConfig,
     """
     kind = stored_dtype(dtype)
     to_hf(config, kind.name)  # raises for an architecture that `transformers` does not have
-    matrices = list(_adapted(config))
+    role = roles(abstract_model(config))
+    matrices = [tensor for tensor in tensors(config) if role.get(tensor.leaf) in ADAPTED]
     files, _ = complete_tokenizer_files(carry)
     files["adapter_config.json"] = json_text(_adapter_config(matrices, lora, base))
     rows = [row for matrix in matrices for row in adapter_tensors(matrix, lora.rank)]
@@ -46,26 +45,19 @@ def adapter_tensors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     module, _, parameter = matrix.name.rpartition(".")
     name_a, name_b = (tuple(name.split(".")) for name in adapter_names(matrix.leaf))
     *stack, out, width = matrix.shape
-    if not stack:
-        name = f"base_model.model.{module}.lora_{{}}.weight"
-        return (Tensor(name.format("A"), name_a, matrix.group, (rank, width), transposed, transposed),
-                Tensor(name.format("B"), name_b, matrix.group, (out, rank), transposed, transposed))  # fmt: skip
-    (e,) = stack
-    inner = ".base_layer" if HF_EXPERTS[0].endswith(parameter) else ""
-    name = f"base_model.model.{module}{inner}.lora_{{}}.weight"
-    to_a = lambda a: transposed(a.reshape(e, rank, width)), lambda a: transposed(a).reshape(e * rank, width)
-    to_b = (
-        lambda b: b.reshape(out, rank, e).transpose(2, 1, 0),
-        lambda b: b.transpose(2, 1, 0).reshape(out, rank * e),
-    )
-    return (Tensor(name.format("A"), name_a, matrix.group, (e * rank, width), *to_a),
-            Tensor(name.format("B"), name_b, matrix.group, (out, rank * e), *to_b))  # fmt: skip
-
-
-def _adapted(config: ModelConfig) -> Iterator[Tensor]:
-    """Yield the tensors of a folder that have adapters."""
-    role = roles(abstract_model(config))
-    return (tensor for tensor in tensors(config) if role.get(tensor.leaf) in ADAPTED)
+    if stack:
+        (e,) = stack
+        to_a = lambda a: transposed(a.reshape(e, rank, width)), lambda a: transposed(a).reshape(e * rank, width)
+        to_b = (
+            lambda b: b.reshape(out, rank, e).transpose(2, 1, 0),
+            lambda b: b.transpose(2, 1, 0).reshape(out, rank * e),
+        )
+    else:
+        e, to_a, to_b = 1, (transposed, transposed), (transposed, transposed)
+    inner = ".base_layer" if stack and HF_EXPERTS[0].endswith(parameter) else ""
+    name = f"base_model.model.{module}{inner}.lora_"
+    tensor_a = Tensor(f"{name}A.weight", name_a, matrix.group, (e * rank, width), *to_a)
+    return tensor_a, Tensor(f"{name}B.weight", name_b, matrix.group, (out, rank * e), *to_b)
 
 
 def _adapter_config(matrices: list[Tensor], lora: LoraConfig, base: str) -> dict[str, Any]:

@@ -62,8 +62,7 @@ class TensorFile(TensorHeader):
 def read_header(path: Path) -> dict[str, TensorFile]:
     """Locate the tensors of a file by name, without reading them.
 
-    Raises:
-      InputError: the file is missing, truncated or damaged, or a tensor has an unsupported dtype.
+    `InputError` if the file is missing, truncated or damaged, or a tensor has an unsupported dtype.
     """
     tensors = dict[str, TensorFile]()
     try:

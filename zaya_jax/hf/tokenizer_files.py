@@ -6,16 +6,9 @@ from typing import Any
 from zaya_jax.config.checks import require
 from zaya_jax.data.special_tokens import find_special_tokens, token_text
 from zaya_jax.data.tokenizer import load_tokenizer
+from zaya_jax.run import tokenizer as names
 from zaya_jax.run.files import expanded, json_text, read_object
-from zaya_jax.run.tokenizer import (
-    GENERATION,
-    SPECIAL_MAP,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    special_ids,
-    tokenizer_files,
-    tokenizer_settings,
-)
+from zaya_jax.run.tokenizer import GENERATION, TOKENIZER, TOKENIZER_CONFIG, known, special_ids
 
 
 def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path | str], dict[str, Any]]:
@@ -24,21 +17,15 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
     A file is added, or keys to it, if `transformers` would otherwise guess: without `tokenizer_class` it loads a Gemma
     tokenizer, without `eos_token_id` text ends at Gemma's. A value that is present stays.
 
-    Args:
-      folder: a run's `tokenizer/`, a `transformers` folder or a folder of prepared data; None for no files.
-
-    Returns:
-      Name → file to copy or text to write; and `bos_token_id`, `eos_token_id` and `pad_token_id` for `config.json`,
-      null where unknown.
-
-    Raises:
-      InputError: `folder` is not a folder, a file cannot be read, or it is unknown which token ends a text.
+    The `folder` is a run's `tokenizer/`, a `transformers` folder or one of prepared data; None for no files. Returns
+    name → file to copy or text to write; and `bos_token_id`, `eos_token_id` and `pad_token_id` for `config.json`, null
+    where unknown. `InputError` if `folder` is no folder, a file cannot be read, or no token is known to end a text.
     """
     if folder is None:
         return {}, special_ids(None)
     folder = expanded(folder)
     require(folder.is_dir(), "--carry", str(folder), "an existing folder")
-    files: dict[str, Path | str] = {path.name: path for path in tokenizer_files(folder)}
+    files: dict[str, Path | str] = {path.name: path for path in names.tokenizer_files(folder)}
     settings = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
     generation = read_object(folder / GENERATION) if GENERATION in files else {}
     ids = special_ids(folder)
@@ -51,12 +38,10 @@ def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path 
         bos, ends = None if special.bos is None else token_id(special.bos), stops if len(stops) > 1 else stops[0]
         detected = {"bos_token_id": bos, "eos_token_id": ends, "pad_token_id": token_id(pad)}
         ids = {key: detected[key] if value is None else value for key, value in ids.items()}
-        defaults = tokenizer_settings(special.bos, eos, pad)
-        if SPECIAL_MAP in files:  # it names the tokens
+        defaults = names.tokenizer_settings(special.bos, eos, pad)
+        if names.SPECIAL_MAP in files:  # it names the tokens
             defaults = {key: value for key, value in defaults.items() if not key.endswith("_token")}
         files[TOKENIZER_CONFIG] = json_text(defaults | settings)
-    generation = {key: value for key, value in generation.items() if value is not None}
-    known = {key: value for key, value in ids.items() if value is not None}
-    if files and known.keys() - generation.keys():
-        files[GENERATION] = json_text(known | generation)
+    if files and known(ids).keys() - known(generation).keys():
+        files[GENERATION] = json_text(known(ids) | known(generation))
     return files, ids

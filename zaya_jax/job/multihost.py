@@ -28,6 +28,7 @@ T = TypeVar("T")
 # Values that processes may exchange. Tuples and enums would arrive as lists and plain values.
 Json = TypeVar("Json", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)
 
+Flags = tuple[str | None, int | None, int | None]  # --coordinator, --processes, --process
 # Words in jax's errors that mean another process failed.
 _PEER_ERRORS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
 _PATIENCE = 600  # seconds that processes may take to load their configuration
@@ -36,28 +37,20 @@ _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def join(
-    coordinator: str | None,
-    processes: int | None,
-    process: int | None,
-    join_seconds: int,
-    peer_timeout: float,
-    progress: ProgressRecord | None = None,
-    folder: Path | None = None,
+    flags: Flags, seconds: int, peer_timeout: float, progress: ProgressRecord | None = None, folder: Path | None = None
 ) -> PeerLiveness | None:
     """Join the job that this process belongs to; return the thread that watches its peers, or None if it is alone.
 
-    The launcher tells the `coordinator` (HOST:PORT of process 0), the number of `processes` and the index `process`,
-    unless all three are given. The others have `join_seconds` to connect. Later, one that is silent for `peer_timeout`
-    seconds ends this process, with an exit record in `progress`. A `folder` that all processes share, or the user's
-    cache, hands on the secret of the job.
-
-    Raises:
-      InputError: only some of the three are given, one is invalid, or `connect_processes` fails.
+    The launcher tells the coordinator (HOST:PORT of process 0), the number of processes and the index of this one,
+    unless all three `flags` are given. The others have `seconds` to connect. Later, one that is silent for
+    `peer_timeout` seconds ends this process, with an exit record in `progress`. A `folder` that all processes share, or
+    the user's cache, hands on the secret of the job. `InputError` if only some of the flags are given, one is invalid,
+    or `connect_processes` fails.
     """
-    if (job := _find_job(coordinator, processes, process, join_seconds)) is None:
+    if (job := _find_job(flags, seconds)) is None:
         return None
     job = job._replace(folder=folder)
-    connections = connect_processes(job, join_seconds)
+    connections = connect_processes(job, seconds)
     peers = PeerLiveness(connections, peer_timeout, progress) if connections else None
     jax.config.update("jax_check_proxy_envs", False)  # its service is not called over the network
     jax.config.update("jax_enable_preemption_service", False)  # `StopStep` takes its place
@@ -71,7 +64,7 @@ def join(
                 job.processes,
                 job.process,
                 coordinator_bind_address=f"unix:{path}",
-                initialization_timeout=join_seconds + HEARTBEAT_MARGIN,
+                initialization_timeout=seconds + HEARTBEAT_MARGIN,
                 heartbeat_timeout_seconds=math.ceil(peer_timeout) + HEARTBEAT_MARGIN,
                 shutdown_timeout_seconds=math.ceil(peer_timeout),
             )
@@ -83,12 +76,11 @@ def join(
     return peers
 
 
-def _find_job(coordinator: str | None, processes: int | None, process: int | None, seconds: int) -> Job | None:
-    flags = (coordinator, processes, process)
+def _find_job(flags: Flags, seconds: int) -> Job | None:
     if flags != (None, None, None) and None in flags:
         together = "--coordinator, --processes and --process must be given together"
         raise InputError(f"{together}, or none where a launcher sets them. Add the missing ones.")
-    source = "--coordinator"
+    (coordinator, processes, process), source = flags, "--coordinator"
     if coordinator is None:
         if (name := detect_launcher(os.environ)) is None:
             return None

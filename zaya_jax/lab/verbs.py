@@ -74,7 +74,8 @@ def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], di
     """Return what `work` returns in the job of `add_job`: an error ends all processes, and process 0 writes files."""
     from zaya_jax.job.multihost import is_primary, join
 
-    peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
+    flags = (parsed.coordinator, parsed.processes, parsed.process)
+    peers = join(flags, preset.join_seconds, preset.peer_timeout)
     try:
         result = work()
     except Exception as error:

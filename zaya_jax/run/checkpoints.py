@@ -94,11 +94,6 @@ def named_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in list_names(folder) if name.isdecimal())
 
 
-def unfinished_name(step: int, token: int) -> str:
-    """Return the name of a checkpoint while the holder of a fencing token saves it."""
-    return f"{step}.g{token}"
-
-
 def clean(folder: Path) -> list[Path]:
     """Remove leftovers of unfinished saves, and return those that stay; no save may be in progress."""
     left = [folder / name for name in list_names(folder) if _LEFT_OVER.fullmatch(name)]

@@ -84,11 +84,9 @@ def why_unlocked(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
 def lock_run(config: Config) -> Iterator[Path]:
     """Create and lock `config.run_dir` during the block, and remove partial files of killed processes from it.
 
-    At the end, removes the folder if this call created it and it holds only the lock, as after a refused run.
-
-    Raises:
-      InputError: another process holds the lock, or the folder contains a run with a different configuration, without
-        one, or without the checkpoints that it had; the folder is left unchanged.
+    At the end, removes the folder if this call created it and it holds only the lock, as after a refused run. Raises
+    `InputError`, and leaves the folder unchanged, if another process holds the lock, or the folder contains a run with
+    a different configuration, without one, or without the checkpoints that it had.
     """
     folder = run_folder(config)
     existed = folder.exists()
@@ -192,10 +190,9 @@ def _compare(folder: Path, config: Config) -> None:
     listed = [*rest[:5], *([f"{len(rest) - 5} more"] if len(rest) > 5 else [])]
     more = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
     weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
-    raise InputError(
-        f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{more} "
-        f"Restore the old value{'s' if rest else ''} to resume that run, or choose another run_dir{weights}."
-    )
+    problem = f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{more}"
+    restore = f"Restore the old value{'s' if rest else ''} to resume that run"
+    raise InputError(f"{problem} {restore}, or choose another run_dir{weights}.")
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[tuple[str, str, str]]:

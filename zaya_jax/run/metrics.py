@@ -4,6 +4,7 @@
 bitwise. Times are in `timings.jsonl`.
 """
 
+import abc
 import contextlib
 import errno
 import itertools
@@ -12,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zaya_jax.errors import InputError, as_sentence
 from zaya_jax.run.files import read_file
@@ -53,21 +54,23 @@ class DiskGuard:
         return self._failed.get(path, "")
 
 
-class MetricSink(Protocol):
+class MetricSink(abc.ABC):
     """A destination for metrics. Failures to write, as on a full disk, must not end the run."""
 
+    @abc.abstractmethod
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """Write the row of a step; `timings` contains what depends on time and machine load."""
 
     def sync(self) -> str:
         """Flush all rows to disk before a checkpoint is saved; return a message if that fails."""
-        ...
+        return ""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Write pending rows; no row follows."""
 
 
-class JsonlSink:
+class JsonlSink(MetricSink):
     """`metrics.jsonl` and `timings.jsonl` of a run."""
 
     def __init__(self, metrics: "JsonlFile", timings: "JsonlFile") -> None:

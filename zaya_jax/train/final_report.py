@@ -20,11 +20,7 @@ from zaya_jax.train.memory import out_of_memory
 
 
 def report(config: Config, result: TrainResult) -> str:
-    """Write `summary.json` into the run folder, and return its contents as a few lines of text.
-
-    Raises:
-      Superseded: other processes have resumed the run.
-    """
+    """Write `summary.json` into the run folder, unless that raises `Superseded`; return it as a few lines of text."""
     results = summary(config, result)
     path, lines = result.run_dir / SUMMARY, []
     if is_primary():
@@ -41,11 +37,9 @@ def report(config: Config, result: TrainResult) -> str:
         rows |= {name: f"{bits:.3f} bits/byte{whole}" for name, bits in results["baselines"].items()}
         width = max(map(len, rows))
         source = f" of {name}" if config.data.sources else ""
-        lines += [
-            f"Held-out loss over {held['bytes']:,}{of_all} bytes in {counted(held['documents'], 'document')}{source}: "
-            f"{held['nats_per_token']:.4f} nats/token",
-            *(f"  {row:<{width}}  {value}" for row, value in rows.items()),
-        ]
+        text = f"{held['bytes']:,}{of_all} bytes in {counted(held['documents'], 'document')}{source}"
+        lines.append(f"Held-out loss over {text}: {held['nats_per_token']:.4f} nats/token")
+        lines += [f"  {row:<{width}}  {value}" for row, value in rows.items()]
     for sample in results["samples"]:
         lines += [f"Continuation of {sample['prompt']!r}:", sample["prompt"] + sample["continuation"]]
     return "\n".join([*lines, printable(f"Run folder: {result.run_dir}")])

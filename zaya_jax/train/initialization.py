@@ -52,10 +52,8 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
     """Make the state before the first step, sharded for the phase of `program`, in which the run starts.
 
     Parameters, balancing biases and, if saved, the optimizer state are those of `weights` (`init_from`), or drawn from
-    the seed. Adapters are drawn, and their balancing biases are those of `base`.
-
-    Raises:
-      InputError: the optimizer state does not fit, or the weights are damaged.
+    the seed. Adapters are drawn, and their balancing biases are those of `base`. `InputError` if the optimizer state
+    does not fit, or the weights are damaged.
     """
     config, abstract = program.config, program.abstract_state
     if weights is not None:
@@ -108,7 +106,5 @@ def check_base(folder: Path, config: Config, base: FrozenBase, *, is_new: bool) 
             write_base_note(folder, config.init_from, now)
     elif (before := read_base_fingerprint(folder)) != now:
         advice = "If that run has continued since, restore its earlier checkpoint; otherwise choose another run_dir."
-        raise InputError(
-            f"The parameters of init_from={config.init_from} are not the ones that the adapters in {folder} were "
-            f"trained on (fingerprint {now}, not {before}). {advice}"
-        )
+        ones = f"the ones that the adapters in {folder} were trained on (fingerprint {now}, not {before})"
+        raise InputError(f"The parameters of init_from={config.init_from} are not {ones}. {advice}")

@@ -34,9 +34,8 @@ class StepProfiler:
     def warn_outside(self, done: int, last: int) -> None:
         """Say so if no step after `done` up to `last` is traced."""
         if self._window is not None and not done < self._window.start <= last:
-            self._say(
-                f"profile.start={self._window.start} traces nothing: this command trains steps {done + 1} to {last}."
-            )
+            nothing = f"profile.start={self._window.start} traces nothing"
+            self._say(f"{nothing}: this command trains steps {done + 1} to {last}.")
 
     def starts(self, done: int) -> bool:
         """True if the step after `done` steps is the first of the window."""

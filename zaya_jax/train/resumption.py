@@ -19,13 +19,7 @@ from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.digests import digest
 from zaya_jax.run.manifest import Manifest
 from zaya_jax.train.program import Programs
-from zaya_jax.train.run_checks import (
-    OPTIMIZER_KEYS,
-    check_architecture,
-    check_past,
-    check_values,
-    warn_about_positions,
-)
+from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_past, check_values, warn_about_positions
 from zaya_jax.train.spikes import resize
 from zaya_jax.train.state import TrainState
 from zaya_jax.weights.sources import PARAMETERS_ONLY, model_config
@@ -91,8 +85,7 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
 def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> TrainState:
     """Restore the full state of the run `resume_from` for a new run folder, and set the position of `batches`.
 
-    Raises:
-      InputError: there is no such checkpoint, or it does not fit `config`.
+    `InputError` if there is no such checkpoint, or it does not fit `config`.
     """
     name, folder = f"resume_from={config.resume_from}", checkpoint_folder(config.resume_from or "", "resume_from")
 

@@ -146,8 +146,8 @@ def _factors(config: Config, steps: int) -> np.ndarray:
 
 def _steps_done(config: Config, step: int) -> list[tuple[int, ...]]:
     """Return (phase, first step, end, context, sequences) of each stage in the first `step` steps."""
-    return [(stage.phase, stage.first_step, min(stage.end, step), stage.context, stage.sequences)
-            for stage in stages(config) if stage.first_step < step]  # fmt: skip
+    past = (stage for stage in stages(config) if stage.first_step < step)
+    return [(each.phase, each.first_step, min(each.end, step), each.context, each.sequences) for each in past]
 
 
 def _fixed_settings(phase: PhaseConfig) -> dict[str, Any]:

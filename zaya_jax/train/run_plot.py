@@ -41,8 +41,9 @@ def plot_run(rows: list[dict[str, Any]], path: Path, compressors: Mapping[str, f
             if earlier.get("phase") != later.get("phase"):
                 for panel in (loss, entropy):
                     panel.axvline(earlier["step"] + 0.5, color="grey", linewidth=0.8)
-                loss.annotate(f" {later['phase']}", (earlier["step"] + 0.5, 1), xycoords=("data", "axes fraction"),
-                              verticalalignment="top", fontsize="small", color="grey")  # fmt: skip
+                style = {"verticalalignment": "top", "fontsize": "small", "color": "grey"}
+                place = (earlier["step"] + 0.5, 1)
+                loss.annotate(f" {later['phase']}", place, xycoords=("data", "axes fraction"), **style)
         for panel in (loss, entropy):
             legend_beside(panel)
         integer_steps(entropy)

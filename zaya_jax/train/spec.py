@@ -32,14 +32,13 @@ class PhaseSpec:
     def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
         """Return (micro-batches, sequences of a micro-batch over all devices, tokens of a sequence).
 
-        Raises:
-          InputError: the sequences of a step do not divide into micro-batches on these devices.
+        `InputError` if the sequences of a step do not divide into micro-batches on these devices.
         """
         phase, shards = self.config.phases[stage.phase], batch_shards(self.placement.mesh)
         micro = micro_batch(self.config, stage, shards)
         if stage.sequences % (shards * micro):
             micro = 1 if self.config.batch_for(phase).micro_batch is None else micro
             parts = counted(shards, "data-parallel shard") + ("" if micro == 1 else f" × micro_batch {micro}")
-            raise InputError(f"{self.config.batch_key(phase)} gives {counted(stage.sequences, 'sequence')}, but must "
-                             f"give a multiple of {shards * micro} ({parts}).")  # fmt: skip
+            gives = f"{self.config.batch_key(phase)} gives {counted(stage.sequences, 'sequence')}"
+            raise InputError(f"{gives}, but must give a multiple of {shards * micro} ({parts}).")
         return stage.sequences // (shards * micro), shards * micro, stage.context

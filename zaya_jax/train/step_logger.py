@@ -52,8 +52,7 @@ class StepLogger:
     def record(self, scores: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Wait for the last step that was started, and record it with the `scores` of the model after it.
 
-        Raises:
-          RunStopped: too many steps in a row were skipped.
+        `RunStopped` if too many steps in a row were skipped.
         """
         self.wait()
         if self._done is None:
@@ -74,12 +73,10 @@ class StepLogger:
         for sink in self._sinks:
             sink.write(row, timings)
         if row["skipped"] >= config.train.max_skipped_steps:
-            raise RunStopped(
-                "The number of skipped steps in a row reached train.max_skipped_steps="
-                f"{config.train.max_skipped_steps} at step {step} (reason for the last one: {reason}). "
-                f"{_advice(config, reason)}",
-                Reason.NOT_FINITE if reason == REASONS[1] else Reason.SPIKE,
-            )
+            limit = f"train.max_skipped_steps={config.train.max_skipped_steps} at step {step}"
+            last = f"The number of skipped steps in a row reached {limit} (reason for the last one: {reason})"
+            kind = Reason.NOT_FINITE if reason == REASONS[1] else Reason.SPIKE
+            raise RunStopped(f"{last}. {_advice(config, reason)}", kind)
 
     def sync(self) -> str:
         """Flush all rows to disk; return a sentence if that fails, else ''."""
@@ -100,9 +97,7 @@ def throughput(
 ) -> dict[str, Any]:
     """Compute the speed of `step`, counted from 1, which took `seconds`, with `tokens` in the loss.
 
-    Returns:
-      `tokens_per_second`; `flops_per_second`, with head and attention, without recomputation; and `mfu`, None if the
-      peak of the devices is not known.
+    FLOPs include head and attention, without recomputation; `mfu` is None if the peak of the devices is not known.
     """
     speed, context, peak = tokens / max(seconds, 1e-9), stage_at(config, step - 1).context, peak_flops(device_kind)
     flops = speed * training_flops_per_token(config.model, context, frozen_head=config.lora is not None)
@@ -116,6 +111,6 @@ def _advice(config: Config, reason: str) -> str:
     if reason == REASONS[1]:
         return f"To continue, {new_run}"
     window = config.train.spike.window
-    return ("To continue in this run_dir, raise train.spike.threshold or set train.spike.window=0. If the loss has "
-            f"settled at a new level, set train.max_skipped_steps above train.spike.window={window}: after that many "
-            f"similar skipped steps, the new level becomes the baseline. Or {new_run}")  # fmt: skip
+    here = "To continue in this run_dir, raise train.spike.threshold or set train.spike.window=0."
+    settled = f"If the loss has settled at a new level, set train.max_skipped_steps above train.spike.window={window}"
+    return f"{here} {settled}: after that many similar skipped steps, the new level becomes the baseline. Or {new_run}"

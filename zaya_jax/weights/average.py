@@ -31,16 +31,10 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     For adapters, the merged models W + scale·A·B are averaged without rounding, because the mean of A times the mean of
     B is not the mean of A·B. The result has parameters only, in fp32 (fp64 for fp64 runs).
 
-    Args:
-      sources: at least two checkpoints, RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP.
-      output: new run folder; `init_from` and `export_hf` accept it.
-      base: base model of the adapters; None uses `init_from` of the newest checkpoint's run.
-
-    Returns:
-      The folder of the new checkpoint; its step is that of the newest one.
-
-    Raises:
-      InputError: a checkpoint is damaged, their arrays or base models differ, or `output` cannot be written.
+    The `sources`, at least two, are RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP. `output` is a new run folder,
+    which `init_from` and `export_hf` accept; the folder of its checkpoint is returned. `base` is the base model of the
+    adapters; None uses `init_from` of the newest checkpoint's run. `InputError` if a checkpoint is damaged, their
+    arrays or base models differ, or `output` cannot be written.
     """
     if len(sources) < 2:
         raise InputError(f"average got {len(sources)} checkpoint, but needs at least 2.")
@@ -97,9 +91,9 @@ def _average_adapters(adapted: Sequence[AdaptedWeights], averaged: list[int], ta
     newest = adapted[-1]
     for weights in adapted:
         if weights.fingerprint != newest.fingerprint:
-            raise InputError(f"The adapters in {weights.folder} and {newest.folder} have different base models "
-                             f"(fingerprints {weights.fingerprint} and {newest.fingerprint}); average checkpoints "
-                             "whose runs have the same init_from.")  # fmt: skip
+            differ = f"have different base models (fingerprints {weights.fingerprint} and {newest.fingerprint})"
+            advice = "average checkpoints whose runs have the same init_from."
+            raise InputError(f"The adapters in {weights.folder} and {newest.folder} {differ}; {advice}")
     dtypes = dict.fromkeys(abstract_weights(newest.config), np.dtype(newest.exact))
     write_parameters(target, newest.config, dtypes, _merged_mean(adapted), averaged=averaged)
 

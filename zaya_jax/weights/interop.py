@@ -10,7 +10,7 @@ from zaya_jax.checkpoint.digest import ArrayPart
 from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, to_dict
-from zaya_jax.config.weight_source import parse_source
+from zaya_jax.config.weight_source import HF
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import Layout, Read, write_folder
 from zaya_jax.hf.peft import write_peft_folder
@@ -26,8 +26,7 @@ from zaya_jax.weights.sources import PARAMETERS_ONLY, FolderWeights, saved_name,
 def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -> str:
     """Write FOLDER or hf:FOLDER, in either layout, as a checkpoint of step 0 of a new run, in the stored dtype; say so.
 
-    Raises:
-      InputError: a tensor is not finite, unless `allow_nonfinite`; see also `open_folder` and `write_checkpoint`.
+    Raises like `open_folder` and `write_checkpoint`; `InputError` if a tensor is not finite, unless `allow_nonfinite`.
     """
     weights, output = FolderWeights(source), expanded(output)
     special_ids(weights.folder)  # raises before anything is written
@@ -49,16 +48,8 @@ def export_hf(
 ) -> str:
     """Write weights as a folder that `transformers` loads; adapters are merged into their base model. Say so.
 
-    Args:
-      source: see `open_weights`.
-      folder: new or empty.
-      dtype: of the parameters; balancing biases are always fp32.
-      layout: see `write_folder`.
-      carry: folder whose tokenizer and generation files are copied; None uses those of the source.
-      base: see `open_weights`.
-
-    Raises:
-      InputError: the weights are damaged; see also `write_folder`.
+    See `open_weights` for `source` and `base`, `write_folder` for the others; without `carry`, the tokenizer and
+    generation files are those of the source. `InputError` if the weights are damaged; also raises like `write_folder`.
     """
     weights = open_weights(source, "CHECKPOINT", base)
     weights.verify()
@@ -71,10 +62,8 @@ def export_hf(
 def export_peft(source: str, folder: Path, dtype: str, carry: Path | None = None, base: str | None = None) -> str:
     """Write the adapters of a run as a folder that `peft` loads onto their base model, and say so; see `export_hf`.
 
-    The base model must be hf:FOLDER: `peft` loads it from FOLDER.
-
-    Raises:
-      InputError: there are no adapters, they are damaged, or their run differs from the base model in more than them.
+    The base model must be hf:FOLDER: `peft` loads it from FOLDER. `InputError` if there are no adapters, they are
+    damaged, or their run differs from the base model in more than them.
     """
     weights = open_weights(source, "CHECKPOINT", base)
     if not isinstance(weights, AdaptedWeights):
@@ -96,14 +85,15 @@ def _peft_base(weights: AdaptedWeights) -> str:
     for key in ("rope_base", *(["sliding_rope_base"] if "sliding" in base.config.layer_pattern else [])):
         ours, theirs = getattr(weights.config, key), getattr(base.config, key)
         if ours != theirs:
-            raise InputError(f"The adapters were trained with {key} {ours:g}, but the base model {base.source} has "
-                             f"{theirs:g}, which a PEFT folder cannot change. Export without --peft.")  # fmt: skip
+            other = f"the base model {base.source} has {theirs:g}, which a PEFT folder cannot change"
+            raise InputError(f"The adapters were trained with {key} {ours:g}, but {other}. Export without --peft.")
     for name, x in abstract_weights(weights.config).items():
         for group in stack_groups(name, x.shape) if is_balancing_bias(name) else ():
             if not np.array_equal(weights.read(name, group), weights.read_base(name, group)):
-                raise InputError(f"The run trained its balancing biases ({name}), which a PEFT folder cannot hold. "
-                                 "Export without --peft, or train with optimizer.balance.rule=none.")  # fmt: skip
-    return parse_source(base.source).path
+                problem = f"The run trained its balancing biases ({name}), which a PEFT folder cannot hold"
+                remedy = "Export without --peft, or train with optimizer.balance.rule=none."
+                raise InputError(f"{problem}. {remedy}")
+    return base.source.removeprefix(HF)
 
 
 def write_parameters(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import LoraConfig
-from zaya_jax.config.weight_source import HF, parse_source
+from zaya_jax.config.weight_source import HF, hf_folder
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import Read
@@ -31,16 +31,12 @@ BASE = "base.json"  # in the run folder of adapters: fingerprint of the base mod
 def open_weights(source: str | Path, what: str = "path", base: str | None = None) -> Weights:
     """Open weights without reading their values.
 
-    Args:
-      source: RUN_DIR for its newest checkpoint, RUN_DIR@PHASE for the last one of a phase, RUN_DIR/checkpoints/STEP,
-        or hf:FOLDER for a `transformers` folder.
-      what: the key or argument that `source` comes from, for messages.
-      base: base model of adapters; None uses `init_from` of their run.
-
-    Raises:
-      InputError: the source does not exist, or its metadata shows damage.
+    The `source` is RUN_DIR for its newest checkpoint, RUN_DIR@PHASE for the last one of a phase,
+    RUN_DIR/checkpoints/STEP, or hf:FOLDER for a `transformers` folder; messages call it `what`, the key or argument
+    that it comes from. `base` is the base model of adapters; None uses `init_from` of their run. `InputError` if the
+    source does not exist, or its metadata shows damage.
     """
-    if parse_source(str(source)).kind == "transformers":
+    if hf_folder(str(source)) is not None:
         return FolderWeights(source)
     if is_transformers(source):
         raise InputError(f"{what} is {str(source)!r}, which looks like a transformers folder; write {HF}{source}.")
@@ -50,16 +46,14 @@ def open_weights(source: str | Path, what: str = "path", base: str | None = None
 
 def is_transformers(source: str | Path) -> bool:
     """Return whether a source is hf:FOLDER, or a `transformers` folder that is named without hf:."""
-    return parse_source(str(source)).kind == "transformers" or os.path.isfile(expanded(source) / "config.json")
+    return hf_folder(str(source)) is not None or os.path.isfile(expanded(source) / "config.json")
 
 
 def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.float32) -> tuple[Zaya, Tokenizer | None]:
     """Load a model onto this process's first device, and its tokenizer or None if there is no `tokenizer.json`.
 
     Adapters are merged into their base model. See `open_weights` for `source`, `Weights.load_model` for `dtype`.
-
-    Raises:
-      InputError: the model is missing or damaged, or its tokenizer cannot be used.
+    `InputError` if the model is missing or damaged, or its tokenizer cannot be used.
     """
     weights = open_weights(source)
     tokenizer = weights.load_tokenizer()
@@ -68,8 +62,8 @@ def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.floa
 
 def tokenizer_folder(source: str) -> Path | None:
     """Return the tokenizer folder of a source without opening its weights; raises like `open_weights`."""
-    parsed = parse_source(source)
-    return expanded(parsed.path) if parsed.kind == "transformers" else run_tokenizer(checkpoint_folder(source))
+    folder = hf_folder(source)
+    return run_tokenizer(checkpoint_folder(source)) if folder is None else expanded(folder)
 
 
 class AdaptedWeights(Weights):
@@ -113,8 +107,8 @@ class AdaptedWeights(Weights):
 
         trained_on, sums = self.fingerprint, {}
         for name, x in abstract_weights(self.config).items():
-            sums[name] = part_sums((group or 0, read(name, group) if group is None else read(name, group)[None])
-                                   for group in stack_groups(name, x.shape))  # fmt: skip
+            parts = ((group, read(name, group)) for group in stack_groups(name, x.shape))
+            sums[name] = part_sums((0, part) if group is None else (group, part[None]) for group, part in parts)
         if trained_on != (actual := combine_sums(sums)):
             why = f"its fingerprint is {actual}, not {trained_on}. Pass the right model with --base."
             raise InputError(f"{base.source} is not the base model of the adapters in {self.folder}: {why}")

@@ -12,7 +12,7 @@ import numpy as np
 from zaya_jax.checkpoint.reader import open_checkpoint, verify_checkpoint
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import ModelConfig, model_from_dict
-from zaya_jax.config.weight_source import parse_source
+from zaya_jax.config.weight_source import hf_folder
 from zaya_jax.data.special_tokens import find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
@@ -51,15 +51,13 @@ class Weights(abc.ABC):
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """Load parameters and balancing biases onto devices, with the shapes, dtypes and shardings of `abstract`.
 
-        Raises:
-          InputError: the weights are damaged, do not match the shapes, or contain NaN or infinite values.
+        `InputError` if the weights are damaged, do not match the shapes, or contain NaN or infinite values.
         """
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the available part of the training state `abstract` onto devices; raises like `load`.
+        """Load `params` and `balance` of the training state `abstract` onto devices; raises like `load`.
 
-        Returns:
-          `params` and `balance`; also `opt_state` and `balance_state` if `optimizer_config` is set.
+        Also loads `opt_state` and `balance_state` if `optimizer_config` is set.
         """
         kinds = ("params", "balance")
         values = self.load({name: x for kind in kinds for name, x in abstract[kind].items()})
@@ -151,7 +149,8 @@ class FolderWeights(Weights):
 
     def __init__(self, source: str | Path) -> None:
         """Open FOLDER or hf:FOLDER; raises like `open_folder`."""
-        self._opened = open_folder(parse_source(str(source)).path)
+        folder = hf_folder(str(source))
+        self._opened = open_folder(source if folder is None else folder)
         self.source, self.folder, self.tokenizer = str(source), self._opened.path, self._opened.path
         self.config, self.is_legacy = self._opened.config, self._opened.legacy
         self._tensors: dict[tuple[str, int | None], list[Tensor]] = {}

@@ -2,13 +2,13 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.config import ModelConfig
+from zaya_jax.config import ModelConfig, load_config
+from zaya_jax.config.shipped import shipped
 from zaya_jax.errors import InputError
 from zaya_jax.model.zaya import Zaya, logits
 from zaya_jax.weights.sources import FolderWeights
@@ -20,38 +20,14 @@ LIKELIEST = (105, 9731, 107, 740, 564, 1601, 611, 236881, 236881, 107, 107)
 TAIL = ((0.3613, 0.3633, 0.3633), (-1.3672,) * 3, (-2.875,) * 3)
 # bf16 has 8 bits of precision, a spacing of 0.016 at 2.875; 40 layers add in a different order.
 TOLERANCE = 0.1
-RELEASED_8B = ModelConfig(
-    vocab_size=262_272, hidden_size=2048, num_layers=40, num_query_heads=8, num_kv_heads=2, head_dim=128,
-    num_experts=16, expert_size=2048, router_size=256, max_positions=131_072,
-)  # fmt: skip
 _OF_NO_MATTER = ("max_positions", "init_std", "sliding_rope_base", "sliding_window")
 
 
-class Verification(NamedTuple):
-    """The result of a comparison."""
-
-    likeliest: tuple[int, ...]  # most likely next token after each token of `PROMPT`
-    tail: tuple[tuple[float, ...], ...]  # logits of the last three classes at the last three positions
-    error: float  # maximum absolute difference between `tail` and `TAIL`
-    good: bool  # whether `likeliest` equals `LIKELIEST` and `error` is at most `TOLERANCE`
-
-    def __str__(self) -> str:
-        """Format the report as lines."""
-        rows = [f"{'token':>8} {'next':>10} {'expected':>10}"]
-        for token, ours, theirs in zip(PROMPT, self.likeliest, LIKELIEST, strict=True):
-            rows.append(f"{token:>8} {ours:>10} {theirs:>10}{'' if ours == theirs else '  differs'}")
-        rows.append(f"logits: max abs diff {self.error:.4f} (at most {TOLERANCE} is allowed)")
-        verdict = "OK: the logits match the released 8B." if self.good else "The logits differ from the released 8B."
-        return "\n".join([*rows, verdict])
-
-
-def verify_hf(source: str | Path) -> Verification:
+def verify_hf(source: str | Path) -> tuple[list[str], bool]:
     """Run the fixture of `transformers`' own test on FOLDER or hf:FOLDER, in either layout and in bf16.
 
-    The parameters take 17.7 GB on the device, or on the host if there is no accelerator.
-
-    Raises:
-      InputError: the folder does not have the released 8B's architecture, or see `open_folder`; nothing is allocated.
+    Returns a report of lines, and whether the logits match. The parameters take 17.7 GB on the device, or on the host
+    if there is no accelerator. Raises like `open_folder`; `InputError` for another model, before anything is allocated.
     """
     weights = FolderWeights(source)
     check_released(weights.config, weights.source)
@@ -61,16 +37,20 @@ def verify_hf(source: str | Path) -> Verification:
 def check_released(config: ModelConfig, where: str) -> None:
     """Raise `InputError` unless `config` is the 8B's, the only model with a fixture; `where` names the folder."""
     there = replace(config, layer_pattern=config.period)
-    for key, value in asdict(RELEASED_8B).items():
+    for key, value in asdict(load_config(shipped("zaya1_8b.yaml")).model).items():
         if key not in _OF_NO_MATTER and getattr(there, key) != value:
             values = f"{key} is {getattr(there, key)!r}, but {value!r} in the 8B"
             raise InputError(f"{where} is not ZAYA1-8B, the only model that verify-hf can check: {values}.")
 
 
-def compare(model: Zaya) -> Verification:
-    """Run `model` on the prompt and compare its logits with the expected ones."""
+def compare(model: Zaya) -> tuple[list[str], bool]:
+    """Run `model` on the prompt; return a report of lines, and whether its logits are the expected ones."""
     out = np.asarray(jax.jit(logits)(model, jnp.asarray([PROMPT], jnp.int32))[0])
-    likeliest, tail = tuple(out.argmax(-1).tolist()), out[-3:, -3:]
-    error = float(np.abs(tail - np.asarray(TAIL)).max())
-    rows = tuple(map(tuple, tail.tolist()))
-    return Verification(likeliest, rows, error, likeliest == LIKELIEST and error <= TOLERANCE)
+    likeliest, error = tuple(out.argmax(-1).tolist()), float(np.abs(out[-3:, -3:] - np.asarray(TAIL)).max())
+    good = likeliest == LIKELIEST and error <= TOLERANCE
+    lines = [f"{'token':>8} {'next':>10} {'expected':>10}"]
+    for token, ours, theirs in zip(PROMPT, likeliest, LIKELIEST, strict=True):
+        lines.append(f"{token:>8} {ours:>10} {theirs:>10}{'' if ours == theirs else '  differs'}")
+    lines.append(f"logits: max abs diff {error:.4f} (at most {TOLERANCE} is allowed)")
+    lines.append("OK: the logits match the released 8B." if good else "The logits differ from the released 8B.")
+    return lines, good

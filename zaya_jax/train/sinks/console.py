@@ -16,31 +16,31 @@ from zaya_jax.errors import printable
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.run.command_output import Unescaped
+from zaya_jax.run.metrics import MetricSink
 
 _LONG = 900  # seconds; for longer runs on a CPU, the console says how to shorten them
 _SHORT = 300  # seconds of the shortened run
 
 
-class ConsoleReport:
-    """A `MetricSink` that prints a line every `train.log_every` steps and shows a progress bar on a terminal.
+class ConsoleReport(MetricSink):
+    """Prints a line every `train.log_every` steps and shows a progress bar on a terminal.
 
     A line has loss, bits per byte, evaluation scores, tokens/s, MFU (or FLOP/s), expert-load entropy and ETA.
     """
 
     def __init__(
-        self, config: Config, plan: RunPlan, device_kind: str, evaluators: Sequence[Evaluator] = (), *,
-        quiet: bool = False,
-    ) -> None:  # fmt: skip
+        self, config: Config, plan: RunPlan, device: str, evaluators: Sequence[Evaluator] = (), *, quiet: bool = False
+    ) -> None:
         """Report on the run of `config`, whose `plan` has the bytes per token, with the scores of `evaluators`.
 
-        `quiet` prints nothing, as in processes other than the primary.
+        `device` is the kind of the devices. `quiet` prints nothing, as in processes other than the primary.
         """
         self._config, self._plan, self._phase = config, plan, None
         self._labels = {evaluator.name: evaluator.label for evaluator in evaluators}
         self._steps = total_steps(config)
-        self._may_be_long = device_kind == "cpu" and len(config.phases) == 1
+        self._may_be_long = device == "cpu" and len(config.phases) == 1
         no_preset = "Preset: none, because jax was imported before zaya_jax could set it"
-        self._no_preset = "" if device_kind == "cpu" else no_preset
+        self._no_preset = "" if device == "cpu" else no_preset
         self._console = Console(file=cast(TextIO, Unescaped(sys.stdout)), highlight=False, soft_wrap=True, quiet=quiet)
         columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         hidden = not self._console.is_terminal
@@ -106,10 +106,6 @@ class ConsoleReport:
         tokens = max(warmup, tokens_before(self._config, step) + round(left * _SHORT / eta / batch + 0.5) * batch)
         advice = f"stop it and start it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir"
         self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, {advice}.")
-
-    def sync(self) -> str:
-        """Do nothing: no file is written."""
-        return ""
 
     def close(self) -> None:
         """Remove the bar."""

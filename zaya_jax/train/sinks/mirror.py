@@ -11,16 +11,17 @@ from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import MetricSink, read_rows
 from zaya_jax.run.writing import make_folder
 
+Open = Callable[[int], MetricSink]
+Say = Callable[[str], object]
 _PATIENCE = 20  # times as long as an attempt to open a sink took, until the next one: it takes 5 % of the time at most
 
 
-class Mirror:
+class Mirror(MetricSink):
     """Passes the rows of a run to a sink. If the sink fails, it is opened again at a later checkpoint."""
 
     def __init__(
-        self, name: str, open_sink: Callable[[int], MetricSink], folder: Path, first: int, step: int,
-        say: Callable[[str], object], *, rewinds: bool = False,
-    ) -> None:  # fmt: skip
+        self, name: str, open_sink: Open, folder: Path, first: int, step: int, say: Say, *, rewinds: bool
+    ) -> None:
         """Open the sink `name`: `open_sink` opens it after a step. `say` reports when failures begin and end.
 
         The run continues after `step`; `first` steps were done before this run folder's first. The folder has all rows;

@@ -7,6 +7,7 @@ from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
 
+from zaya_jax.run.metrics import MetricSink
 from zaya_jax.run.writing import make_folder, remove
 from zaya_jax.train.sinks.mirror import scalars
 
@@ -15,7 +16,7 @@ event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
 summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
 
 
-class TensorBoardSink:
+class TensorBoardSink(MetricSink):
     """Writes an event per step.
 
     Uses the writer below tensorboardX's `SummaryWriter`, whose thread would end on a full disk, after which the queue

@@ -10,6 +10,7 @@ from typing import Any
 from zaya_jax.config import Config, to_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import write_atomically
+from zaya_jax.run.metrics import MetricSink
 from zaya_jax.run.writing import make_folder
 from zaya_jax.train.sinks.mirror import scalars
 
@@ -29,8 +30,8 @@ def require_login() -> None:
     raise InputError(f"train.sinks has wandb, but W&B has no valid API key. {advice}")
 
 
-class WandbSink:
-    """Logs a row per step to one W&B run, which a resumed training continues."""
+class WandbSink(MetricSink):
+    """Logs a row per step to one W&B run, which a resumed training continues; another process writes the rows."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         """Start the W&B run, or continue the one whose id is in `folder`, `wandb/` of the run folder."""
@@ -39,19 +40,13 @@ class WandbSink:
         if not id_file.exists():
             write_atomically(id_file, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
         limits = {"init_timeout": _SECONDS, "finish_timeout": _SECONDS, "finish_timeout_raises": False}
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "zaya_jax"), name=folder.parent.name, dir=folder.parent,
-            id=id_file.read_text(encoding="utf-8"), resume="allow", config=to_dict(config),
-            settings=wandb.Settings(console="off", **limits),
-        )  # fmt: skip
+        own = {"id": id_file.read_text(encoding="utf-8"), "name": folder.parent.name, "dir": folder.parent}
+        own |= {"project": os.environ.get("WANDB_PROJECT", "zaya_jax"), "config": to_dict(config)}
+        self._run = wandb.init(**own, resume="allow", settings=wandb.Settings(console="off", **limits))
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """Log the scalars of a step; W&B ignores a step that it has, and keeps rows on disk until it is reached."""
         self._run.log(scalars(metrics) | scalars(timings, "timings/"), step=metrics["step"])
-
-    def sync(self) -> str:
-        """Do nothing: another process writes the rows."""
-        return ""
 
     def close(self) -> None:
         """Upload the last rows."""
