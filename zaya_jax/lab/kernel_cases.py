@@ -106,11 +106,9 @@ def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
 
 
 def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function of `case` to time, with these implementations, and its arguments on the default device.
+    """Return the function of `case` to jit and time, with these implementations, and its arguments on the device.
 
-    Returns:
-      A function to be jitted, and its arguments, which are pytrees. For a backward pass they are the residuals of the
-      forward pass and the gradients of the outputs.
+    The arguments are pytrees; of a backward pass, the residuals of the forward pass and the gradients of the outputs.
     """
     run, count = functools.partial(case.run, kernels), len(case.floats)
     arrays = (*drawn(case.floats), *(jnp.asarray(array) for array in case.integers))
@@ -125,11 +123,7 @@ def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], t
 
 
 def passes(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function of `case` to lower, and its arguments, with floats as `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      A function to be jitted, which for a backward case includes the forward pass; and its arguments.
-    """
+    """Return the function of `case` to lower, with the forward pass, and its arguments, with floats as shapes."""
     run, count, arguments = functools.partial(case.run, kernels), len(case.floats), (*case.floats, *case.integers)
     if not case.backward:
         return run, arguments

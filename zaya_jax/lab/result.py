@@ -34,10 +34,7 @@ def require_packages(extra: str, *names: str) -> None:
 
 
 def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) -> dict[str, Any]:
-    """Make the header of a result: what is measured, at which sizes, and what it is compared with.
-
-    It has the versions of `packages`, besides this project, jax and jaxlib.
-    """
+    """Make the header of a result, with the versions of this project, jax, jaxlib and `packages`."""
     packages = ("zaya-jax", "jax", "jaxlib", *packages)
     versions = {name: package_version(name) or "not installed" for name in packages}
     return {

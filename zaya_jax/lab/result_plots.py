@@ -111,10 +111,7 @@ def _context(path: Path, result: Result) -> None:
 
 
 def memory_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return bytes per device by number of devices, for each kind of context-parallel attention.
-
-    The row of one device belongs to all kinds.
-    """
+    """Return bytes per device by number of devices, by kind of attention; the row of one device belongs to all."""
     curves: dict[str, dict[int, float]] = {}
     for kind in dict.fromkeys(row["attention"] for row in rows):
         own = [row for row in rows if row["attention"] == kind or row["devices"] == 1]

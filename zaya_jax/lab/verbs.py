@@ -19,10 +19,7 @@ _COLUMNS = 80  # width of descriptions in `--help`
 
 
 def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
-    """Add a verb of `program` to the result of `add_subparsers`, with the help of `help_texts`.
-
-    The first paragraph of the docstring stands in the list of verbs. `run` makes the result from the arguments.
-    """
+    """Add a verb to the result of `add_subparsers`, with `help_texts`; the first paragraph is its summary."""
     name, texts = help_texts(program, run)
     summary = inspect.cleandoc(run.__doc__ or "").partition("\n\n")[0].replace("\n", " ").removesuffix(".")
     verb = verbs.add_parser(name, help=f"{summary[0].lower()}{summary[1:]}", **texts)

@@ -103,10 +103,7 @@ def simulate_devices() -> None:
 
 
 def context_pass(sizes: Sizes, case: Case) -> Callable[[], dict[str, Any]]:
-    """Compile a case; returns a function that runs one forward and backward pass, and returns its memory.
-
-    That is `program_memory`, bytes on each device, with the `peak` that the device reports, None if it does not.
-    """
+    """Compile a case; returns a function that runs both passes, and returns `program_memory` and the `peak` or None."""
     config = ParallelConfig(context=case.devices, context_attention=case.attention)
     mesh, split = make_mesh(config, jax.devices()[: case.devices]), PartitionSpec(None, SEQUENCE_AXIS)
     h, k, c = sizes.query_heads, sizes.kv_heads, sizes.channels
@@ -137,11 +134,7 @@ def _forward_and_backward(ops: Ops, *arrays: jax.Array) -> tuple[jax.Array, ...]
 
 
 def _scaling(curve: Mapping[int, float]) -> dict[str, float]:
-    """Fit a power law N^exponent to the memory per device by number of devices; {} with fewer than two points.
-
-    Returns:
-      `exponent`, fitted to all points (−1 is 1/N), and `last`, between the last two points.
-    """
+    """Fit a power law N^exponent, −1 for 1/N, to the memory per device by number of devices; {} for one point."""
     if len(curve) < 2:
         return {}
     devices, sizes = np.log(sorted(curve)), np.log([curve[n] for n in sorted(curve)])

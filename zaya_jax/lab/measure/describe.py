@@ -19,11 +19,7 @@ _PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", 
 
 
 def describe_machine() -> dict[str, Any]:
-    """Collect devices, memory in bytes, versions, drivers, network, environment and preset.
-
-    Returns:
-      The description, for JSON. `failed`: a sentence, if JAX does not use the machine's GPU.
-    """
+    """Describe this machine, for JSON, memory in bytes; `failed`: a sentence, if JAX does not use its GPU."""
     device, target = jax.devices()[0], current_target()
     files = {"amdgpu": Path("/sys/module/amdgpu/version"), "nvidia": Path("/proc/driver/nvidia/version")}
     drivers = {name: read_file(path).splitlines() for name, path in files.items()}

@@ -45,12 +45,10 @@ def break_down(
 ) -> dict[str, Any]:
     """Print and return where the time of a training step goes.
 
-    `source` is a run whose steps were traced, or a configuration file, of which `steps` steps are then traced here.
-    The dry run's estimate for `hardware`, a name or folder, stands beside them.
-
-    Raises:
-      InputError: there is no trace in the run folder, the configuration cannot be trained here, or `hardware` is given
-        for a traced step that is smaller than the one that the dry run estimates.
+    `source` is a run whose steps were traced, or a configuration file, of which `steps` steps are then traced here. The
+    dry run's estimate for `hardware`, a name or folder, stands beside them. InputError if there is no trace in the run
+    folder, the configuration cannot be trained here, or a traced step is smaller than the one that the dry run
+    estimates.
     """
     folder, untraced = Path(source), None
     if folder.is_dir():
@@ -82,11 +80,7 @@ def break_down(
 def break_down_generation(
     source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
 ) -> dict[str, Any]:
-    """Print and return where the time of a prompt of a `batch`, or of a decode step, goes, with random parameters.
-
-    Raises:
-      InputError: `source` is no configuration file, or prompt and new tokens exceed `model.max_positions`.
-    """
+    """Print and return where the time of prompts, or of a decode step, goes; InputError for a run or many tokens."""
     if Path(source).is_dir():
         raise InputError(f"{source} is a run, whose trace is of training: give a configuration file for --work {work}.")
     config = load_config(source, overrides)
@@ -139,10 +133,7 @@ def trace_steps(compiled: Any, state: TrainState, batch: Any, window: ProfileCon
 
 
 def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int = 0) -> dict[str, Any]:
-    """Return the times of a trace by part, for JSON, beside the prediction from the same program.
-
-    `shares` is what the prediction assumes of the routing; each step runs the program `calls` times.
-    """
+    """Return the times of a trace by part, for JSON, beside the prediction; a step runs the program `calls` times."""
     timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_hardware(trace.device)
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps
@@ -187,10 +178,9 @@ def trace_generation(
 ) -> tuple[Trace, float, int, int]:
     """Trace `repeats` prompts of a `batch` together, or blocks of decode steps after one, on the first device.
 
-    Returns:
-      A trace of `Trace.steps` prompts or decode steps; the median seconds of one without the profiler; tokens of a
-      prompt, rounded up to whole chunks; and how often a prompt or decode step runs the program that was traced, whose
-      loop counts once.
+    Returns a trace of `Trace.steps` prompts or decode steps; the median seconds of one without the profiler; tokens of
+    a prompt, rounded up to whole chunks; and how often a prompt or decode step runs the traced program, whose loop
+    counts once.
     """
     blocks = 2 * repeats + 1 if work == "decode" else 0
     options = known_options(step_options(traced=current_target().platform in GPU_PLATFORMS))

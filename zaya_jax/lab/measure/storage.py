@@ -45,18 +45,11 @@ _SMALL = 100  # number of small ones of 1 KiB
 
 
 def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Measure the folders of a configuration, and print what it means for its training.
+    """Measure the folders of a configuration, print what it means for its training, and return the result, for JSON.
 
     Reads of a file of `size` bytes are measured in the folder of the first source of `data.sources`, or in
     `data.cache_dir` without sources; saves of a state of as many in `run_dir`. If a folder does not exist, its nearest
-    existing parent is used.
-
-    Returns:
-      The result, for JSON: `reads` and `saves`, bytes by network interface as `traffic`, and per phase the shortest
-      step that the storage can feed.
-
-    Raises:
-      InputError: a folder cannot be written, or has too little free space.
+    existing parent is used. InputError if a folder cannot be written, or has too little free space.
     """
     sources = [source.path for source in config.data.sources.values()]
     data, run = _existing((sources or [config.data.cache_dir])[0]), _existing(config.run_dir)
@@ -126,15 +119,12 @@ def write_file(path: Path, size: int) -> None:
 
 
 def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> dict[str, Any]:
-    """Time passes of reads of a file of whole pages.
+    """Time passes of reads of a file of whole pages, and return what was read and how fast, for JSON.
 
     The pattern is 'random', at most `operations` single pages in random order, shared by `threads`, or 'sequential',
     `BLOCK` bytes at a time by one thread. The cache 'cold' drops the file from the page cache before each pass; 'warm'
-    reads it once before the first.
-
-    Returns:
-      For JSON: what was read, with operations and bytes per second of the median pass; `cached`, the fraction of the
-      file in the page cache at the start of a pass: the maximum over cold passes, the minimum over warm ones.
+    reads it once before the first. Speeds are those of the median pass. `cached` is the fraction of the file in the
+    page cache at the start of a pass: the maximum over cold passes, the minimum over warm ones.
     """
     size, cached = path.stat().st_size, list[float]()
     if pattern == "random":
@@ -198,9 +188,8 @@ class Method(NamedTuple):
 def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
     """Save and restore arrays of `size` bytes in all, on the first device; a first, untimed repeat starts Orbax.
 
-    Returns:
-      Seconds of each repeat: `stall`, until training continues; `commit`, until the checkpoint is durable; `cold` and
-      `warm`, to restore and verify it from the storage and from the page cache. RuntimeError if a save fails.
+    Returns seconds of each repeat: `stall`, until training continues; `commit`, until the checkpoint is durable; `cold`
+    and `warm`, to restore and verify it from the storage and from the page cache. RuntimeError if a save fails.
     """
     state = make_state(size, _SMALL, jax.devices()[:1])
     method = make_method(folder, state, abstract(state))._replace(verify=None)  # restoring verifies, too

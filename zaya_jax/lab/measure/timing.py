@@ -49,11 +49,7 @@ def time_calls(
 
 
 def interleave(steps: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, Passes]:
-    """Time `repeats` passes of each step, in turn, each after an untimed pass.
-
-    While a process waits for its turn, its data leaves the caches, and on some systems the memory; in training it does
-    not.
-    """
+    """Time `repeats` passes of each step, in turn, each after an untimed pass, since caches go cold in between."""
     passes = {name: Passes([], []) for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
@@ -74,10 +70,7 @@ def interleave_subprocesses(sides: Mapping[Any, tuple[Any, ...]], repeats: int) 
 
 
 def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
-    """Make a pass that queues enough calls to take `PASS` seconds, and then waits: it times the device, not the launch.
-
-    The pass returns the number of its calls, each counted as `counts`.
-    """
+    """Make a pass of enough calls, each counted as `counts`, to take `PASS` seconds; it returns their number."""
     number = 1
 
     def one_pass() -> int:

@@ -61,8 +61,7 @@ def time_train_steps(
 ) -> tuple[list[float], list[float], TrainState]:
     """Initialize a training state, and time steps on the same tokens [b, s + 1], after one warm-up step.
 
-    Returns:
-      Seconds of each timed step; losses in nats/token, of the warm-up step first; the state after the last step.
+    Returns seconds of each timed step; losses in nats/token, of the warm-up step first; the state after the last step.
     """
     batch = place_rows(program, stage, tokens_bs)
     state, losses = initialize(program), []
@@ -84,10 +83,7 @@ def peak_memory(device: Any, program: Any) -> dict[str, Any]:
 
 
 def throughput(seconds: float, tokens: int, flops: float, kind: str, devices: int = 1) -> dict[str, Any]:
-    """Return tokens/s of all devices, and TFLOP/s and MFU (None without a data sheet) of each device of `kind`.
-
-    `seconds`, `tokens` and `flops` are of a step on all devices.
-    """
+    """Return tokens/s of all devices, and TFLOP/s and MFU (None without a data sheet) of each, from a step of all."""
     peak, flops = peak_flops(kind), flops / devices
     return {
         "tokens_per_second": round(tokens / seconds, 1),

@@ -53,16 +53,11 @@ def tune(
     seconds: float = math.inf,
     only: Collection[str] = DECIDING.keys(),
 ) -> dict[str, Any]:
-    """Time all candidates at the local sizes of a configuration's phases, and write the user's own table.
+    """Time all candidates at the local sizes of a configuration's phases; write and return the user's own table.
 
     On a CPU, kernels are emulated at a small size, which shows that everything runs. Without a `source`, the
-    configuration is configs/bench_8b.yaml. After `seconds`, no further operation of `only` is timed.
-
-    Returns:
-      The table, for JSON.
-
-    Raises:
-      InputError: the configuration cannot run on as many devices as there are, or no candidate ran.
+    configuration is configs/bench_8b.yaml. After `seconds`, no further operation of `only` is timed. InputError if the
+    configuration cannot run on as many devices as there are, or no candidate ran.
     """
     start = time.monotonic()
     config, target = load_config(source or shipped("bench_8b.yaml"), overrides), current_target()

@@ -74,13 +74,10 @@ def collective_seconds(
     device uses its links to the devices that take part, so on AMD two of them have one link. Transfers within and
     between nodes run at the same time, so the slower one counts.
 
-    Args:
-      kind: of the collective, as in HLO; another than the known ones counts as a ring.
-      sent: bytes that each device sends; with n devices (n − 1) / n of the whole for `all-gather`, `reduce-scatter` and
-        `all-to-all`, and twice that for `all-reduce`.
-      devices: numbers of the devices of one group; neighbours share a node.
-      hardware: data sheet.
-      achieved: fractions of its bandwidths.
+    The `kind` is as in HLO; another than the known ones counts as a ring. Each device sends `sent` bytes: with n
+    devices (n − 1) / n of the whole for `all-gather`, `reduce-scatter` and `all-to-all`, and twice that for
+    `all-reduce`. The `devices` are the numbers of one group, neighbours in a node; `achieved` are fractions of the
+    bandwidths.
     """
     n = len(devices)
     members = Counter(device // hardware.node_size for device in devices)

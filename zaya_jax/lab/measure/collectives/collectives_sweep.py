@@ -22,7 +22,7 @@ from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, label
 from zaya_jax.lab.measure.collectives.programs import Case, Mode, TimedCase, time_case
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.predict.compilers.collectives import collectives, mesh_axes
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.hlo import parse
 from zaya_jax.lab.report.tables import message_table
 from zaya_jax.lab.result import describe_run, print_once, table_lines
 from zaya_jax.parallel.kernels import validated_kernels
@@ -59,18 +59,12 @@ class Message(NamedTuple):
 
 
 def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
-    """Measure every case, and print the tables.
+    """Measure every case, print the tables, and return the result, for JSON.
 
-    With `config`, its training step says which sizes to measure over which axes. Each row is appended to `rows` as a
-    line of JSON, with versions and hardware.
-
-    Returns:
-      The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
-      and axes, `messages` one for each message of the step of `config`; `traffic` has bytes by network interface of
-      this host. `failed`: a sentence, if an element was wrong.
-
-    Raises:
-      InputError: there are too few devices for a collective.
+    With `config`, its training step says which sizes to measure over which axes, and `messages` has a row for each.
+    Each row of `results` is appended to `rows` as a line of JSON, with versions and hardware. `fits` has one for each
+    operation, dtype, number of devices and axes; `traffic` has bytes by network interface of this host. `failed`: a
+    sentence, if an element was wrong. InputError if there are too few devices for a collective.
     """
     messages: list[Message] = []
     if config is None:
@@ -150,7 +144,7 @@ def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
     program = programs.with_kernels(validated_kernels(config))[0]
     mesh, counts = program.placement.mesh, Counter[tuple[str, Axes, int]]()
     compiled = program.trace(largest_stage(config, 0)).lower().compile()
-    for found in collectives(entry_place(parse(compiled.as_text() or ""))):
+    for found in collectives(parse(compiled.as_text() or "")):
         if axes := mesh_axes(found.kind, found.groups, mesh.shape):
             counts[_OPERATIONS[found.kind], axes, found.bytes] += found.place.times
     messages = [Message(*key, times) for key, times in counts.items()]
@@ -256,10 +250,8 @@ def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     """Fit by least squares of relative errors, since times of all sizes scatter by similar percentages.
 
     The weights are those of the fitted times, so that a time that happens to be short does not count more. The
-    confidence intervals are those of Student's t distribution; that of β is the inverse of the slope's.
-
-    Returns:
-      The fit; None with fewer than three different `sizes` in bytes, or if times do not grow with the size.
+    confidence intervals are those of Student's t distribution; that of β is the inverse of the slope's. None with fewer
+    than three different `sizes` in bytes, or if times do not grow with the size.
     """
     size, time = np.asarray(sizes, float), np.asarray(seconds, float)
     if len(set(sizes)) < 3:

@@ -79,10 +79,7 @@ COLLECTIVES = {collective.name: collective for collective in _ALL}
 
 
 def label(collective: Collective) -> str:
-    """Return the name of a row: the operation, or what it was computed by on CPUs, which is comparable with no other.
-
-    Over CPU processes, `parallel.collectives.sum_scatter` is an all-reduce and a slice.
-    """
+    """Return the name of a row: the operation, or what computes it on CPUs, comparable with no other."""
     if jax.default_backend() == "cpu":
         if collective.name == "broadcast":
             return "bcast_via_allreduce"

@@ -24,7 +24,7 @@ from zaya_jax.lab.measure.collectives.operations import (
     pattern,
 )
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse, walk
+from zaya_jax.lab.predict.compilers.hlo import parse, walk
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 
 Mode = Literal["dispatch", "graph"]
@@ -73,10 +73,8 @@ class Programs:
     """Programs of a case, each compiled when it is first used. Arrays are [elements · devices], sharded over all axes.
 
     In place, input and output are chunks at their place in one buffer, which is donated, like NCCL's operations.
-
-    Raises:
-      RuntimeError: a compiled program does not contain the collective exactly as often as it should; XLA has then
-        removed or replaced it, and its time would say nothing.
+    RuntimeError if a program does not contain the collective exactly as often as it should: XLA has then removed or
+    replaced it, and its time would say nothing.
     """
 
     def __init__(self, case: Case, *, in_place: bool = False) -> None:
@@ -155,7 +153,7 @@ class Programs:
 def collective_counts(text: str) -> Counter[str]:
     """Count how often a scheduled HLO module runs each kind of collective, loops included."""
     counts = Counter[str]()
-    for place in walk(entry_place(parse(text))):
+    for place in walk(parse(text)):
         for instruction in place.instructions:
             if (kind := instruction.opcode.removesuffix("-start")) in _KINDS:
                 counts[kind] += place.times
@@ -215,9 +213,8 @@ def _time(programs: Programs, call: Callable[[jax.Array], jax.Array], repeats: i
 def check_collectives() -> dict[str, Any]:
     """Run each collective over all devices of this job, and compare every element.
 
-    Returns:
-      `devices`: their number. `dtypes`: those that were checked. `skipped`: a sentence, with only one device.
-      `failed`: a sentence, if a result is wrong.
+    Returns the number of `devices` and the checked `dtypes`. `skipped`: a sentence, with only one device. `failed`: a
+    sentence, if a result is wrong.
     """
     mesh = make_mesh()
     if mesh.size < 2:

@@ -87,11 +87,8 @@ def _number(value: float, width: int) -> str:
 def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> tuple[dict[int, float], str]:
     """Measure the cases of one operation over all devices of this process with the program of nccl-tests.
 
-    `rows` are those of `collectives_sweep.measure_collectives`, in one dtype, by ascending size.
-
-    Returns:
-      Bus bandwidth out of place in bytes/s, by size in bytes, {} if the program is not installed; and why it failed, a
-      sentence or ''.
+    `rows` are those of `collectives_sweep.measure_collectives`, in one dtype, by ascending size. Returns bus bandwidth
+    out of place in bytes/s, by size in bytes, {} if the program is not installed; and why it failed, a sentence or ''.
     """
     program = shutil.which(_PROGRAMS.get(operation, f"{operation}_perf"))
     if program is None:

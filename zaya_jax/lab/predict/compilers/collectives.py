@@ -48,7 +48,7 @@ def place_collectives(place: Place) -> Iterator[Collective]:
         start = started.get(instruction.operands[0], index) if instruction.opcode.endswith("-done") else index
         first = place.instructions[start]
         if kind == "async":  # the collective is inside the called computation
-            inner = place.module.computations[first.called("calls")]
+            inner = place.computations[first.called("calls")]
             first = next((x for x in inner if x.opcode in KINDS), first)
             if first.opcode not in KINDS:
                 continue
@@ -93,10 +93,7 @@ def _mesh_groups(ids: np.ndarray, names: list[str], axes: list[str]) -> tuple[tu
 
 
 def mesh_axes(kind: str, groups: tuple[tuple[int, ...], ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes of a mesh with these `sizes` that the groups run over; empty if it is no product of axes.
-
-    Pairs of a `collective-permute` run over the axes along which their two devices differ.
-    """
+    """Return the axes of a mesh of `sizes` that groups, or permuted pairs, run over; () if it is no product of axes."""
     ids, names = np.arange(int(np.prod(list(sizes.values())))).reshape(list(sizes.values())), list(sizes)
     nontrivial = [name for name in names if sizes[name] > 1]
     wanted = {frozenset(group) for group in groups}

@@ -69,10 +69,7 @@ def launch_rows(entry: Place) -> dict[str, int]:
 
 
 def move_rows(entry: Place, least: float = LARGE) -> list[dict[str, Any]]:
-    """Describe what copies, transposes, converts or fills at least `least` bytes in the loops of a step.
-
-    Those that move the most bytes come first; nothing that computes is among them.
-    """
+    """Describe what moves at least `least` bytes in loops without computing, from the most bytes on."""
     rows = [
         {"bytes": moved, "times": place.times, "place": place.label, "what": instruction.title}
         for place in walk(entry)
@@ -89,10 +86,10 @@ def _moved(place: Place, instruction: Instruction) -> int:
         return 2 * sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
     if instruction.opcode not in FUSIONS:
         return 0
-    body = place.module.computations[instruction.called("calls")]
+    body = place.computations[instruction.called("calls")]
     rest = (x for x in body if not _MOVING.fullmatch(x.opcode))
     computes = any(x.shape.partition("[")[0] not in _INDEXING for x in rest)
-    return 0 if computes else fusion_bytes(place.module, instruction)
+    return 0 if computes else fusion_bytes(place, instruction)
 
 
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:

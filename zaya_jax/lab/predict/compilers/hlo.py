@@ -65,18 +65,11 @@ class Instruction(NamedTuple):
         return self.attribute(rf"\b{attribute}=%([\w.\-]+)")
 
 
-class Module(NamedTuple):
-    """A scheduled module: instructions by computation, in the order in which they run."""
-
-    computations: dict[str, list[Instruction]]
-    entry: str
-
-
 @dataclass(eq=False)
 class Place:
     """A computation that runs by itself: the entry, or the body of a loop."""
 
-    module: Module
+    computations: dict[str, list[Instruction]]  # of the module, in the order in which their instructions run
     computation: str  # its name
     trips: int = 1  # how often the loop's body runs each time
     outer: "Place | None" = None  # the place around it; None for the entry
@@ -86,7 +79,7 @@ class Place:
     @property
     def instructions(self) -> list[Instruction]:
         """The instructions, in the order in which they run."""
-        return self.module.computations[self.computation]
+        return self.computations[self.computation]
 
     @property
     def times(self) -> int:
@@ -120,7 +113,9 @@ class Place:
         """Return the place of a `while` of this place."""
         patterns = (r'known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*/micro_batches_(\d+)/while"')
         trips = next(filter(None, map(instruction.attribute, patterns)), "")
-        return Place(self.module, instruction.called("body"), int(trips or 1), self, instruction.op_name, bool(trips))
+        return Place(
+            self.computations, instruction.called("body"), int(trips or 1), self, instruction.op_name, bool(trips)
+        )
 
     @property
     def kind(self) -> str:
@@ -154,11 +149,6 @@ class Place:
         return "step" if self.outer is None else f"{self.outer.label} > {self.kind} ×{self.trips}"
 
 
-def entry_place(module: Module) -> Place:
-    """Return the place of the entry computation."""
-    return Place(module, module.entry)
-
-
 def walk(place: Place) -> Iterator[Place]:
     """Yield a place and all loops within it, outermost first."""
     yield place
@@ -166,12 +156,8 @@ def walk(place: Place) -> Iterator[Place]:
         yield from walk(loop)
 
 
-def parse(text: str) -> Module:
-    """Parse the text of a scheduled module.
-
-    Raises:
-      ValueError: there is no entry computation.
-    """
+def parse(text: str) -> Place:
+    """Parse the text of a scheduled module, and return its entry; ValueError if it has none."""
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] | None = None
     entry = ""
@@ -185,7 +171,7 @@ def parse(text: str) -> Module:
             current.append(instruction)
     if not entry:
         raise ValueError("The HLO module has no entry computation.")
-    return Module(computations, entry)
+    return Place(computations, entry)
 
 
 def _parse_instruction(line: str) -> Instruction | None:

@@ -60,10 +60,7 @@ def resource_cells(kernel: KernelResources) -> tuple[str, ...]:
 
 
 def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
-    """Return the resources of each kernel of a program, which is named as the function that was jitted.
-
-    `folder` is that of the compiler's `toolchain.environment`, `objects` that of AMD's code objects.
-    """
+    """Return the resources of a program's kernels, from the folders of the compiler and of AMD's code objects."""
     dump, assembler = folder / DUMP, find_toolchain(gpu).assembler
     launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
     kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, GPUS[gpu].architecture)

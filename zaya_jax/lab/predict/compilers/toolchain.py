@@ -15,7 +15,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.hardware.presets import PRESETS
-from zaya_jax.lab.predict.compilers.gpus import GPUS, target_config
+from zaya_jax.lab.predict.compilers.gpus import GPUS, check_gpu, target_config
 from zaya_jax.lab.predict.compilers.stand_ins import check_tools, load_stand_ins
 
 _PLUGINS = {"cuda": "jax_plugins.xla_cuda12", "rocm": "jax_plugins.xla_rocm7"}
@@ -35,11 +35,8 @@ class Toolchain(NamedTuple):
 
 
 def find_toolchain(name: str) -> Toolchain:
-    """Find the compiler for a GPU of `GPUS`.
-
-    Raises:
-      InputError: a package or program is missing.
-    """
+    """Find the compiler for a GPU of `GPUS`; InputError if it is none, or a package or program is missing."""
+    check_gpu(name)
     platform = GPUS[name].platform
     assembler = _file("nvidia.cuda_nvcc", "bin/ptxas") if platform == "cuda" else None
     plugin = _file(_PLUGINS[platform], f"xla_{platform}_plugin.so")
@@ -127,13 +124,8 @@ def compile_program(
 ) -> None:
     """Compile a function for one GPU whose compiler is loaded, and write what `kernels.read_program` reads.
 
-    Args:
-      name: name of the program, unique in this process.
-      traced: function of `arguments`, which are pytrees of arrays or `jax.ShapeDtypeStruct`s.
-      arguments: of the function.
-      gpu: name in `GPUS`.
-      folder: folder of the compiler's `environment`.
-      donated: indices of arguments that are donated.
+    The `name` is unique in this process. The `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s, of which
+    those at the indices `donated` are donated; `folder` is that of the compiler's `environment`.
     """
     mesh = jax.sharding.Mesh(gpu_devices(gpu, 1), "device")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

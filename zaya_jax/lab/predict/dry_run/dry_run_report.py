@@ -11,11 +11,10 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, Hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
-from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step
+from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step, prove
 from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, predict
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
-from zaya_jax.lab.predict.dry_run.prove import prove
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
@@ -53,19 +52,14 @@ def dry_run(
     gpu: str | None = None,
     suggest: bool = False,
 ) -> str:
-    """Estimate each phase on `devices` devices, compile its step for that many, and return the report.
+    """Estimate each phase on `devices` devices, compile its step for that many, and return the report, or its JSON.
 
-    Args:
-      config: configuration of the run.
-      devices: number of devices in the job.
-      hardware: as in `get_hardware`; None for that of `gpu`, or without both for no times and no comparison of memory.
-      as_json: return JSON instead of text.
-      gpu: name in `compilers.gpus.GPUS` of the GPU to compile for; None to compile for simulated CPU devices.
-      suggest: whether to search for faster settings.
+    `hardware` is as in `get_hardware`; None is that of `gpu`, or without both no times and no comparison of memory.
+    `gpu` names one of `compilers.gpus.GPUS` to compile for; None compiles for simulated CPU devices. With `suggest`,
+    faster settings are searched.
 
-    Raises:
-      InputError: `devices` is below 1, `hardware` is unknown or not `gpu`, a layout or batch does not fit the devices,
-        the packages that compile for `gpu` are missing, or `suggest` is asked for without hardware.
+    InputError if `hardware` is unknown or not `gpu`, a layout or batch does not fit the devices, the packages that
+    compile for `gpu` are missing, or `suggest` is asked for without hardware.
     """
     require(devices >= 1, "--devices", devices, "at least 1")
     config.check()

@@ -77,11 +77,7 @@ class DecodeEstimate(NamedTuple):
 
 
 def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
-    """Make the programs of a run on `devices` abstract devices, with given `kernels` or those of `TARGET`.
-
-    Raises:
-      InputError: the product of the mesh axes is not `devices`, or a batch does not divide over them.
-    """
+    """Make a run's programs on abstract devices, with `kernels` or those of `TARGET`; InputError if none fit."""
     kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     programs = Programs(config, kernels, devices)
     programs.check()
@@ -91,10 +87,7 @@ def simulated_programs(config: Config, devices: int, kernels: KernelSelection | 
 def estimate_phase(
     programs: Programs, phase: int, hardware: Hardware | None, count: CountActivations = count_activations
 ) -> PhaseEstimate:
-    """Estimate a phase of a run, by its index, on the devices of its programs; times need `hardware`.
-
-    `count` is `memory.count_activations`, or a table of it.
-    """
+    """Estimate a phase of a run, by its index, on its programs' devices; times need `hardware`."""
     config, program, stage = programs.config, programs[phase], largest_stage(programs.config, phase)
     phase_config, mesh, parallel = config.phases[phase], program.placement.mesh, program.placement.config
     micro_batches, sequences, _ = program.batch_shape(stage)

@@ -203,10 +203,7 @@ def residual_bytes(program: PhaseProgram, sequences: int, context: int) -> int:
 def count_activations(
     program: PhaseProgram, sequences: int, context: int, residuals: Residuals | None = None
 ) -> Activations:
-    """Count the activations of `sequences` of `context` tokens; those recomputed are of one group of layers.
-
-    `residuals` is `residual_bytes`, or a table of it.
-    """
+    """Count the activations of `sequences` of `context` tokens; those recomputed are of one group of layers."""
     residuals = residuals or residual_bytes
     config, model, placement = program.config, program.model.config, program.placement
     small = dataclasses.replace(model, num_layers=len(model.period), layer_pattern=model.period)
@@ -220,10 +217,7 @@ def count_activations(
 
 
 def _temporaries(program: PhaseProgram, tokens: int, recomputed: int, single: bool) -> int:
-    """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits.
-
-    An adapted matrix is merged in fp32: there are the adapters' product, and the sum.
-    """
+    """Return bytes of a group of layers, recomputed and with merged matrices (twice, fp32), or of a chunk of logits."""
     config, vocab, sums = program.config, program.model.config.vocab_size, sum_bytes(program)
     axes, leaves, merged = program.placement.mesh.shape, program.placement.leaves, [0]
     chunk = chunk_tokens(tokens // axes["context"], vocab, config.model.hidden_size, config.lora is not None)

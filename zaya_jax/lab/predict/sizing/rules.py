@@ -90,10 +90,7 @@ Check = Callable[[Sizes], Answer]
 
 
 def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]:
-    """Return the matrix products of the layers and the head, for `tokens` of a micro-batch on one device.
-
-    `experts` devices share the experts; tokens are taken to be routed evenly.
-    """
+    """Return the products of layers and head, for a micro-batch's tokens on a device, evenly routed over `experts`."""
     d, f, heads = model.hidden_size, model.expert_size, model.num_query_heads + model.num_kv_heads
     groups, layers = model.num_experts // experts, model.num_layers
     routed = tokens * experts * rows_per_token(model) // model.num_experts
@@ -195,10 +192,7 @@ def depth(sizes: Sizes) -> Answer:
 
 
 def wave_efficiency(product: Product, units: int) -> float:
-    """Return the share of work in the last, partial wave of tiles and in partial tiles that is useful.
-
-    Each of `units` computes one tile of `TILE` × `TILE` at a time; the tiles of a product's groups fill waves together.
-    """
+    """Return the useful share of the waves in which `units` compute a product's tiles of `TILE` × `TILE`."""
     tiles = product.groups * math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE)
     waves = math.ceil(tiles / units)
     useful = product.groups * product.rows * product.columns / TILE**2
@@ -280,11 +274,7 @@ def strides(sizes: Sizes) -> Answer:
 
 
 def check_sizing(config: Config, devices: int, hardware: Hardware, measured: Measured) -> dict[str, list[Finding]]:
-    """Return the findings of every rule, by phase, with what was measured on the `hardware`.
-
-    Raises:
-      InputError: the layout does not suit the number of devices.
-    """
+    """Return the findings of every rule, by phase; InputError if the layout does not suit the devices."""
     findings = {}
     for index, phase in enumerate(config.phases):
         sizes = _sizes(config, index, devices, hardware, measured)
@@ -329,12 +319,10 @@ def _sizes(config: Config, index: int, devices: int, hardware: Hardware, measure
 
 
 def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
-    """Read what results of `machine collectives` and `machine gemm` in a folder, which the flag `source` names, say.
+    """Read the results of `machine collectives` and `gemm` in a folder, which the flag `source` names.
 
-    Products of other sizes than the model's, or in another dtype than bf16, do not count.
-
-    Raises:
-      InputError: there is no such folder, or a result in it is damaged.
+    Products of other sizes than the model's, or in another dtype than bf16, do not count. InputError if there is no
+    such folder, or a result in it is damaged.
     """
     results, d, f = read_results(Path(folder), source), model.hidden_size, model.expert_size
     with complete(f"{source} {folder} has a result"):

@@ -49,14 +49,12 @@ class Point(NamedTuple):
 def search(
     config: Config, phase: int, devices: int, hardware: Hardware, shapes: Sequence[ModelConfig]
 ) -> tuple[list[Point], Point | None]:
-    """Return the Pareto front of training throughput and decode latency.
+    """Return the Pareto front of training throughput and decode latency, and the configuration's own point.
 
     The candidates are the `shapes` with the layouts of `whole_node_layouts`, every policy, and micro-batches in powers
-    of two, if training the phase and decoding are estimated to fit.
-
-    Returns:
-      The front, from the highest throughput; and the fastest point of the configuration's own shape, which need not be
-      on the front, or None if it does not fit or is not among `shapes`.
+    of two, if training the phase and decoding are estimated to fit. The front starts with the highest throughput. The
+    own point is the fastest of the configuration's shape, on the front or not; None if it does not fit or is not among
+    `shapes`.
     """
     context, dtype = config.context_for(config.phases[phase]), config.train.compute_dtype
     decodes = {shape: estimate_decode(shape, context, dtype, hardware) for shape in shapes}
@@ -76,20 +74,14 @@ def search(
 
 
 def whole_node_layouts(config: Config, phase: int, devices: int, node: int) -> list[ParallelConfig]:
-    """Return the layouts of `find_layouts` whose axes have one device each, or as many of a node as they can.
-
-    Part of a node uses part of its links (`rules.whole_nodes`).
-    """
+    """Return the layouts of `find_layouts` whose axes have one device, or as many of a node as they can."""
     layouts = list(find_layouts(config, phase, devices, node, across_nodes=False))
     most = {axis: max(getattr(layout, axis) for layout in layouts) for axis in AXES if axis != "data"}
     return [layout for layout in layouts if all(getattr(layout, axis) in (1, size) for axis, size in most.items())]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the indices of the points that no other point dominates, in ascending order of the first value.
-
-    Equal points do not dominate each other: the front has all of them or none.
-    """
+    """Return the indices of points that no other dominates, by ascending first value; of equal points all or none."""
     front, least = list[int](), float("inf")
     for index in sorted(range(len(points)), key=lambda index: points[index]):
         second = points[index][1]
@@ -164,16 +156,11 @@ def _multiple(value: Fraction, step: int) -> int:
 def suggest_shapes(
     config: Config, devices: int, sheet: Hardware, measured: Measured, phase: int, band: float, layers: tuple[int, int]
 ) -> dict[str, Any]:
-    """Search the shapes of `candidate_shapes` for a phase, and describe the front, for JSON.
+    """Search the shapes of `candidate_shapes` for a phase, and describe the front, for JSON; InputError if none fits.
 
-    Returns:
-      The `phase`, `context`, `parameter_band`, `layers` and number of `shapes`; the points of the `front`, from the
-      highest training throughput, each with the `overrides` that make it, its estimates, and the sizing `rules` that it
-      breaks; the same of the `configuration` with its own widths, None if it does not fit; and the number, from 1, of
-      the point that it is `dominated_by`, None if it is on the front.
-
-    Raises:
-      InputError: no candidate fits.
+    The points of the `front` come from the highest training throughput on, each with the `overrides` that make it, its
+    estimates, and the sizing `rules` that it breaks. `configuration` is the same with its own widths, None if it does
+    not fit, and `dominated_by` the number, from 1, of the best point that dominates it, None if it is on the front.
     """
     shapes = candidate_shapes(config.model, band, layers)
     front, own = search(config, phase, devices, sheet, shapes)
