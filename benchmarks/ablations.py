@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.benchmark_command import add_steps, prepare_trainings, run_benchmark
 from benchmarks.training_sweep import BATCH, CONTEXT, PACKAGES, SEEDS, SIZE, Curve, Trial, run_trials, small_config
 from zaya_jax.config import Config, ModelConfig, PhaseConfig, ScheduleConfig
-from zaya_jax.lab.line_plot import draw_spread
 from zaya_jax.lab.result import describe_run
+from zaya_jax.lab.result_plots import draw_spread
 from zaya_jax.run.parser import Parser
 
 WHOLE = "ZAYA1"

@@ -21,8 +21,8 @@ from benchmarks.training_sweep import (
 )
 from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.optimizer import BalanceRule
-from zaya_jax.lab.line_plot import draw_lines
 from zaya_jax.lab.result import describe_run
+from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.run.parser import Parser
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.benchmark_command import run_benchmark
 from benchmarks.saving import Job, measure
 from zaya_jax.config.checks import require
-from zaya_jax.lab.line_plot import draw_lines
 from zaya_jax.lab.result import describe_run
+from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.reserved_port import reserved_port

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zaya_jax.config import Config, from_dict
 from zaya_jax.config.stages import stages
 from zaya_jax.data.prepare.workers import end_with_parent
-from zaya_jax.lab.line_plot import draw_lines
+from zaya_jax.lab.result_plots import draw_lines
 
 CONTEXT = 128
 BATCH = 2048  # tokens a step

@@ -47,8 +47,7 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
 def measured_preset(preset: Preset, folder: str) -> Preset:
     """Replace the sizes up to which a preset combines messages by those that saturate the measured network.
 
-    `folder` is the value of the key `measurements`, with a result of `machine collectives`. InputError if it has no
-    fits of all-gather and reduce-scatter, or they are of another accelerator.
+    InputError if `folder`, the key `measurements`, has no fits of both operations, or fits of another accelerator.
     """
     if not any(setting.name in _THRESHOLDS for setting in preset.settings):
         return preset
@@ -113,8 +112,7 @@ def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str
 def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
     """Return the results of gemm, memory, collectives and preflight in a folder, by verb; other files are left out.
 
-    InputError if there is no such folder, a file is damaged, or two are of the same verb; `source` is the flag or key
-    that names the folder.
+    InputError, which names the flag or key `source`, if it is no folder, or has a damaged file or two of a verb.
     """
     require(folder.is_dir(), source, str(folder), f"a folder with results of {_PROGRAM}")
     results: dict[str, dict[str, Any]] = {}

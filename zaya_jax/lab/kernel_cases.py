@@ -67,9 +67,8 @@ SMALL = Sizes(24, 24, 12, 32, 4, 2, 16, 32, 3, 8, 32, (2, 24, 40), (2, 40))
 class Aim(NamedTuple):
     """The goal of a case on an H200."""
 
-    # quantity: 'copy', fraction of the measured copy bandwidth; 'dense', fraction of the measured FLOP/s of dense bf16
-    # matmuls; 'roofline', fraction of the speed that the slower of both allows; 'tflops', TFLOP/s; 'reference', speed
-    # relative to the reference
+    # fraction of the measured 'copy' bandwidth, of the FLOP/s of 'dense' bf16 products, or of the 'roofline' of both;
+    # 'tflops', TFLOP/s; or speed relative to the 'reference'
     of: Literal["copy", "dense", "roofline", "tflops", "reference"]
     least: float  # minimum value of that quantity
 
@@ -86,8 +85,7 @@ class Case(NamedTuple):
     integers: tuple[np.ndarray, ...] = ()  # the integer arguments, and further arrays that have no gradient
     backward: bool = False  # whether the gradient is measured: cotangents of the outputs → cotangents of the floats
     further: tuple[str, ...] = ()  # other operations that are part of the case
-    # number of leading floats that are donated, and of leading outputs that reuse their memory, like the training state
-    held: int = 0
+    held: int = 0  # leading floats that are donated, whose memory as many outputs reuse, like the training state
     # integer arguments that take another time, by what they are: `integers` are rows of one document, or even groups
     further_integers: Mapping[str, tuple[np.ndarray, ...]] = MappingProxyType({})
 

@@ -14,7 +14,7 @@ from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import require_regular, write_atomically
-from zaya_jax.run.table import Table
+from zaya_jax.run.table import Table, format_table
 from zaya_jax.run.versions import package_version
 from zaya_jax.run.writing import resolved
 
@@ -58,12 +58,7 @@ def table_lines(table: Table) -> list[str]:
     """Return a table as lines of text, texts to the left and numbers to the right; [] without rows."""
     if not table.rows:
         return []
-    widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
-    aligned = [str.rjust if numeric else str.ljust for numeric in table.numeric]
-    lines = []
-    for row in (table.columns, *table.rows):
-        cells = (align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
+    lines = format_table([table.columns, *table.rows], table.numeric)
     return [printable(line) for line in (table.title, *lines, *table.remarks)]
 
 

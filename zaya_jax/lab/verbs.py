@@ -38,11 +38,6 @@ def help_texts(program: str, run: Run) -> tuple[str, dict[str, Any]]:
     return example.split()[0], texts | {"formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-def verb_examples(verbs: Any) -> str:
-    """Return the examples of all verbs, for the help of their program."""
-    return "\n  ".join(["examples:", *(verb.epilog.removeprefix("example: ") for verb in verbs.choices.values())])
-
-
 def add_config(verb: argparse.ArgumentParser) -> None:
     """Add a configuration file and its overrides."""
     verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")

@@ -1,7 +1,4 @@
-"""Measure memory per device and time of context-parallel attention, with a ring and with an all-gather.
-
-Each case runs in its own process, so that the peak memory of a device is that of the case.
-"""
+"""Measure peak memory and time of context-parallel attention, ring and all-gather, each case in its own process."""
 
 import dataclasses
 import functools
@@ -61,8 +58,7 @@ class Case(NamedTuple):
 def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
     """Measure every case, with passes of those of a length interleaved, and print tables.
 
-    With fewer than two devices, it simulates `SIMULATED` CPU devices. Memory is then what XLA:CPU needs for each, and
-    times mean little, since the devices share cores. The sizes None are `CPU` or `GPU`, depending on the devices.
+    With fewer than two devices, it simulates `SIMULATED` CPU devices, whose memory is meaningful, whose times are not.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all processes share the devices
     simulated = jax.device_count() < 2

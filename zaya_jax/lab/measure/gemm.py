@@ -1,7 +1,4 @@
-"""Measure matrix products, or compile them for a GPU that need not be here; print a table for each family.
-
-A problem is a function, the shapes of its arguments, and its FLOPs.
-"""
+"""Measure matrix products, or compile them for a GPU that need not be here; print a table for each family."""
 
 import functools
 import itertools
@@ -133,11 +130,7 @@ def program_name(index: int) -> str:
 
 
 def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
-    """Compile the problems of a request for `gpu`, a name in `GPUS`, and print what the compiler makes of each.
-
-    Returns the result, for JSON: a row for each problem, with its launches and the predicted speed. InputError if there
-    is no compiler for the GPU, or it refuses a program; or `request.routing` has no counts.
-    """
+    """Compile a request's problems for `gpu`, and print launches and predicted speeds; raises like `run_worker`."""
     find_toolchain(gpu)
     silence_plugins()
     kernels = select_kernels(GPUS[gpu].target, config.model, request.dtype, None, config.ops)
@@ -285,10 +278,9 @@ def scale_counts(counts_e: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def read_histograms(run: str, experts: int, tokens: int) -> dict[str, np.ndarray]:
-    """Return the loads of a run's most even and most uneven layer at its last logged step.
+    """Return the loads, of `tokens` without skipped ones, of a run's most even and most uneven layer at its last step.
 
-    Their sum is `tokens`, without those that the run's layer skipped. InputError if the folder has no counts, or those
-    of another number than `experts`.
+    InputError if the folder has no counts, or those of another number than `experts`.
     """
     rows = [row for row in read_rows(Path(run) / METRICS) if row.get("expert_counts")]
     if not rows:

@@ -1,7 +1,4 @@
-"""Check the devices of a job: print a line for each check, and compare with a recorded baseline.
-
-Each device multiplies a square of `gemm`, and copies as in `memory`; then some of the devices communicate.
-"""
+"""Check the devices of a job: print a line for each check, and compare with a recorded baseline."""
 
 import functools
 import socket
@@ -164,11 +161,7 @@ def _quantity(value: float, unit: str) -> str:
 
 
 def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:
-    """Measure the devices of each process one after the other; TimeoutError if another process does not answer.
-
-    Returns by id of each device of the job the FLOP/s of 'matmul', or the bytes/s that the copy of 'memory' reads and
-    writes; of a device that fails, the first line of its error.
-    """
+    """Return by id of each device of the job its FLOP/s, its bytes/s of the copy, or the first line of its error."""
     own = [(device.id, _speed(name, device, sizes)) for device in jax.local_devices()]
     return dict(speed for process in all_gather("preflight", own, PATIENCE) for speed in process)
 

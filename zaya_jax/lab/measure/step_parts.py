@@ -43,12 +43,10 @@ _UNCLEAR = 0.05  # share of the time that may be in no part without a warning
 def break_down(
     source: str, overrides: list[str], steps: int, hardware: str | None, instructions: int = 0
 ) -> dict[str, Any]:
-    """Print and return where the time of a training step goes.
+    """Print and return where the time of a training step goes, beside the dry run's estimate for `hardware`.
 
-    `source` is a run whose steps were traced, or a configuration file, of which `steps` steps are then traced here. The
-    dry run's estimate for `hardware`, a name or folder, stands beside them. InputError if there is no trace in the run
-    folder, the configuration cannot be trained here, or a traced step is smaller than the one that the dry run
-    estimates.
+    `source` is a run whose steps were traced, or a configuration file, of which `steps` steps are then traced here.
+    InputError if a run has no trace, the configuration cannot be trained here, or the dry run estimates larger steps.
     """
     folder, untraced = Path(source), None
     if folder.is_dir():

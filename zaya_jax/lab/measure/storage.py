@@ -1,7 +1,4 @@
-"""Measure reads of a file on the storage of the data, and saves and restores on that of the checkpoints.
-
-Reads come from the storage (cold) or from the page cache (warm); a saved state has the size of a training state.
-"""
+"""Measure cold and warm reads on the storage of the data, and saves and restores on that of the checkpoints."""
 
 import ctypes
 import mmap
@@ -119,12 +116,11 @@ def write_file(path: Path, size: int) -> None:
 
 
 def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> dict[str, Any]:
-    """Time passes of reads of a file of whole pages, and return what was read and how fast, for JSON.
+    """Time passes of reads of a file of whole pages, and return what was read and how fast (median), for JSON.
 
-    The pattern is 'random', at most `operations` single pages in random order, shared by `threads`, or 'sequential',
-    `BLOCK` bytes at a time by one thread. The cache 'cold' drops the file from the page cache before each pass; 'warm'
-    reads it once before the first. Speeds are those of the median pass. `cached` is the fraction of the file in the
-    page cache at the start of a pass: the maximum over cold passes, the minimum over warm ones.
+    The pattern is 'random', at most `operations` single pages shared by `threads`, or 'sequential', `BLOCK` bytes at a
+    time by one thread. 'cold' drops the file from the page cache before each pass; 'warm' reads it once before the
+    first. `cached` is the fraction in the page cache before a pass: the maximum if cold, the minimum if warm.
     """
     size, cached = path.stat().st_size, list[float]()
     if pattern == "random":
@@ -188,8 +184,7 @@ class Method(NamedTuple):
 def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
     """Save and restore arrays of `size` bytes in all, on the first device; a first, untimed repeat starts Orbax.
 
-    Returns seconds of each repeat: `stall`, until training continues; `commit`, until the checkpoint is durable; `cold`
-    and `warm`, to restore and verify it from the storage and from the page cache. RuntimeError if a save fails.
+    Returns seconds: `stall` of training, `commit` until it is durable, `cold` and `warm` to restore and verify it.
     """
     state = make_state(size, _SMALL, jax.devices()[:1])
     method = make_method(folder, state, abstract(state))._replace(verify=None)  # restoring verifies, too

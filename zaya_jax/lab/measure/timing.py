@@ -88,9 +88,8 @@ def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> C
 class Queue:
     """Calls of a function whose first `held` arguments are donated, and take the first `held` outputs.
 
-    Without held arguments, a program has several short calls, each with its own arrays: with shared arrays, the
-    compiler would compute the result only once, and the second call would find them in the cache. Emulated kernels are
-    never short.
+    Without held arguments, a program has several short calls, each with its own arrays: otherwise the compiler would
+    compute once, or the second call find them in the cache. Emulated kernels are never short.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], held: int = 0) -> None:

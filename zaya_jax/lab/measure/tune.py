@@ -1,7 +1,6 @@
 """Time the implementations of each operation on this machine's device, and write a table that training reads.
 
-Candidates are the reference through XLA, and each kernel with each of its tiles. The tiles of a kernel are chosen one
-after the other, each among all that are declared, with the best so far for the others.
+Candidates are XLA's reference, and each kernel with its declared tiles, chosen one by one with the best of the others.
 """
 
 import dataclasses

@@ -71,13 +71,10 @@ def collective_seconds(
     """Return the time of a collective without latency, over xGMI or NVLink within nodes and one adapter per device.
 
     Rings over whole nodes use every adapter: each device sends its share of what the node must send. Within a node a
-    device uses its links to the devices that take part, so on AMD two of them have one link. Transfers within and
-    between nodes run at the same time, so the slower one counts.
-
-    The `kind` is as in HLO; another than the known ones counts as a ring. Each device sends `sent` bytes: with n
-    devices (n − 1) / n of the whole for `all-gather`, `reduce-scatter` and `all-to-all`, and twice that for
-    `all-reduce`. The `devices` are the numbers of one group, neighbours in a node; `achieved` are fractions of the
-    bandwidths.
+    device uses its links to the others, so on AMD two of them have one link. The slower of transfers within and between
+    nodes counts. Unknown kinds count as rings. Each device sends `sent` bytes: with n devices (n − 1) / n of the whole
+    for `all-gather`, `reduce-scatter` and `all-to-all`, twice that for `all-reduce`. `devices` are one group's numbers,
+    neighbours in a node; `achieved` are fractions of the bandwidths.
     """
     n = len(devices)
     members = Counter(device // hardware.node_size for device in devices)

@@ -31,7 +31,7 @@ from zaya_jax.run.metrics import append_row
 from zaya_jax.train.program import make_programs
 
 _OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}
-SATURATED = 0.9  # share of β that messages of the knee reach
+SATURATED = 0.9  # share of β that messages of the knee reach; larger buffers overlap less
 CONFIDENCE = 0.95
 _ROUNDS = 4  # of reweighting; the weights change by less than 1 % after the third
 
@@ -229,33 +229,18 @@ def _row(case: Case, mode: Mode, timings: dict[str, TimedCase]) -> dict[str, Any
     return row
 
 
-class Estimate(NamedTuple):
-    """An estimate and its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Fit(NamedTuple):
-    """Latency and bandwidth of a collective."""
-
-    alpha: Estimate  # seconds of an empty message
-    beta: Estimate  # algorithm bandwidth of an infinite one, bytes/s
-    half_size: float  # n½: the size in bytes that reaches half of β
-    knee: float  # the smallest size in bytes that reaches `SATURATED` of β; larger buffers overlap less
-
-
-def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
+def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
     """Fit by least squares of relative errors, since times of all sizes scatter by similar percentages.
 
-    The weights are those of the fitted times, so that a time that happens to be short does not count more. The
-    confidence intervals are those of Student's t distribution; that of β is the inverse of the slope's. None with fewer
-    than three different `sizes` in bytes, or if times do not grow with the size.
+    The weights are those of the fitted times, so that a time that happens to be short does not count more.
+    `alpha_seconds` is the time of an empty message, β the algorithm bandwidth of an infinite one, with confidence
+    intervals of Student's t distribution, that of β from its inverse, the slope; `half_bytes` reaches half of β,
+    `knee_bytes` `SATURATED` of it. {} with fewer than three different `sizes` in bytes, or if times do not grow with
+    the size.
     """
     size, time = np.asarray(sizes, float), np.asarray(seconds, float)
     if len(set(sizes)) < 3:
-        return None
+        return {}
     weights, line, covariance = 1 / time, np.zeros(2), np.zeros((2, 2))
     for _ in range(_ROUNDS):
         line, covariance = np.polyfit(size, time, 1, w=weights, cov=True)
@@ -263,10 +248,14 @@ def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     margins = np.sqrt(np.diag(covariance)) * stdtrit(len(size) - 2, (1 + CONFIDENCE) / 2)
     (slope, start), low, high = line.tolist(), (line - margins).tolist(), (line + margins).tolist()
     if slope <= 0:
-        return None
-    half, fastest = max(start, 0.0) / slope, 1 / low[0] if low[0] > 0 else float("inf")
-    beta = Estimate(1 / slope, 1 / high[0], fastest)
-    return Fit(Estimate(start, low[1], high[1]), beta, half, half * SATURATED / (1 - SATURATED))
+        return {}
+    half, fastest = max(start, 0.0) / slope, 1 / low[0] if low[0] > 0 else None
+    return {
+        "alpha_seconds": {"value": start, "low": low[1], "high": high[1]},
+        "beta_bytes_per_second": {"value": 1 / slope, "low": 1 / high[0], "high": fastest},
+        "half_bytes": half,
+        "knee_bytes": half * SATURATED / (1 - SATURATED),
+    }
 
 
 def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -274,16 +263,15 @@ def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     fit = fit_times([row["bytes"] for row in measured], [row[half]["p50"] for row in measured])
     entry = {key: first[key] for key in ("operation", "mode", "dtype", "devices", "groups", "axes")}
     what = f"{entry['operation']} over {entry['devices']} devices, {entry['dtype']}"
-    if fit is None:
+    if not fit:
         print_once(f"{what}: no fit; times must grow with the size over at least three sizes", "")
         return entry
-    latency, *latencies = (f"{1e6 * value:,.3g}" for value in fit.alpha)
-    bandwidth, *bandwidths = (f"{value / 1e9:,.3g}" for value in fit.beta)
+    latency, *latencies = (f"{1e6 * value:,.3g}" for value in fit["alpha_seconds"].values())
+    speeds = (math.inf if value is None else value for value in fit["beta_bytes_per_second"].values())
+    bandwidth, *bandwidths = (f"{value / 1e9:,.3g}" for value in speeds)
     print_once(
         f"{what}: latency {latency} µs ({' to '.join(latencies)}), algorithm bandwidth {bandwidth} GB/s "
-        f"({' to '.join(bandwidths)}); half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}",
+        f"({' to '.join(bandwidths)}); half of it at {fit['half_bytes']:,.0f} bytes, 90 % at {fit['knee_bytes']:,.0f}",
         "",
     )
-    beta = fit.beta._replace(high=fit.beta.high if math.isfinite(fit.beta.high) else None)
-    entry |= {"alpha_seconds": fit.alpha._asdict(), "beta_bytes_per_second": beta._asdict()}
-    return entry | {"half_bytes": fit.half_size, "knee_bytes": fit.knee}
+    return entry | fit

@@ -88,11 +88,6 @@ def label(collective: Collective) -> str:
     return collective.name
 
 
-def compiled_kind(collective: Collective) -> str:
-    """Return the HLO instruction that the operation compiles to on this backend."""
-    return "all-reduce" if label(collective) != collective.name else collective.kind
-
-
 class Pattern(NamedTuple):
     """Integers that every dtype represents exactly, sums over all ranks included.
 

@@ -19,9 +19,7 @@ class Collective(NamedTuple):
     place: Place  # where it runs
     start: int  # index of its start among the place's instructions
     done: int  # index of its end; `start` if it blocks
-    # the larger of its input and output on one device; for a ragged all-to-all, the smaller, because the larger buffer
-    # is sized for the worst case and mostly empty
-    bytes: int
+    bytes: int  # the larger of input and output on one device; of a ragged all-to-all the smaller, mostly full one
     groups: tuple[tuple[int, ...], ...]  # devices that communicate with each other
 
     @property

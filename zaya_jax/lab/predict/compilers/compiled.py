@@ -38,8 +38,7 @@ class CompiledStep(NamedTuple):
 
     gpu: str  # name in `GPUS`
     devices: int  # number of devices
-    # bytes on each device: `arguments`, of which `donated` are reused for outputs, `outputs`, `temporaries`
-    memory: dict[str, int]
+    memory: dict[str, int]  # bytes on each device, as in `program_memory`
     entry: Place  # the scheduled program
     kernels: list[KernelResources]  # resources of each kernel
     seconds: float  # time it took to trace and compile
@@ -52,7 +51,7 @@ class CompiledStep(NamedTuple):
 
 
 def program_memory(compiled: Any) -> dict[str, int]:
-    """Return the bytes of a compiled program on each device, as in `CompiledStep.memory`."""
+    """Return the bytes of a compiled program on each device; `donated` arguments are reused for outputs."""
     needs = compiled.memory_analysis()
     return {
         "arguments": needs.argument_size_in_bytes,
@@ -91,8 +90,8 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
 def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
     """Compile the step of a phase for simulated devices; raises like `run_worker`.
 
-    Returns `proof` ("lowered" if it has a ragged exchange, which CPUs do not support, else "compiled"), `seconds` it
-    took, and the peak `host_bytes` of the process that compiled.
+    Returns `proof` ("lowered" for a ragged exchange, which CPUs lack, else "compiled"), `seconds`, and peak
+    `host_bytes`.
     """
     start = time.monotonic()
     failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} devices"

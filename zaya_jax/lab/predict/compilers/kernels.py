@@ -33,8 +33,7 @@ class CompiledProgram(NamedTuple):
     """A program on one GPU, compiled."""
 
     entry: Place  # the scheduled program
-    # resources of each Pallas kernel; on AMD without kernels that a program before it has, too
-    kernels: list[KernelResources]
+    kernels: list[KernelResources]  # of Pallas kernels; on AMD without those of a program before it
 
     @property
     def launches(self) -> int:
@@ -126,11 +125,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _report(gpu: str) -> dict[str, Any]:
-    """Compile all cases for a GPU, and describe them.
-
-    `cases` lists the minimum bytes of each case, and for each side `launches`, `bytes` and `counted`
-    (`CompiledProgram`); `kernels` the resources of each kernel, of which there may be variants.
-    """
+    """Compile all cases for a GPU; describe `cases` with minimum bytes and each side, and the variants of `kernels`."""
     programs = compile_cases(gpu, Request())
     rows, kernels = [], set[tuple[str, KernelResources]]()
     for dtype in DTYPES:

@@ -43,8 +43,7 @@ class Prediction(NamedTuple):
     components: dict[str, float]  # seconds by component; collectives count as far as they are exposed
     parts: dict[str, PartCost]  # what each part of the step costs, see `ops.parts`, the costliest first
     exposures: list[Exposure]  # of each collective
-    # `seconds`, `times`, `place`, `what` and `bytes` (of the result) of fusions and copies, from the costliest
-    costliest: list[dict[str, Any]]
+    costliest: list[dict[str, Any]]  # rows of fusions and copies, `bytes` of their results, from the costliest
 
     @property
     def exposed_seconds(self) -> float:

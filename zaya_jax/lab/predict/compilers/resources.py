@@ -33,8 +33,7 @@ class KernelResources(NamedTuple):
     scratch: int  # bytes of a thread in memory, spills included
     shared: int  # bytes of shared memory (LDS) of a block
     threads: int  # of a block; 0 if unknown
-    # Whether it adds to memory with atomic operations, whose order, and so the last bits of the sum, vary between runs.
-    is_atomic: bool = False
+    is_atomic: bool = False  # whether it adds with atomic operations, so that the sum's last bits vary between runs
 
     @property
     def family(self) -> str:
@@ -61,7 +60,7 @@ def resource_cells(kernel: KernelResources) -> tuple[str, ...]:
 
 def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
     """Return the resources of a program's kernels, from the folders of the compiler and of AMD's code objects."""
-    dump, assembler = folder / DUMP, find_toolchain(gpu).assembler
+    dump, (_, assembler) = folder / DUMP, find_toolchain(gpu)
     launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
     kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, GPUS[gpu].architecture)
     found = []

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -26,16 +26,8 @@ CODE_OBJECTS = "code_objects"  # folder of AMD's kernels
 _FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
-class Toolchain(NamedTuple):
-    """An installed compiler."""
-
-    platform: str  # 'cuda' or 'rocm'
-    plugin: Path  # the PJRT plugin
-    assembler: Path | None  # NVIDIA's `ptxas`; None on AMD, whose plugin contains all it needs
-
-
-def find_toolchain(name: str) -> Toolchain:
-    """Find the compiler for a GPU of `GPUS`; InputError if it is none, or a package or program is missing."""
+def find_toolchain(name: str) -> tuple[Path, Path | None]:
+    """Find the PJRT plugin for a GPU of `GPUS`, and NVIDIA's `ptxas`; InputError if something is missing."""
     check_gpu(name)
     platform = GPUS[name].platform
     assembler = _file("nvidia.cuda_nvcc", "bin/ptxas") if platform == "cuda" else None
@@ -45,7 +37,7 @@ def find_toolchain(name: str) -> Toolchain:
         raise InputError(f"--compile-for {name} needs packages that are not installed. {install}.")
     if platform == "rocm":
         check_tools()
-    return Toolchain(platform, plugin, assembler)
+    return plugin, assembler
 
 
 def silence_plugins() -> None:
@@ -58,19 +50,18 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of a process that compiles for a GPU of `GPUS` and writes into `folder`.
 
-    The flags are those of the GPU's preset, with the folder `measurements` if it is not None; flags that are set for
-    this machine are left out.
+    The flags are those of the GPU's preset, with the folder `measurements` if it is not None, not this machine's.
     """
-    toolchain = find_toolchain(name)
+    plugin, assembler = find_toolchain(name)
     clean = {key: value for key, value in base.items() if key not in _NOT_INHERITED}
     flags = f"{_FLAGS} --xla_dump_to={folder / DUMP}"
-    if toolchain.assembler is not None:
+    if assembler is not None:
         # The kernels in PTX, which jax 0.12 leaves out by default.
-        flags += f" --xla_gpu_cuda_data_dir={toolchain.assembler.parent.parent} --xla_dump_emitter_re=ptx"
+        flags += f" --xla_gpu_cuda_data_dir={assembler.parent.parent} --xla_dump_emitter_re=ptx"
     clean |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "PJRT_NAMES_AND_LIBRARY_PATHS": f"rocm:{toolchain.plugin}" if toolchain.platform == "rocm" else "",
+        "PJRT_NAMES_AND_LIBRARY_PATHS": "" if assembler else f"rocm:{plugin}",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TF_XLA_HSACO_BITCODE_SIZE_THRESHOLD": "0",  # keeps the code objects of all kernels
         "TF_XLA_HSACO_CACHE_DIR": str(folder / CODE_OBJECTS),
@@ -98,10 +89,10 @@ def program_files(folder: Path, name: str) -> tuple[Path, Path]:
 
 def load_compiler(name: str) -> None:
     """Make the compiler for a GPU of `GPUS` usable in this process, which must have its `environment`."""
-    toolchain = find_toolchain(name)
+    plugin, _ = find_toolchain(name)
     silence_plugins()
-    if toolchain.platform == "rocm":
-        load_stand_ins(toolchain.plugin)
+    if GPUS[name].platform == "rocm":
+        load_stand_ins(plugin)
 
 
 def gpu_devices(name: str, devices: int) -> Any:
@@ -124,8 +115,8 @@ def compile_program(
 ) -> None:
     """Compile a function for one GPU whose compiler is loaded, and write what `kernels.read_program` reads.
 
-    The `name` is unique in this process. The `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s, of which
-    those at the indices `donated` are donated; `folder` is that of the compiler's `environment`.
+    `name` is unique in this process; `arguments` are pytrees of arrays or shapes, those at the indices `donated`
+    donated.
     """
     mesh = jax.sharding.Mesh(gpu_devices(gpu, 1), "device")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

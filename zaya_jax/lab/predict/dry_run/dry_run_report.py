@@ -32,10 +32,6 @@ class _Phase(NamedTuple):
     storage: Sequence[StoredRow] = ()
 
     @property
-    def memory(self) -> int:
-        return self.compiled[0].peak_memory if self.compiled else self.estimate.memory.total
-
-    @property
     def step_seconds(self) -> float | None:
         return self.compiled[1].seconds if self.compiled else self.estimate.step_seconds
 
@@ -164,19 +160,20 @@ def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
 def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     """Describe whether a phase fits, its speed, and what to change; without hardware, its memory alone."""
     estimate, seconds = phase.estimate, phase.step_seconds
+    memory = phase.compiled[0].peak_memory if phase.compiled else estimate.memory.total
     if hardware is None or seconds is None:
-        return {"bytes": phase.memory}
+        return {"bytes": memory}
     parts = phase.compiled[1].components if phase.compiled else estimate.seconds
-    fits = phase.memory <= hardware.allocatable
+    fits = memory <= hardware.allocatable
     return {
-        "bytes": phase.memory,
+        "bytes": memory,
         "allocatable_bytes": hardware.allocatable,
         "fits": fits,
         "step_seconds": seconds,
         "tokens_per_second_per_device": estimate.tokens / seconds / math.prod(estimate.axes.values()),
         "phase_seconds": phase.seconds,
         "shares": {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])},
-        "try": speedups(estimate, phase.memory, hardware) if fits else advice(estimate, hardware),
+        "try": speedups(estimate, memory, hardware) if fits else advice(estimate, hardware),
     }
 
 

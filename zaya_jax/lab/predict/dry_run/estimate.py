@@ -47,12 +47,9 @@ class PhaseEstimate(NamedTuple):
     remat: Remat  # rematerialization policy
     reduce: Reduce  # when gradients are reduced over devices
     memory: Memory  # bytes of one device
-    # FLOPs of a step on all devices, without recomputation: of the head, of attention's scores and values, of the rest
-    # of the model, and of Newton–Schulz
-    flops: dict[str, float]
+    flops: dict[str, float]  # of a step on all devices, by part, without recomputation
     transfers: list[Transfer]  # what a device sends in a step
-    # lower bounds of the step time in seconds, by compute, memory and network; {} without hardware
-    bounds: dict[str, float]
+    bounds: dict[str, float]  # least seconds of a step, by compute, memory and network; {} without hardware
     keys: dict[str, str]  # keys of the configuration that set the phase's `batch`, `remat` and `parallel` layout
     seconds: dict[str, float]  # estimated time of a step by component; {} without hardware
 

@@ -65,11 +65,7 @@ class Memory(NamedTuple):
 def estimate_memory(
     program: PhaseProgram, sequences: int, context: int, micro_batches: int, count: CountActivations
 ) -> Memory:
-    """Estimate the memory of a device in a phase, on abstract devices, as `count_activations` or a table of it counts.
-
-    A step has `micro_batches` with `sequences` of `context` tokens each on the device. With one, the layers gather
-    their experts and reduce their gradients.
-    """
+    """Estimate a device's memory in a phase, with `sequences` of `context` tokens in each of its `micro_batches`."""
     activations = count(program, sequences, context)
     placement, state = program.placement, program.abstract_state
     master_weights, devices = device_bytes(state.params), placement.mesh.size
@@ -116,10 +112,7 @@ def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:
-    """Return bytes of sharded gradients and of Newton–Schulz on the largest stack.
-
-    These are the stack, and for the matrices that are processed at a time three iterates, Gram matrix and polynomial.
-    """
+    """Return bytes of sharded gradients, the largest stack, and three iterates, Gram matrix and polynomial of a chunk."""
     config, mesh = program.config, program.placement.mesh
     if not OPTIMIZERS[config.matrices].newton_schulz:
         return master_weights
@@ -139,8 +132,7 @@ def _copy_bytes(program: PhaseProgram, single: bool) -> int:
     """Return bytes of the compute copy, without parameters that are used as stored.
 
     XLA keeps a gathered embedding in the compute dtype, and a copy of FSDP layers that are sharded along an axis of
-    their matrices. With a single micro-batch, experts that layers gather are whole only if the backward pass needs
-    them without rematerialization.
+    their matrices. Experts that layers of a single micro-batch gather are whole only without rematerialization.
     """
     stored, placement, total = {**program.abstract_base, **program.abstract_state.params}, program.placement, 0
     for name, x in local_copies(program).items():
@@ -228,11 +220,7 @@ def _temporaries(program: PhaseProgram, tokens: int, recomputed: int, single: bo
 
 
 def _gathered_layer(program: PhaseProgram, single: bool) -> int:
-    """Return bytes of matrices that layers gather, and of the gradients of a layer.
-
-    Those of a period are gathered, and those of the next layer already. The gradients are there before their exchange,
-    in it, and once more while the exchange runs beside the next layer.
-    """
+    """Return bytes of the matrices that layers gather, of a period and the next layer, and of a layer's gradients."""
     placement, layers, total = program.placement, len(program.model.config.period), 0.0
     for name, x in local_copies(program).items():
         leaf, trained = placement.leaves[name], name in program.trained

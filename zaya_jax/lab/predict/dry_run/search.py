@@ -234,9 +234,8 @@ def least_activations(program: PhaseProgram, sequences: int, context: int) -> Ac
 def _least_bytes(config: Config, remat: Remat, tokens: int) -> int:
     """Return a lower bound of the bytes that the layers keep of `tokens` tokens for the backward pass.
 
-    Each keeps its input from the residual stream. All policies but `full` also keep the outputs of the matrix products:
-    of both projections of attention, of attention itself, and of the two products of an expert; not under adapters,
-    whose frozen matrices need no inputs.
+    Each keeps its input from the residual stream, and with all policies but `full`, unless adapters' frozen matrices
+    need no inputs, the outputs of attention, its two projections and the two products of an expert.
     """
     model, dtype = config.model, config.train.compute_dtype
     kept = model.hidden_size * accumulation_dtype(dtype).itemsize

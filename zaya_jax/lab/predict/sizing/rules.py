@@ -51,10 +51,8 @@ class Measured(NamedTuple):
     """Measurements of the hardware; each is None if there is none."""
 
     knee: float | None = None  # bytes that saturate the network, by `machine collectives`
-    # speed of the experts' products with evenly spread tokens, over that of the fastest square, by `machine gemm`
-    experts: float | None = None
-    # speed of products that contract the hidden size, over the median of their neighbours', by the same
-    stride: float | None = None
+    experts: float | None = None  # speed of the experts' products over the fastest square's, by `machine gemm`
+    stride: float | None = None  # speed of products that contract the hidden size over the median of others', too
 
 
 class Sizes(NamedTuple):
@@ -65,8 +63,7 @@ class Sizes(NamedTuple):
     axes: Mapping[str, int]  # devices along each mesh axis
     in_node: Mapping[str, int]  # by axis with more than one device, the devices of a group that share a node
     hardware: Hardware  # data sheet
-    # whether twice the micro-batch fits, by the dry run's estimate; None if the batch has no more
-    fits_twice: bool | None
+    fits_twice: bool | None  # whether twice the micro-batch fits, by the dry run; None if the batch has no more
     fits_unsharded: bool | None  # whether the phase fits with `fsdp: 1`, by the same estimate; None if it has no FSDP
     message: int  # bytes of the smallest large all-gather of parameters; 0 if none
     measured: Measured  # on this hardware
@@ -319,10 +316,9 @@ def _sizes(config: Config, index: int, devices: int, hardware: Hardware, measure
 
 
 def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
-    """Read the results of `machine collectives` and `gemm` in a folder, which the flag `source` names.
+    """Read what is measured in a folder that the flag `source` names; InputError if it is missing or damaged.
 
-    Products of other sizes than the model's, or in another dtype than bf16, do not count. InputError if there is no
-    such folder, or a result in it is damaged.
+    Products of other sizes than the model's, or in another dtype than bf16, do not count.
     """
     results, d, f = read_results(Path(folder), source), model.hidden_size, model.expert_size
     with complete(f"{source} {folder} has a result"):

@@ -102,10 +102,8 @@ def candidate_shapes(model: ModelConfig, band: float, layers: tuple[int, int]) -
     `hidden_size`, `num_query_heads` and `num_experts` take the factors above, `expert_size` every multiple of the step
     within its limits, and `num_layers` the number that brings the total parameters closest to the configuration's.
     Widths are rounded to multiples of 256, or of 64 for a `hidden_size` below 1,024; query heads to multiples of the
-    key and value heads. All other keys stay, those of keys and values among them, which set the size of the cache.
-
-    `band` is the largest relative difference of the total, and of the active parameters, from the configuration's;
-    `layers` are the smallest and largest number of layers.
+    key and value heads. All other keys stay. `band` is the largest relative difference of the total, and of the active
+    parameters, from the configuration's; `layers` are the smallest and largest number of layers.
     """
     total, active = total_parameters(model), active_parameters(model)
     shapes = {model: None}
