@@ -47,15 +47,9 @@ class Sizes(NamedTuple):
     @property
     def model(self) -> ModelConfig:
         """One layer of a model with these operations."""
-        sizes = {
-            "hidden_size": self.width,
-            "num_query_heads": self.query_heads,
-            "num_kv_heads": self.kv_heads,
-            "head_dim": self.channels,
-            "router_size": self.router,
-            "num_experts": self.experts,
-            "expert_size": self.expert_width,
-        }
+        sizes = {"hidden_size": self.width, "router_size": self.router, "head_dim": self.channels}
+        sizes |= {"num_query_heads": self.query_heads, "num_kv_heads": self.kv_heads}
+        sizes |= {"num_experts": self.experts, "expert_size": self.expert_width}
         return dataclasses.replace(EXAMPLE, **sizes)
 
 

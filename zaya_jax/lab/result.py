@@ -37,14 +37,11 @@ def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) 
     """Make the header of a result, with the versions of this project, jax, jaxlib and `packages`."""
     packages = ("zaya-jax", "jax", "jaxlib", *packages)
     versions = {name: package_version(name) or "not installed" for name in packages}
-    return {
-        "benchmark": benchmark,
-        "size": size,
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "peer": peer,
-        "versions": {"python": platform.python_version(), **versions},
-        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
-    }
+    result: dict[str, Any] = {"benchmark": benchmark, "size": size}
+    result |= {"command": shlex.join(["python", *sys.orig_argv[1:]]), "peer": peer}
+    result["versions"] = {"python": platform.python_version(), **versions}
+    hardware = {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))}
+    return result | {"hardware": hardware}
 
 
 def write_result(result: dict[str, Any], output: str | None) -> None:

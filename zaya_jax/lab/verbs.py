@@ -28,10 +28,7 @@ def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
 
 
 def help_texts(program: str, run: Run) -> tuple[str, dict[str, Any]]:
-    """Return the name of a verb, and the texts of its parser, from the docstring of the function that runs it.
-
-    The docstring ends in an example, which starts with the name; the paragraphs before it are the description.
-    """
+    """Return a verb's name and its parser's texts, from its docstring: a description, and an example with the name."""
     *description, example = inspect.cleandoc(run.__doc__ or "").split("\n\n")
     text = textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False)
     texts = {"description": text, "epilog": f"example: {program} {example}"}

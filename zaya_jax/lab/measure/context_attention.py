@@ -19,7 +19,6 @@ from zaya_jax.lab.report.tables import CONTEXT, TABLES
 from zaya_jax.lab.result import describe_run, print_tables, rounded
 from zaya_jax.lab.result_plots import memory_curves
 from zaya_jax.lab.subprocesses import restored_environment
-from zaya_jax.ops import Ops
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
@@ -106,7 +105,13 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], dict[str, Any]]:
     model = dataclasses.replace(EXAMPLE, num_query_heads=h, num_kv_heads=k, head_dim=c)
     kernels = select_kernels(current_target(), model, sizes.dtype)
     ops = make_placement(config, mesh, {}, {}, sizes.dtype, kernels).ops  # the same as in training
-    run = functools.partial(_forward_and_backward, ops)
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        *qkv, do_bshc, segments_bs = arrays
+        segments = {"query_segments_bs": segments_bs, "key_segments_bt": ops.key_segments(segments_bs)}
+        out, pull = jax.vjp(functools.partial(ops.attention, **segments), *qkv)
+        return out, *pull(do_bshc)
+
     region = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
     rng, dtype = np.random.default_rng(0), jnp.dtype(sizes.dtype)
     drawn = [rng.normal(size=(1, case.length, heads, c)).astype(dtype) for heads in (h, k, k, h)]
@@ -119,14 +124,6 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], dict[str, Any]]:
         return program_memory(compiled) | {"peak": counted.get("peak_bytes_in_use")}
 
     return step
-
-
-def _forward_and_backward(ops: Ops, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the output and the gradients of q, k and v, from them, the output's gradient and segments of a device."""
-    *qkv, do_bshc, segments_bs = arrays
-    segments = {"query_segments_bs": segments_bs, "key_segments_bt": ops.key_segments(segments_bs)}
-    out, pull = jax.vjp(functools.partial(ops.attention, **segments), *qkv)
-    return out, *pull(do_bshc)
 
 
 def _scaling(curve: Mapping[int, float]) -> dict[str, float]:

@@ -144,18 +144,12 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int =
         cost = predicted[name]
         parts[name] |= {"predicted": round(calls * cost.seconds, 6), "roofline": round(calls * cost.roofline, 6)}
     unattributed = round(seconds - sum(measured.values()) - exposed, 6)
-    return {
-        "steps": trace.steps,
-        "seconds": round(seconds, 6),
-        "parts": parts,
-        "exposed_collectives": round(exposed, 6),
-        "overlapped_collectives": round(timeline.overlapped / trace.steps, 6),
-        "overlap": timeline.overlap,
-        "unattributed": unattributed,
-        "not_predicted": no_data_sheet(trace.device) if hardware is None else None,
-        "warnings": _warnings(measured.get(OTHER, 0.0) / seconds, unattributed / seconds),
-        "instructions": instruction_rows(trace, instructions),
-    }
+    overlapped, not_predicted = timeline.overlapped / trace.steps, None if hardware else no_data_sheet(trace.device)
+    warnings = _warnings(measured.get(OTHER, 0.0) / seconds, unattributed / seconds)
+    rows: dict[str, Any] = {"steps": trace.steps, "seconds": round(seconds, 6), "parts": parts}
+    rows |= {"exposed_collectives": round(exposed, 6), "overlapped_collectives": round(overlapped, 6)}
+    rows |= {"overlap": timeline.overlap, "unattributed": unattributed, "not_predicted": not_predicted}
+    return rows | {"warnings": warnings, "instructions": instruction_rows(trace, instructions)}
 
 
 def _warnings(other: float, unattributed: float) -> list[str]:

@@ -72,14 +72,9 @@ def read_trace(folder: Path, module: str = "train_step") -> Trace:
         raise InputError(f"{folder} contains no finished trace. {advice}.") from error
     # Computations that are called, such as branches, and then loops, whose instructions take their part.
     places = (*(Place(entry.computations, name) for name in entry.computations), *walk(entry))
-    kinds = {
-        instruction.name: (instruction_part(place, instruction), instruction.opcode)
-        for place in places
-        for instruction in place.instructions
-    }
-    operations = (
-        Interval(start, end, *kinds.get(name, (OTHER, "")), name) for start, end, name in _events(file, module)
-    )
+    kinds = {x.name: (instruction_part(place, x), x.opcode) for place in places for x in place.instructions}
+    events = _events(file, module)
+    operations = (Interval(start, end, *kinds.get(name, (OTHER, "")), name) for start, end, name in events)
     intervals = [interval for interval in operations if interval.opcode not in _CONTAINERS]
     if not intervals:
         raise InputError(f"{file} has no operations of the traced program ({module}).")

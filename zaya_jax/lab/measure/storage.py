@@ -1,6 +1,7 @@
 """Measure cold and warm reads on the storage of the data, and saves and restores on that of the checkpoints."""
 
 import ctypes
+import itertools
 import mmap
 import os
 import shutil
@@ -61,11 +62,8 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
         path, traffic = Path(reading) / "pages", Traffic()
         write_file(path, size)
         patterns = [*(("random", count) for count in threads), ("sequential", 1)]
-        result["reads"] = [
-            time_reads(path, pattern, cache, count, OPERATIONS, repeats)
-            for cache in ("cold", "warm")
-            for pattern, count in patterns
-        ]
+        cases = itertools.product(("cold", "warm"), patterns)
+        result["reads"] = [time_reads(path, how, cache, count, OPERATIONS, repeats) for cache, (how, count) in cases]
         path.unlink()
         saves = time_saves(Path(saving), size, repeats)
         result["saves"] = {name: rounded(seconds) for name, seconds in saves.items()}

@@ -36,10 +36,7 @@ class Work(NamedTuple):
 
 
 class Timeline:
-    """Seconds until a device, and its network, are free: collectives run one after another, beside the device's work.
-
-    The network is as long ahead as the device does not wait: what it waits is exposed.
-    """
+    """Seconds until a device, and its network, are free: collectives run in turn, beside the device's work."""
 
     def __init__(self) -> None:
         """Start both at 0."""

@@ -49,15 +49,6 @@ class Sweep(NamedTuple):
     repeats: int  # number of timed calls of each case
 
 
-class Message(NamedTuple):
-    """A collective of a step."""
-
-    operation: str  # name in `COLLECTIVES`
-    axes: Axes  # mesh axes that it runs over
-    bytes: int  # its size, as nccl-tests counts it
-    times: int  # how often a step runs it
-
-
 def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
     """Measure every case, print the tables, and return the result, for JSON.
 
@@ -66,7 +57,7 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
     operation, dtype, number of devices and axes; `traffic` has bytes by network interface of this host. `failed`: a
     sentence, if an element was wrong. InputError if there are too few devices for a collective.
     """
-    messages: list[Message] = []
+    messages: list[dict[str, Any]] = []
     if config is None:
         benchmark, size = "collectives", f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes"
         groups = _groups(sweep)
@@ -137,25 +128,27 @@ def _mesh(layout: ParallelConfig) -> AnyMesh:
     return make_mesh(layout)
 
 
-def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
+def model_messages(config: Config) -> tuple[AnyMesh, list[dict[str, Any]]]:
     """Compile the first phase's largest step for the devices of this job; return its mesh and its messages by size."""
     programs = make_programs(config)
     programs.check()
     program = programs.with_kernels(validated_kernels(config))[0]
     mesh, counts = program.placement.mesh, Counter[tuple[str, Axes, int]]()
     compiled = program.trace(largest_stage(config, 0)).lower().compile()
-    for found in collectives(parse(compiled.as_text() or "")):
-        if axes := mesh_axes(found.kind, found.groups, mesh.shape):
-            counts[_OPERATIONS[found.kind], axes, found.bytes] += found.place.times
-    messages = [Message(*key, times) for key, times in counts.items()]
-    return mesh, sorted(messages, key=lambda message: (-message.bytes, message))
+    for sent in collectives(parse(compiled.as_text() or "")):
+        if axes := mesh_axes(sent.kind, sent.groups, mesh.shape):
+            counts[_OPERATIONS[sent.kind], axes, sent.bytes] += sent.place.times
+    found = sorted(counts.items(), key=lambda item: (-item[0][2], item))
+    return mesh, [{"operation": name, "axes": axes, "bytes": size, "times": x} for (name, axes, size), x in found]
 
 
-def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[tuple[Case, Sequence[int]]]:
+def _message_groups(
+    sweep: Sweep, mesh: AnyMesh, messages: Sequence[dict[str, Any]]
+) -> list[tuple[Case, Sequence[int]]]:
     sizes: dict[tuple[str, Axes], list[int]] = {}
     for message in messages:
-        if message.operation in sweep.operations:
-            sizes.setdefault((message.operation, message.axes), []).append(message.bytes)
+        if message["operation"] in sweep.operations:
+            sizes.setdefault((message["operation"], message["axes"]), []).append(message["bytes"])
     groups = []
     for (operation, axes), counts in sorted(sizes.items()):
         case = Case(COLLECTIVES[operation], mesh, axes, 1, "")
@@ -163,15 +156,15 @@ def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) ->
     return groups
 
 
-def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Describe each message with its measured time, and print the time of a step's messages."""
     rows = []
     for message in messages:
-        measured = (label(COLLECTIVES[message.operation]), message.axes)
+        measured = (label(COLLECTIVES[message["operation"]]), message["axes"])
         if near := [row for row in results if (row["operation"], row["axes"]) == measured]:  # [] if it was left out
             # Sizes are rounded to whole elements in each chunk.
-            nearest = min(near, key=lambda row: abs(row["bytes"] - message.bytes))
-            rows.append(message._asdict() | {"seconds": nearest[_half(nearest)]["p50"]})
+            nearest = min(near, key=lambda row: abs(row["bytes"] - message["bytes"]))
+            rows.append(message | {"seconds": nearest[_half(nearest)]["p50"]})
     total = sum(row["times"] * row["seconds"] for row in rows)
     print_once(*table_lines(message_table(rows)))
     print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")

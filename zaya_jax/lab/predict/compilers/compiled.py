@@ -53,12 +53,8 @@ class CompiledStep(NamedTuple):
 def program_memory(compiled: Any) -> dict[str, int]:
     """Return the bytes of a compiled program on each device; `donated` arguments are reused for outputs."""
     needs = compiled.memory_analysis()
-    return {
-        "arguments": needs.argument_size_in_bytes,
-        "temporaries": needs.temp_size_in_bytes,
-        "outputs": needs.output_size_in_bytes,
-        "donated": needs.alias_size_in_bytes,
-    }
+    fields = {"arguments": "argument", "temporaries": "temp", "outputs": "output", "donated": "alias"}
+    return {name: getattr(needs, f"{field}_size_in_bytes") for name, field in fields.items()}
 
 
 def peak_bytes(memory: Mapping[str, int]) -> int:

@@ -45,17 +45,11 @@ def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dic
         place = collective.place
         loops = [place.loop(x) for x in collective.between if x.opcode == "while"]
         launched = [x.kernel or x.opcode for x in collective.between if is_launch(x)]
-        row = {
-            "kind": collective.kind,
-            "place": place.label,
-            "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
-            "bytes": collective.bytes,
-            "times": place.times,
-            "seconds": seconds * place.times,
-            "exposed_seconds": exposed * place.times,
-            "overlapped": dict(Counter([*launched, *(f"{loop.kind} ×{loop.trips}" for loop in loops)])),
-        }
-        rows.append(row)
+        over = list(mesh_axes(collective.kind, collective.groups, axes))
+        row = {"kind": collective.kind, "place": place.label, "axes": over, "bytes": collective.bytes}
+        row |= {"times": place.times, "seconds": seconds * place.times, "exposed_seconds": exposed * place.times}
+        overlapped = Counter([*launched, *(f"{loop.kind} ×{loop.trips}" for loop in loops)])
+        rows.append(row | {"overlapped": dict(overlapped)})
     return sorted(rows, key=lambda row: -row["exposed_seconds"])
 
 
@@ -132,23 +126,14 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
 
 def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int]) -> dict[str, Any]:
     """Return all that is known of a compiled step, as JSON values."""
-    return {
-        "proof": f"compiled for {step.gpu}",
-        "seconds": step.seconds,
-        "host_bytes": step.host_bytes,
-        "memory": {**step.memory, "peak": step.peak_memory},
-        "launches": launch_rows(step.entry),
-        "collectives": collective_rows(prediction, axes),
-        "moves": move_rows(step.entry),
-        "costliest": prediction.costliest,
-        "kernels": [kernel._asdict() for kernel in step.kernels],
-        "predicted": {
-            "seconds": prediction.seconds,
-            "components": prediction.components,
-            "parts": {part: cost._asdict() for part, cost in prediction.parts.items()},
-            "assumptions": {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()},
-        },
-    }
+    described = {"proof": f"compiled for {step.gpu}", "seconds": step.seconds, "host_bytes": step.host_bytes}
+    described |= {"memory": {**step.memory, "peak": step.peak_memory}, "launches": launch_rows(step.entry)}
+    described |= {"collectives": collective_rows(prediction, axes), "moves": move_rows(step.entry)}
+    described |= {"costliest": prediction.costliest, "kernels": [kernel._asdict() for kernel in step.kernels]}
+    parts = {part: cost._asdict() for part, cost in prediction.parts.items()}
+    predicted = {"seconds": prediction.seconds, "components": prediction.components, "parts": parts}
+    predicted["assumptions"] = {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()}
+    return described | {"predicted": predicted}
 
 
 def _collective_lines(rows: list[dict[str, Any]]) -> list[str]:

@@ -10,12 +10,8 @@ from typing import NamedTuple
 
 from zaya_jax.ops.parts import LAYERS, OTHER, part_of
 
-ITEM_BYTES = {
-    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
-    **dict.fromkeys(("s16", "u16", "bf16", "f16"), 2),
-    **dict.fromkeys(("s32", "u32", "f32"), 4),
-    **dict.fromkeys(("s64", "u64", "f64"), 8),
-}
+_BY_SIZE = {1: "pred s8 u8 f8e4m3fn f8e5m2", 2: "s16 u16 bf16 f16", 4: "s32 u32 f32", 8: "s64 u64 f64"}
+ITEM_BYTES = {dtype: size for size, dtypes in _BY_SIZE.items() for dtype in dtypes.split()}
 FUSIONS = "fusion", "fusion-start"  # opcodes; the second is of copies that run beside other work
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"(?:ROOT )?%([\w.\-]+) = (.*)")

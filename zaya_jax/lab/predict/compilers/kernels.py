@@ -1,5 +1,6 @@
 """Compile the kernel cases for GPUs, and report what each kernel needs and what each case launches and moves."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -88,10 +89,8 @@ def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:
     text, objects = program_files(folder, name)
     entry = parse(text.read_text(encoding="utf-8"))
     pallas = {instruction.kernel for place in walk(entry) for instruction in place.instructions}
-    kernels = read_resources(name, gpu, folder, objects)
-    return CompiledProgram(
-        entry, [kernel._replace(name=kernel.family) for kernel in kernels if kernel.family in pallas]
-    )
+    kernels = (kernel for kernel in read_resources(name, gpu, folder, objects) if kernel.family in pallas)
+    return CompiledProgram(entry, [kernel._replace(name=kernel.family) for kernel in kernels])
 
 
 def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
@@ -103,25 +102,21 @@ def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
     """
     for name in names:
         find_toolchain(name)
-    names = names or [name for name in GPUS if _is_installed(name)]
-    if not names:
+    installed = list(names)
+    for name in () if names else GPUS:
+        with contextlib.suppress(InputError):
+            find_toolchain(name)
+            installed.append(name)
+    if not installed:
         install = " or ".join(f"pip install 'zaya-jax[compile-{platform}]'" for platform in ("cuda", "rocm"))
         raise InputError(f"No compiler for GPUs is installed. Install one with {install}.")
     result = describe_run("compiled kernels", f"the 8B's: {EIGHT_B}", "the references", _PACKAGES)
     result["gpus"] = {}
-    for gpu in names:
+    for gpu in installed:
         result["gpus"][gpu] = report = _report(gpu)
         print_tables(_tables(gpu, report))
         write_result(result, output)
     return result
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        find_toolchain(name)
-    except InputError:
-        return False
-    return True
 
 
 def _report(gpu: str) -> dict[str, Any]:

@@ -100,13 +100,9 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
         return timeline.now
 
     seconds = run(entry)
-    return Prediction(
-        seconds,
-        dict(sorted(components.items(), key=lambda item: -item[1])),
-        dict(sorted(parts.items(), key=lambda item: -item[1].seconds)),
-        exposures,
-        sorted(moves, key=lambda row: -row["seconds"]),
-    )
+    by_time = dict(sorted(components.items(), key=lambda item: -item[1]))
+    by_part = dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
+    return Prediction(seconds, by_time, by_part, exposures, sorted(moves, key=lambda row: -row["seconds"]))
 
 
 def instruction_part(place: Place, instruction: Instruction) -> str:

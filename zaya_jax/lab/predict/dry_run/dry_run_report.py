@@ -165,16 +165,11 @@ def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
         return {"bytes": memory}
     parts = phase.compiled[1].components if phase.compiled else estimate.seconds
     fits = memory <= hardware.allocatable
-    return {
-        "bytes": memory,
-        "allocatable_bytes": hardware.allocatable,
-        "fits": fits,
-        "step_seconds": seconds,
-        "tokens_per_second_per_device": estimate.tokens / seconds / math.prod(estimate.axes.values()),
-        "phase_seconds": phase.seconds,
-        "shares": {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])},
-        "try": speedups(estimate, memory, hardware) if fits else advice(estimate, hardware),
-    }
+    speed = estimate.tokens / seconds / math.prod(estimate.axes.values())
+    shares = {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])}
+    summary = {"bytes": memory, "allocatable_bytes": hardware.allocatable, "fits": fits, "step_seconds": seconds}
+    summary |= {"tokens_per_second_per_device": speed, "phase_seconds": phase.seconds, "shares": shares}
+    return summary | {"try": speedups(estimate, memory, hardware) if fits else advice(estimate, hardware)}
 
 
 def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:

@@ -14,14 +14,7 @@ from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.lab.predict.dry_run.memory import CountActivations, Memory, count_activations, estimate_memory
 from zaya_jax.lab.predict.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.lab.predict.step_time import Timeline, Work
-from zaya_jax.model.arithmetic import (
-    active_parameters,
-    attention_flops_per_token,
-    cached_values,
-    newton_schulz_flops,
-    prefill_flops_per_token,
-    total_parameters,
-)
+from zaya_jax.model import arithmetic
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import OPTIMIZERS
@@ -94,25 +87,12 @@ def estimate_phase(
     model = model_flops(config.model, stage.context, config.lora is not None)
     flops = {**{part: tokens * each for part, each in model.items()}, "newton_schulz": _newton_schulz(config, {})}
     remat_key = "train" if phase_config.remat is None else config.phase_key(phase)
+    keys = {"batch": config.batch_key(phase_config), "remat": f"{remat_key}.remat"}
+    keys["parallel"] = config.parallel_key(phase_config)
+    sizes = dict(mesh.shape), sequences, micro_batches, tokens, math.ceil(phase_config.tokens / tokens)
+    policies = program.remat, parallel.gradient_reduction
     estimate = PhaseEstimate(
-        phase=phase_config.name,
-        axes=dict(mesh.shape),
-        sequences=sequences,
-        micro_batches=micro_batches,
-        tokens=tokens,
-        steps=math.ceil(phase_config.tokens / tokens),
-        remat=program.remat,
-        reduce=parallel.gradient_reduction,
-        memory=memory,
-        flops=flops,
-        transfers=moved,
-        bounds={},
-        keys={
-            "batch": config.batch_key(phase_config),
-            "remat": f"{remat_key}.remat",
-            "parallel": config.parallel_key(phase_config),
-        },
-        seconds={},
+        phase_config.name, *sizes, *policies, memory, flops, moved, bounds={}, keys=keys, seconds={}
     )
     return estimate if hardware is None else _with_times(estimate, program, hardware)
 
@@ -147,7 +127,7 @@ def _with_times(estimate: PhaseEstimate, program: PhaseProgram, hardware: Hardwa
 
 def _newton_schulz(config: Config, repeats: Mapping[str, int]) -> float:
     rounds = config.optimizer.muon.newton_schulz_steps * OPTIMIZERS[config.matrices].newton_schulz
-    return newton_schulz_flops(config.model, rounds, config.optimizer.muon.gate_up == "split", repeats)
+    return arithmetic.newton_schulz_flops(config.model, rounds, config.optimizer.muon.gate_up == "split", repeats)
 
 
 def _matmuls(flops: Mapping[str, float], remat: Remat, program: PhaseProgram) -> list[Work]:
@@ -165,8 +145,9 @@ def _matmuls(flops: Mapping[str, float], remat: Remat, program: PhaseProgram) ->
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
     """Count the training FLOPs per token by part; the sum is `model.arithmetic.training_flops_per_token`."""
-    body, attention = prefill_flops_per_token(config, context, head=False), attention_flops_per_token(config, context)
-    head = prefill_flops_per_token(config, context) - body
+    body = arithmetic.prefill_flops_per_token(config, context, head=False)
+    attention = arithmetic.attention_flops_per_token(config, context)
+    head = arithmetic.prefill_flops_per_token(config, context) - body
     return {"head": (2 if frozen_head else 3) * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
 
 
@@ -189,11 +170,13 @@ def estimate_decode(model: ModelConfig, context: int, dtype: str, hardware: Hard
     (docs/reference.md §1.3).
     """
     item = jnp.dtype(dtype).itemsize
-    parameters = item * (active_parameters(model) + model.vocab_size * model.hidden_size)  # those of the head are read
-    cache = item * cached_values(model, context)
+    head = model.vocab_size * model.hidden_size  # whose parameters are read
+    parameters = item * (arithmetic.active_parameters(model) + head)
+    cache = item * arithmetic.cached_values(model, context)
     launches = model.num_layers * hardware.reached.layer_launches * FORWARD_LAUNCHES
     work = [Work("memory traffic", bytes=parameters + cache, launches=0), Work("kernel launches", launches=launches)]
-    return DecodeEstimate(parameters, cache, item * total_parameters(model) + cache, Timeline().run(work, hardware))
+    memory = item * arithmetic.total_parameters(model) + cache
+    return DecodeEstimate(parameters, cache, memory, Timeline().run(work, hardware))
 
 
 def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:

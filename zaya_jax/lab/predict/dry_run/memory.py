@@ -112,7 +112,7 @@ def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:
-    """Return bytes of sharded gradients, the largest stack, and three iterates, Gram matrix and polynomial of a chunk."""
+    """Return bytes of sharded gradients, the largest stack, and iterates, Gram matrix and polynomial of a chunk."""
     config, mesh = program.config, program.placement.mesh
     if not OPTIMIZERS[config.matrices].newton_schulz:
         return master_weights

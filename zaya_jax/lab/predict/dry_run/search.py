@@ -96,10 +96,7 @@ def find_layouts(config: Config, phase: int, devices: int, node: int, across_nod
 def candidates(
     config: Config, phase: int, devices: int, hardware: Hardware, layouts: Iterable[ParallelConfig], limit: float = inf
 ) -> list[Candidate]:
-    """Return the settings that may fit, from the least bound; those above a `limit` in seconds need not be among them.
-
-    Of each of the `layouts` these are every policy, and micro-batches in powers of two.
-    """
+    """Return layouts, policies and micro-batches (powers of two) that may fit, to a `limit` in s, by their bounds."""
     kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     context, found, products = config.context_for(config.phases[phase]), list[Candidate](), dict[Remat, float]()
     for parallel, remat in itertools.product(layouts, get_args(Remat)):

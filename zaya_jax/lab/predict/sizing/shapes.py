@@ -40,11 +40,6 @@ class Point(NamedTuple):
         """Predicted seconds of a training step and of a decode step: less is better."""
         return sum(self.training.seconds.values()), self.decode.step_seconds
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Predicted training throughput of all devices."""
-        return self.training.tokens / self.values[0]
-
 
 def search(
     config: Config, phase: int, devices: int, hardware: Hardware, shapes: Sequence[ModelConfig]
@@ -173,31 +168,22 @@ def suggest_shapes(
         known = measured if point.config.model == config.model else Measured(knee=measured.knee)  # of other products
         findings = check_sizing(single_phase(point.config, phase), devices, sheet, known)[name]
         model, training, decode = point.config.model, point.training, point.decode
-        return {
-            "overrides": point.overrides,
-            "model": {size: getattr(model, size) for size in _SIZES},
-            "total_parameters": total_parameters(model),
-            "active_parameters": active_parameters(model),
-            "tokens_per_second": point.tokens_per_second,
-            "training": {"seconds": training.seconds, "bytes": training.memory.total},
-            "seconds_per_token": decode.step_seconds,
-            "decode": {"seconds": decode.seconds, "bytes": decode.memory},
-            "rules": [f"{finding.status} {finding.rule}" for finding in findings if finding.status in ("WARN", "FAIL")],
-        }
+        row = {"overrides": point.overrides, "model": {size: getattr(model, size) for size in _SIZES}}
+        row |= {"total_parameters": total_parameters(model), "active_parameters": active_parameters(model)}
+        row["tokens_per_second"] = training.tokens / point.values[0]
+        row["training"] = {"seconds": training.seconds, "bytes": training.memory.total}
+        row["seconds_per_token"] = decode.step_seconds
+        row["decode"] = {"seconds": decode.seconds, "bytes": decode.memory}
+        broken = (finding for finding in findings if finding.status in ("WARN", "FAIL"))
+        return row | {"rules": [f"{finding.status} {finding.rule}" for finding in broken]}
 
     # Of those that dominate the configuration, the one that gains most: in the product of both times.
     better = [] if own is None else [point for point in front if dominates(point.values, own.values)]
     best = min(better, key=lambda point: point.values[0] * point.values[1], default=None)
-    return {
-        "phase": name,
-        "context": config.context_for(config.phases[phase]),
-        "parameter_band": band,
-        "layers": layers,
-        "shapes": len(shapes),
-        "front": [describe(point) for point in front],
-        "configuration": None if own is None else describe(own),
-        "dominated_by": None if best is None else front.index(best) + 1,
-    }
+    result: dict[str, Any] = {"phase": name, "context": config.context_for(config.phases[phase])}
+    result |= {"parameter_band": band, "layers": layers, "shapes": len(shapes)}
+    result |= {"front": [describe(point) for point in front], "configuration": None if own is None else describe(own)}
+    return result | {"dominated_by": None if best is None else front.index(best) + 1}
 
 
 def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
