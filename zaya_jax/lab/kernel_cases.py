@@ -98,10 +98,7 @@ def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
 
 
 def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function of `case` to jit and time, with these implementations, and its arguments on the device.
-
-    The arguments are pytrees; of a backward pass, the residuals of the forward pass and the gradients of the outputs.
-    """
+    """Return the function of `case` to jit, and arguments; of a backward pass residuals and output gradients."""
     run, count = functools.partial(case.run, kernels), len(case.floats)
     arrays = (*drawn(case.floats), *(jnp.asarray(array) for array in case.integers))
     if not case.backward:

@@ -8,7 +8,6 @@ from typing import Any
 from zaya_jax.run.figures import FAINT, integer_steps, legend_beside, panels
 
 Result = dict[str, Any]
-_SEED = " seed "
 
 
 def draw_lines(
@@ -28,7 +27,7 @@ def draw_lines(
     """
     groups: dict[str, list[Sequence[Sequence[float]]]] = {}
     for name, line in lines.items():
-        groups.setdefault(name.partition(_SEED)[0], []).append(line)
+        groups.setdefault(name.partition(" seed ")[0], []).append(line)
     with panels(path, title) as (panel,):
         for index, (name, seeds) in enumerate(groups.items()):
             xs, color = seeds[0][0], f"C{index}"

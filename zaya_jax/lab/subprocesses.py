@@ -1,7 +1,6 @@
 """Run steps in separate processes.
 
-In one process they would disturb each other: on a CPU, loading PyTorch's libraries slows XLA down by a tenth, and each
-side's idle threads spin on the other's cores.
+In one they disturb each other: PyTorch's libraries slow XLA on CPUs by a tenth, and idle threads spin on their cores.
 """
 
 import contextlib

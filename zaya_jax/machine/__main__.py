@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     what, raw = "Describe, test and time this machine's devices.", argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=_PROGRAM, description=what, formatter_class=raw)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs: Any = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_verb(verbs, _PROGRAM, _describe)
     for add in (*VERBS, sizing_command.add, _add_report, _add_kernels):
         add(verbs, _PROGRAM)

@@ -55,10 +55,7 @@ class Case(NamedTuple):
 
 
 def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
-    """Measure every case, with passes of those of a length interleaved, and print tables.
-
-    With fewer than two devices, it simulates `SIMULATED` CPU devices, whose memory is meaningful, whose times are not.
-    """
+    """Measure every case, those of a length in turn, and print tables; one device simulates `SIMULATED` CPU devices."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all processes share the devices
     simulated = jax.device_count() < 2
     kind = "cpu" if simulated else jax.devices()[0].device_kind

@@ -31,8 +31,7 @@ from zaya_jax.run.table import Table, number
 from zaya_jax.run.writing import make_folder
 
 GAIN = 0.98  # of the time of the best tile so far, which another one must not exceed to replace it
-# Cases that decide, by operation, and the value of `Sizes` that is the operation's rows; what costs most comes first.
-# A backward case is timed with its forward pass.
+# Cases that decide, the costliest first, with the value of `Sizes` that is their rows; backward ones run forward, too.
 DECIDING: dict[str, dict[str, Callable[[Sizes], int]]] = {
     "experts": {"experts of a step": lambda sizes: sizes.per_expert},
     "cca_mix": {"cca_mix backward": lambda sizes: sizes.tokens},
@@ -77,7 +76,11 @@ def tune(
                 continue
             digest = sources_digest(OPERATIONS[name].reference.__module__)
             row = result["operations"].setdefault(name, {"sources": digest, "sizes": []})
-            if timed := _time_operation(selection, name, sizes, dtype, repeats, {*map(size_key, row["sizes"])}):
+            known, every, timed = {*map(size_key, row["sizes"])}, deciding_cases(sizes, dtype), []
+            for case, rows in DECIDING[name].items():
+                if (dtype, rows(sizes), widths(OPERATIONS[name], sizes.model, dtype)) not in known:  # by another phase
+                    timed += _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
+            if timed:
                 row["sizes"] += timed
                 selection = with_choice(selection, name, read_choice(timed[0]))
                 print_tables([_table(name, timed)])
@@ -86,17 +89,6 @@ def tune(
         raise InputError("Nothing could be timed. The lines above say why.")
     print(f"Wrote {path}, which training on this machine reads from now on.")
     return result
-
-
-def _time_operation(
-    selection: KernelSelection, name: str, sizes: Sizes, dtype: str, repeats: int, known: Collection[Any]
-) -> list[dict[str, Any]]:
-    """Time an operation in its deciding cases, but those of the sizes `known` from another phase."""
-    every, timed = deciding_cases(sizes, dtype), []
-    for case, rows in DECIDING[name].items():
-        if (dtype, rows(sizes), widths(OPERATIONS[name], sizes.model, dtype)) not in known:
-            timed += _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
-    return timed
 
 
 def _write(path: Path, result: Mapping[str, Any]) -> None:

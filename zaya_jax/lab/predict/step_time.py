@@ -1,8 +1,4 @@
-"""The model of a step's time: what work and collectives take at the rates that `Hardware.reached` and `links` assume.
-
-`dry_run.estimate` lists the work of a step from its shapes, `compilers.predict` from its compiled program. A
-prediction, not a measurement.
-"""
+"""The model of a step's time: work and collectives at the rates that `Hardware.reached` and `links` assume."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -39,7 +35,6 @@ class Timeline:
     """Seconds until a device, and its network, are free: collectives run in turn, beside the device's work."""
 
     def __init__(self) -> None:
-        """Start both at 0."""
         self.now = self.network = 0.0
 
     def run(self, work: Iterable[Work], hardware: Hardware) -> dict[str, float]:

@@ -88,12 +88,9 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
 
 def _groups(sweep: Sweep) -> list[tuple[Case, Sequence[int]]]:
     """Return a case of each table, of one element, and its sizes in bytes."""
-    groups = []
-    for mesh in _meshes(sweep):
-        axes = sweep.axes or nontrivial_axes(mesh, AXES)
-        for operation, dtype in itertools.product(sweep.operations, sweep.dtypes):
-            groups.append((Case(COLLECTIVES[operation], mesh, axes, 1, dtype), sweep.sizes))
-    return groups
+    meshes = [(mesh, sweep.axes or nontrivial_axes(mesh, AXES)) for mesh in _meshes(sweep)]
+    cases = itertools.product(meshes, sweep.operations, sweep.dtypes)
+    return [(Case(COLLECTIVES[name], mesh, axes, 1, dtype), sweep.sizes) for (mesh, axes), name, dtype in cases]
 
 
 def _meshes(sweep: Sweep) -> list[AnyMesh]:
@@ -149,11 +146,8 @@ def _message_groups(
     for message in messages:
         if message["operation"] in sweep.operations:
             sizes.setdefault((message["operation"], message["axes"]), []).append(message["bytes"])
-    groups = []
-    for (operation, axes), counts in sorted(sizes.items()):
-        case = Case(COLLECTIVES[operation], mesh, axes, 1, "")
-        groups += [(case._replace(dtype=dtype), sorted(counts)) for dtype in sweep.dtypes]
-    return groups
+    cases = itertools.product(sorted(sizes.items()), sweep.dtypes)
+    return [(Case(COLLECTIVES[name], mesh, axes, 1, dtype), sorted(each)) for ((name, axes), each), dtype in cases]
 
 
 def _messages(messages: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -213,9 +207,8 @@ def _row(case: Case, mode: Mode, timings: dict[str, TimedCase]) -> dict[str, Any
     row |= {"devices": case.ranks, "groups": case.mesh.size // case.ranks, "axes": case.axes, "bytes": case.size}
     row["wrong"] = sum(timing.wrong for timing in timings.values())
     for name, (_, seconds, _) in timings.items():
-        mean, median, deviation = statistics.fmean(seconds), statistics.median(seconds), 0.0
-        if len(seconds) > 1:
-            deviation = statistics.stdev(seconds)
+        mean, median = statistics.fmean(seconds), statistics.median(seconds)
+        deviation = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
         row[name] = {"p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds)}
         row[name] |= {"mean": mean, "cv": deviation / mean}
         row[name] |= {"algbw": case.bandwidth(median), "busbw": case.bus_bandwidth(median)}
@@ -243,12 +236,10 @@ def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any
     if slope <= 0:
         return {}
     half, fastest = max(start, 0.0) / slope, 1 / low[0] if low[0] > 0 else None
-    return {
-        "alpha_seconds": {"value": start, "low": low[1], "high": high[1]},
-        "beta_bytes_per_second": {"value": 1 / slope, "low": 1 / high[0], "high": fastest},
-        "half_bytes": half,
-        "knee_bytes": half * SATURATED / (1 - SATURATED),
-    }
+    alpha = {"value": start, "low": low[1], "high": high[1]}
+    beta = {"value": 1 / slope, "low": 1 / high[0], "high": fastest}
+    knee = half * SATURATED / (1 - SATURATED)
+    return {"alpha_seconds": alpha, "beta_bytes_per_second": beta, "half_bytes": half, "knee_bytes": knee}
 
 
 def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class Programs:
     """
 
     def __init__(self, case: Case, *, in_place: bool = False) -> None:
-        """See `Case`."""
         self.case, self.in_place, self._numbers = case, in_place, pattern(case.ranks, case.dtype)
         self._sent, self._received = (
             case.chunk if case.collective.chunked == side else case.elements for side in ("in", "out")

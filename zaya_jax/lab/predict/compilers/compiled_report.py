@@ -89,12 +89,9 @@ def _moved(place: Place, instruction: Instruction) -> int:
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
     memory, total, exposed = step.memory, prediction.seconds, prediction.exposed_seconds
-    sizes = {
-        "state and batch": memory["arguments"],
-        "temporaries": memory["temporaries"],
-        "outputs, not donated": memory["outputs"] - memory["donated"],
-        f"sum, of {hardware.allocatable / _GB:.1f}": step.peak_memory,
-    }
+    sizes = {"state and batch": memory["arguments"], "temporaries": memory["temporaries"]}
+    sizes["outputs, not donated"] = memory["outputs"] - memory["donated"]
+    sizes[f"sum, of {hardware.allocatable / _GB:.1f}"] = step.peak_memory
     components = [(name, part, part / total) for name, part in prediction.components.items() if part > 0.002 * total]
     parts = [(name, *map(number, cost, _UNITS)) for name, cost in prediction.parts.items()]
     parts += [("collectives, exposed", number(exposed, _MS), NONE, NONE, NONE)] if exposed else []

@@ -101,9 +101,7 @@ class Place:
 
     def loops(self) -> Iterator["Place"]:
         """Yield the loops that start in this place."""
-        for instruction in self.instructions:
-            if instruction.opcode == "while":
-                yield self.loop(instruction)
+        return (self.loop(instruction) for instruction in self.instructions if instruction.opcode == "while")
 
     def loop(self, instruction: Instruction) -> "Place":
         """Return the place of a `while` of this place."""

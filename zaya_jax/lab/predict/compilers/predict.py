@@ -1,7 +1,4 @@
-"""Predict the time of a compiled step, instruction by instruction, with the model of `step_time`.
-
-A collective hides behind what is scheduled between its start and its end.
-"""
+"""Predict the time of a compiled step; a collective hides behind what is scheduled between its start and its end."""
 
 import dataclasses
 import math

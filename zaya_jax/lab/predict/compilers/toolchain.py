@@ -48,25 +48,17 @@ def silence_plugins() -> None:
 def environment(
     name: str, folder: Path, measurements: str | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of a process that compiles for a GPU of `GPUS` and writes into `folder`.
-
-    The flags are those of the GPU's preset, with the folder `measurements` if it is not None, not this machine's.
-    """
+    """Return the environment of a process that compiles for a GPU into `folder`, with the flags of its preset."""
     plugin, assembler = find_toolchain(name)
     clean = {key: value for key, value in base.items() if key not in _NOT_INHERITED}
     flags = f"{_FLAGS} --xla_dump_to={folder / DUMP}"
     if assembler is not None:
         # The kernels in PTX, which jax 0.12 leaves out by default.
         flags += f" --xla_gpu_cuda_data_dir={assembler.parent.parent} --xla_dump_emitter_re=ptx"
-    clean |= {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "PJRT_NAMES_AND_LIBRARY_PATHS": "" if assembler else f"rocm:{plugin}",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "TF_XLA_HSACO_BITCODE_SIZE_THRESHOLD": "0",  # keeps the code objects of all kernels
-        "TF_XLA_HSACO_CACHE_DIR": str(folder / CODE_OBJECTS),
-        "XLA_FLAGS": flags,
-    }
+    clean |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    clean |= {"PJRT_NAMES_AND_LIBRARY_PATHS": "" if assembler else f"rocm:{plugin}", "XLA_FLAGS": flags}
+    clean["TF_XLA_HSACO_BITCODE_SIZE_THRESHOLD"] = "0"  # keeps the code objects of all kernels
+    clean["TF_XLA_HSACO_CACHE_DIR"] = str(folder / CODE_OBJECTS)
     preset = PRESETS[name]
     apply_preset(preset if measurements is None else measured_preset(preset, measurements), clean)
     return clean
@@ -113,11 +105,7 @@ def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
 def compile_program(
     name: str, traced: Callable[..., Any], arguments: Sequence[Any], gpu: str, folder: Path, donated: Sequence[int] = ()
 ) -> None:
-    """Compile a function for one GPU whose compiler is loaded, and write what `kernels.read_program` reads.
-
-    `name` is unique in this process; `arguments` are pytrees of arrays or shapes, those at the indices `donated`
-    donated.
-    """
+    """Compile a function of arrays or shapes, by a unique name, for a loaded GPU; for `kernels.read_program`."""
     mesh = jax.sharding.Mesh(gpu_devices(gpu, 1), "device")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(arguments))

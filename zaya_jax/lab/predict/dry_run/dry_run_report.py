@@ -18,7 +18,7 @@ from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimat
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
-from zaya_jax.run.table import format_table
+from zaya_jax.run.table import format_table, size_text
 
 _GB = 1e9
 
@@ -147,14 +147,12 @@ def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str |
 
 def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     estimate = phase.estimate
-    return {
-        "summary": _summary(phase, hardware),
-        **estimate._asdict(),
-        "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
-        "storage": [stored._asdict() for stored in phase.storage],
-        "transfers": [transfer._asdict() for transfer in estimate.transfers],
-        "compiled": compiler_report.as_json(*phase.compiled, estimate.axes) if phase.compiled else phase.proof,
-    }
+    described = {"summary": _summary(phase, hardware), **estimate._asdict()}
+    described["memory"] = {**estimate.memory._asdict(), "total": estimate.memory.total}
+    described["storage"] = [stored._asdict() for stored in phase.storage]
+    described["transfers"] = [transfer._asdict() for transfer in estimate.transfers]
+    compiled = compiler_report.as_json(*phase.compiled, estimate.axes) if phase.compiled else phase.proof
+    return described | {"compiled": compiled}
 
 
 def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
@@ -176,8 +174,7 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     """Render the summary of a phase."""
     summary, name = _summary(phase, hardware), phase.estimate.phase
     if hardware is None or "fits" not in summary:
-        size, unit = _unit(summary["bytes"], "B")
-        return [f"Phase {name}: {summary['bytes'] / size:.1f} {unit} per device"]
+        return [f"Phase {name}: {size_text(summary['bytes'])} per device"]
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
     speed = f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device, {_duration(summary['phase_seconds'])}"
     return [

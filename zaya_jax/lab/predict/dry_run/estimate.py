@@ -23,9 +23,9 @@ from zaya_jax.train.program import PhaseProgram, Programs
 
 TARGET = Target("rocm", "gfx942", "gfx942")  # its kernels are traced, but not compiled
 
-# A decode step runs the forward pass, which launches 41 of a layer's 117 kernels in XLA's program of the 8B for an
-# H200, and 42 of 120 for an MI300X (`Assumptions.layer_launches`).
-FORWARD_LAUNCHES = 1 / 3
+FORWARD_LAUNCHES = (
+    1 / 3
+)  # of a layer's kernels, 41 of 117 or 42 of 120 (`Assumptions.layer_launches`), in a decode step
 
 
 class PhaseEstimate(NamedTuple):

@@ -97,9 +97,8 @@ def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
 
     def gradients_of(copy: Any, _: Any) -> Any:
         if not reduces:
-            # Layers add theirs in place. If they are gathered one at a time, XLA has two, a micro-batch's own and the
-            # sum, and a third if the copy is gathered over other axes first. The embedding's is there once more before
-            # its reduction.
+            # Layers add theirs in place. Gathered one at a time, XLA has also a micro-batch's own, and a third if the
+            # copy is gathered over other axes first. The embedding's is there once more before its reduction.
             layers = {name: x for name, x in copy.items() if placement.leaves[name].by_layer}
             gathered = {name: x for name, x in layers.items() if placement.leaves[name].gathered}
             embedding = {name: x for name, x in copy.items() if program.roles[name] == "embedding" and devices > 1}

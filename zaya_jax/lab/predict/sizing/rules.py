@@ -328,8 +328,5 @@ def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
             if family == "stride" and depth - row["offset"] == d:
                 offsets[row["offset"]] = speed
         others = [speed for offset, speed in offsets.items() if offset]
-        return Measured(
-            knee=None if fit is None else float(fit["knee_bytes"]),
-            experts=min(experts, default=None),
-            stride=offsets[0] / statistics.median(others) if 0 in offsets and others else None,
-        )
+        stride = offsets[0] / statistics.median(others) if 0 in offsets and others else None
+        return Measured(None if fit is None else float(fit["knee_bytes"]), min(experts, default=None), stride)

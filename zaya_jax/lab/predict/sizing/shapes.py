@@ -17,7 +17,7 @@ from zaya_jax.lab.predict.sizing.rules import Measured, check_sizing
 from zaya_jax.lab.result import table_lines
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
 from zaya_jax.run.progress import track
-from zaya_jax.run.table import make_table, quantity
+from zaya_jax.run.table import Cell, make_table, quantity
 
 # Factors of the configuration's own sizes.
 WIDTHS = tuple(Fraction(x, 8) for x in (6, 7, 8, 9, 10, 12))  # hidden_size
@@ -192,15 +192,10 @@ def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
     rows = {f"point {number}": row for number, row in enumerate(front, 1)}
     if result["dominated_by"] is not None:
         rows["own"] = own
-    columns = {
-        "": "name",
-        "tokens/s": quantity("tokens_per_second", unit=1.0),
-        "ms/token": quantity("seconds_per_token", unit=1e-3),
-        "GB": quantity("training", "bytes", unit=1e9),
-        "total B": quantity("total_parameters", unit=1e9),
-        "active B": quantity("active_parameters", unit=1e9),
-        **{size: lambda row, size=size: str(row["model"][size]) for size in _SIZES},
-    }
+    columns: dict[str, str | Cell] = {"": "name", "tokens/s": quantity("tokens_per_second", unit=1.0)}
+    columns |= {"ms/token": quantity("seconds_per_token", unit=1e-3), "GB": quantity("training", "bytes", unit=1e9)}
+    columns |= {f"{what} B": quantity(f"{what}_parameters", unit=1e9) for what in ("total", "active")}
+    columns |= {size: lambda row, size=size: str(row["model"][size]) for size in _SIZES}
     table = make_table("", [{"name": name, **row} for name, row in rows.items()], columns)
     report = [
         f"Widths for phase {result['phase']} on {devices:,} × {hardware}, and for decoding one sequence after "
