@@ -100,7 +100,7 @@ def _with_thresholds(preset: Preset, folder: str) -> Preset:
 
 
 def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str, Any] | None:
-    """Return the result of `verb` in the file of `--baseline`, else in the folder; InputError for another's."""
+    """Return the result of `verb` in `file`, of `--baseline`, else in `folder`; InputError if it is of another verb."""
     if file is None:
         return None if folder is None else read_results(Path(folder), "measurements").get(verb)
     result = read_json(Path(file))

@@ -70,7 +70,7 @@ def interleave_subprocesses(sides: Mapping[Any, tuple[Any, ...]], repeats: int) 
 
 
 def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
-    """Make a pass of enough calls, each counted as `counts`, to take `PASS` seconds; it returns their number."""
+    """Make a pass of calls that take `PASS` seconds, so that launches count little; it returns `counts` of each."""
     number = 1
 
     def one_pass() -> int:

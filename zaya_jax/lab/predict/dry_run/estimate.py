@@ -67,7 +67,7 @@ class DecodeEstimate(NamedTuple):
 
 
 def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
-    """Make a run's programs on abstract devices, with `kernels` or those of `TARGET`; InputError if none fit."""
+    """Make a run's programs on abstract devices; InputError if mesh axes or a batch do not divide over them."""
     kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     programs = Programs(config, kernels, devices)
     programs.check()

@@ -78,7 +78,7 @@ def _describe(parallel: ParallelConfig | None) -> str:
 
 
 def find_layouts(config: Config, phase: int, devices: int, node: int, across_nodes: bool) -> Iterator[ParallelConfig]:
-    """Yield the layouts that `suggest` compares: within nodes of `node` devices, or also across them."""
+    """Yield layouts for `suggest`: within nodes of `node` devices, or across, where micro-batches reduce gradients."""
     now = config.parallel_for(config.phases[phase])
     if across_nodes:
         now = dataclasses.replace(now, gradient_reduction="micro_batch")
@@ -96,7 +96,7 @@ def find_layouts(config: Config, phase: int, devices: int, node: int, across_nod
 def candidates(
     config: Config, phase: int, devices: int, hardware: Hardware, layouts: Iterable[ParallelConfig], limit: float = inf
 ) -> list[Candidate]:
-    """Return layouts, policies and micro-batches (powers of two) that may fit, to a `limit` in s, by their bounds."""
+    """Return layouts, policies and micro-batches (powers of two) that may fit in `limit` seconds, by their bounds."""
     kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     context, found, products = config.context_for(config.phases[phase]), list[Candidate](), dict[Remat, float]()
     for parallel, remat in itertools.product(layouts, get_args(Remat)):

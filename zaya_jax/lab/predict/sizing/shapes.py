@@ -69,7 +69,7 @@ def search(
 
 
 def whole_node_layouts(config: Config, phase: int, devices: int, node: int) -> list[ParallelConfig]:
-    """Return the layouts of `find_layouts` whose axes have one device, or as many of a node as they can."""
+    """Return layouts whose axes have one device, or as many of a node as they can (`rules.whole_nodes`)."""
     layouts = list(find_layouts(config, phase, devices, node, across_nodes=False))
     most = {axis: max(getattr(layout, axis) for layout in layouts) for axis in AXES if axis != "data"}
     return [layout for layout in layouts if all(getattr(layout, axis) in (1, size) for axis, size in most.items())]
