@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.benchmark_command import command, flag, prepare_trainings
 from benchmarks.training_sweep import BATCH, CONTEXT, SEEDS, Curve, Trial, run_trials, small_config, start_result
 from zaya_jax.config import Config, ModelConfig, PhaseConfig, ScheduleConfig
-from zaya_jax.lab.line_plot import draw_spread
+from zaya_jax.lab.result_plots import draw_spread
 
 WHOLE = "ZAYA1"
 MULTIPLIERS = (0.5, 1.0, 2.0)  # of all learning rates; the grid grows while the best is at its edge

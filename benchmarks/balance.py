@@ -11,7 +11,7 @@ from benchmarks.benchmark_command import command, flag, prepare_trainings
 from benchmarks.training_sweep import SEEDS, Curve, Trial, median_or_never, run_trials, small_config, start_result
 from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.optimizer import BalanceRule
-from zaya_jax.lab.line_plot import draw_lines
+from zaya_jax.lab.result_plots import draw_lines
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers
 ROUTER_OFFSET = 3.0  # added to the logits of two experts: e³ times the others' probability

@@ -28,11 +28,11 @@ from orbax.checkpoint import v1 as ocp
 from benchmarks.benchmark_command import command, flag
 from zaya_jax.config.checks import counted, require
 from zaya_jax.job.multihost import join
-from zaya_jax.lab.line_plot import draw_lines
 from zaya_jax.lab.measure import storage
 from zaya_jax.lab.measure.storage import Method
 from zaya_jax.lab.measure.timing import elapsed, time_calls
 from zaya_jax.lab.result import describe_run
+from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.run.files import sync_folder
 from zaya_jax.run.reserved_port import reserved_port

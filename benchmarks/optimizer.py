@@ -11,7 +11,7 @@ from benchmarks.benchmark_command import command, flag, prepare_trainings
 from benchmarks.training_sweep import SEEDS, Curve, Trial, median_or_never, run_trials, small_config, start_result
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
 from zaya_jax.errors import InputError
-from zaya_jax.lab.line_plot import draw_lines
+from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.run.files import expanded, read_object, require_existing
 
 Kind = Literal["muon", "adamw"]

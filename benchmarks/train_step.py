@@ -30,7 +30,7 @@ from zaya_jax.lab.measure.training_steps import (
 )
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, peak_bytes, program_memory
 from zaya_jax.lab.predict.compilers.compiled_report import as_json
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.hlo import parse
 from zaya_jax.lab.predict.compilers.predict import phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.lab.result import rounded
@@ -195,7 +195,7 @@ def _describe_program(fitting: Fitting, kind: str, devices: int, hardware: Hardw
     if hardware is None:
         return contents | {"predicted": None, "not_predicted": no_data_sheet(kind)}
     try:
-        entry = entry_place(parse(compiled.as_text()))
+        entry = parse(compiled.as_text())
         shares = phase_shares(fitting.config.model, stages(fitting.config)[0].context, axes)
         step = CompiledStep(kind, devices, memory, entry, [], seconds, host_bytes)
         described = as_json(step, predict(entry, hardware, shares), axes)

@@ -10,7 +10,7 @@ import jax
 from tests.train_helpers import fast_jit, make_batch
 from zaya_jax.config import Config
 from zaya_jax.lab.predict.compilers.collectives import mesh_axes, place_collectives
-from zaya_jax.lab.predict.compilers.hlo import Place, arrays, entry_place, parse, shape_bytes
+from zaya_jax.lab.predict.compilers.hlo import Place, arrays, parse, shape_bytes
 from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.train.program import make_programs
 
@@ -58,7 +58,7 @@ class Collective(NamedTuple):
 def collectives(text: str, sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective of an HLO `text` that was compiled for a mesh of these `sizes`."""
     found = []
-    for place, loops in _places(entry_place(parse(text))):
+    for place, loops in _places(parse(text)):
         for call in place_collectives(place):
             first = place.instructions[call.start]
             over = mesh_axes(call.kind, call.groups, sizes)
@@ -71,7 +71,7 @@ def collectives(text: str, sizes: Mapping[str, int]) -> list[Collective]:
 def product_flops(text: str) -> float:
     """Floating-point operations of a device's matrix products, each loop as often as it runs."""
     total = 0.0
-    for place, loops in _places(entry_place(parse(text))):
+    for place, loops in _places(parse(text)):
         for dot in place.instructions:
             if dot.opcode == "dot":
                 ((_, left),), ((_, out),) = arrays(place.shapes[dot.operands[0]]), arrays(dot.shape)
@@ -117,7 +117,7 @@ def _places(place: Place, loops: tuple[float, ...] = ()) -> Iterator[tuple[Place
             yield from _places(loop, (*loops, loop.trips if loop.counted else math.inf))
         else:
             for name in re.findall(r"%([\w.\-]+)", instruction.attribute(CALLED)):
-                yield from _places(Place(place.module, name, 1, place, ""), loops)
+                yield from _places(Place(place.computations, name, 1, place, ""), loops)
 
 
 def _stage(op_name: str) -> str:

@@ -18,7 +18,7 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
 from zaya_jax.lab.measure.step_trace import Interval, Trace
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.hlo import parse
 from zaya_jax.lab.predict.compilers.predict import predict
 from zaya_jax.lab.predict.dry_run import memory
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
@@ -65,7 +65,7 @@ def trace(kind):
     spans = [(0, 2, "experts", "long"), (2, 3, "router", "short"), (3, 4, "router", "short"), (4, 5, "experts", "half"),
              (5, 8, "experts", "long"), (8, 9, "router", "short")]  # fmt: skip
     intervals = [Interval(1e6 * start, 1e6 * end, part, "fusion", name) for start, end, part, name in spans]
-    return Trace(intervals, entry_place(parse(TEXT)), 1, 2, 0.01, kind, 1)
+    return Trace(intervals, parse(TEXT), 1, 2, 0.01, kind, 1)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def run(monkeypatch):
 
 def test_a_step_is_predicted_from_its_own_compiled_program(run):
     part = run("NVIDIA H200", TEXT)
-    predicted = predict(entry_place(parse(TEXT)), H200).seconds
+    predicted = predict(parse(TEXT), H200).seconds
     assert part["predicted"]["seconds"] == predicted
     assert part["compiled"]["launches"]["step"] == 2 + 4 * 20 * 2
     assert part["compiled"]["collectives"][0]["kind"] == "all-gather"

@@ -138,20 +138,19 @@ def test_confidence_intervals_cover_what_they_promise():
         alpha, beta = 10 ** generator.uniform(-6, -4), 10 ** generator.uniform(8, 11.5)
         noise = generator.uniform(0.01, 0.1) * generator.standard_normal(len(SIZES))
         fit = fit_times(SIZES, ((alpha + np.array(SIZES) / beta) * (1 + noise)).tolist())
-        assert fit is not None
-        covered.append((fit.alpha.low <= alpha <= fit.alpha.high, fit.beta.low <= beta <= fit.beta.high))
+        intervals = (fit["alpha_seconds"], alpha), (fit["beta_bytes_per_second"], beta)
+        covered.append([each["low"] <= value <= (each["high"] or np.inf) for each, value in intervals])
     assert (np.mean(covered, 0) >= 0.93).all()
     assert (np.mean(covered, 0) <= 0.97).all()
 
 
 def test_the_knee_is_where_nine_tenths_of_the_bandwidth_are_reached():
     fit = fit_times(SIZES, [1e-5 + size / 1e9 for size in SIZES])
-    assert fit is not None
-    assert (fit.alpha.value, fit.beta.value) == (pytest.approx(1e-5), pytest.approx(1e9))
-    assert fit.half_size == pytest.approx(1e4)
-    assert fit.knee / (1e-5 + fit.knee / 1e9) == pytest.approx(0.9e9)
-    assert fit_times([8, 16], [1, 2]) is None
-    assert fit_times([8, 16, 32], [3, 2, 1]) is None
+    assert fit["alpha_seconds"]["value"] == pytest.approx(1e-5)
+    assert fit["beta_bytes_per_second"]["value"] == pytest.approx(1e9)
+    assert fit["half_bytes"] == pytest.approx(1e4)
+    assert fit["knee_bytes"] / (1e-5 + fit["knee_bytes"] / 1e9) == pytest.approx(0.9e9)
+    assert fit_times([8, 16], [1, 2]) == fit_times([8, 16, 32], [3, 2, 1]) == {}
 
 
 def made_up(case, mode, repeats):

@@ -36,7 +36,7 @@ def test_an_installed_kernel_is_the_last_candidate_and_can_be_pinned(monkeypatch
     assert (found == 7.0).all()
     with (
         pytest.warns(UserWarning, match="mine kernel for gram_polynomial"),
-        pytest.raises(InputError, match="ops.gram_polynomial=mine cannot be used: its error is"),
+        pytest.raises(InputError, match=r"ops\.gram_polynomial=mine cannot be used: its error is"),
     ):
         registry.validate_kernels(pinned, MODEL, "float32")
 

@@ -51,7 +51,6 @@ OTHERS = {
     "lab/predict/compilers/stand_ins.py": ("TemporaryDirectory mkdir rename unlink write_text write_text",
                                        "in a private folder"),
     "lab/compile_worker.py": ("write_text write_text", TEMPORARY),
-    "lab/predict/dry_run/prove.py": ("TemporaryDirectory", TEMPORARY),
     "lab/measure/memory.py": ("TemporaryDirectory write_text", TEMPORARY),
     "lab/report/page.py": ("TemporaryDirectory", TEMPORARY),
     "lab/measure/storage.py": ("TemporaryDirectory open unlink", TEMPORARY),

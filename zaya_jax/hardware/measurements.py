@@ -19,11 +19,7 @@ _KERNELS = ("experts", "attention")  # families of `gemm` that our kernels compu
 
 
 def get_hardware(name: str, devices: int) -> Hardware:
-    """Return the data sheet, or the measurements in the folder, that `--hardware` names, for `devices` devices.
-
-    Raises:
-      InputError: there is no such data sheet or folder, or the folder lacks a measurement.
-    """
+    """Return the data sheet, or the measurements of a folder, that `--hardware` names; InputError for neither."""
     if name in HARDWARE:
         return HARDWARE[name]
     if Path(name).is_dir():
@@ -37,9 +33,7 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
 
     Speeds replace those of the device's data sheet, if there is one. The peak is the fastest square's; products reach
     the share of it that those of the measured configuration reach, and kernels that of its experts and attention.
-
-    Raises:
-      InputError: a file is missing or damaged.
+    InputError if a file is missing or damaged.
     """
     results = read_results(folder, "--hardware")
     for verb in ("gemm", "memory", *(["collectives"] if devices > 1 else [])):
@@ -53,12 +47,7 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
 def measured_preset(preset: Preset, folder: str) -> Preset:
     """Replace the sizes up to which a preset combines messages by those that saturate the measured network.
 
-    Args:
-      preset: of the machine; one without such sizes is returned as it is.
-      folder: value of the key `measurements`, with a result of `machine collectives`.
-
-    Raises:
-      InputError: the folder has no fits of all-gather and reduce-scatter, or they are of another accelerator.
+    InputError if `folder`, the key `measurements`, has no fits of both operations, or fits of another accelerator.
     """
     if not any(setting.name in _THRESHOLDS for setting in preset.settings):
         return preset
@@ -111,11 +100,7 @@ def _with_thresholds(preset: Preset, folder: str) -> Preset:
 
 
 def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str, Any] | None:
-    """Return a result of `verb` from the `file` that `--baseline` names, else from the folder `measurements`, if any.
-
-    Raises:
-      InputError: the file is no such result, or the folder is damaged.
-    """
+    """Return the result of `verb` in `file`, of `--baseline`, else in `folder`; InputError if it is of another verb."""
     if file is None:
         return None if folder is None else read_results(Path(folder), "measurements").get(verb)
     result = read_json(Path(file))
@@ -127,9 +112,7 @@ def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str
 def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
     """Return the results of gemm, memory, collectives and preflight in a folder, by verb; other files are left out.
 
-    Raises:
-      InputError: there is no such folder, a file is damaged, or two are of the same verb; `source` is the flag or key
-        that names the folder.
+    InputError, which names the flag or key `source`, if it is no folder, or has a damaged file or two of a verb.
     """
     require(folder.is_dir(), source, str(folder), f"a folder with results of {_PROGRAM}")
     results: dict[str, dict[str, Any]] = {}

@@ -1,14 +1,16 @@
-"""The process that compiles: `python -m zaya_jax.lab.compile_worker step|cases|products GPU … FOLDER`."""
+"""The process that compiles: `python -m zaya_jax.lab.compile_worker step|proof|cases|products GPU … FOLDER`."""
 
 import json
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from zaya_jax.config import load_config
+from zaya_jax.config import Config, load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.prepare.workers import end_with_parent
 from zaya_jax.lab.kernel_cases import EIGHT_B, passes
@@ -20,21 +22,42 @@ from zaya_jax.lab.predict.compilers.kernels import Request, requested
 from zaya_jax.lab.predict.compilers.toolchain import compile_program, compile_traced, gpu_devices, load_compiler
 from zaya_jax.ops.kernel_table import find_table
 from zaya_jax.ops.registry import KernelSelection, select_kernels
-from zaya_jax.train.program import Programs
+from zaya_jax.train.program import Programs, make_programs
 
 
 def compile_step(gpu: str, phase: str, devices: str, path: str, folder: str) -> None:
     """Write the scheduled program and the compiler's figures of the largest step of a phase into `folder`."""
-    config, index = load_config(path), int(phase)
-    if config.train.compute_dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    target = GPUS[gpu].target
+    config, index, target = _load(path), int(phase), GPUS[gpu].target
     kernels = select_kernels(target, config.model, config.train.compute_dtype, find_table(target, print), config.ops)
     program = Programs(config, kernels, gpu_devices(gpu, int(devices)))[index]
     compiled = compile_traced(lambda: program.trace(largest_stage(config, index)), gpu, program.placement.mesh)
     (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")
-    facts = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    (Path(folder) / FACTS).write_text(json.dumps(program_memory(compiled) | facts), encoding="utf-8")
+    _write_facts(folder, program_memory(compiled))
+
+
+def prove_step(_: str, phase: str, path: str, folder: str) -> None:
+    """Compile or lower the step of a phase for the devices of this process, and write which into `folder`."""
+    config, index = _load(path), int(phase)
+    step = make_programs(config)[index].trace(largest_stage(config, index))
+    parallel = config.parallel_for(config.phases[index])
+    ragged = parallel.expert > 1 and parallel.expert_exchange == "ragged"
+    if ragged:
+        step.lower(lowering_platforms=("rocm", "cuda"))
+    else:
+        step.lower().compile()
+    _write_facts(folder, {"proof": "lowered" if ragged else "compiled"})
+
+
+def _load(path: str) -> Config:
+    config = load_config(path)
+    if config.train.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    return config
+
+
+def _write_facts(folder: str, facts: Mapping[str, Any]) -> None:
+    host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (Path(folder) / FACTS).write_text(json.dumps({**facts, "host_bytes": host_bytes}), encoding="utf-8")
 
 
 def compile_cases(gpu: str, request: str, folder: str) -> None:
@@ -55,11 +78,13 @@ def compile_products(gpu: str, request: str, path: str, folder: str) -> None:
         compile_program(program_name(index), problem.run, (*problem.arrays, *problem.integers), gpu, Path(folder))
 
 
-def main(what: str, gpu: str, *arguments: str) -> None:
+def main(what: str, target: str, *arguments: str) -> None:
     """Compile; this process ends with the one that started it."""
     end_with_parent(os.getppid())
-    load_compiler(gpu)
-    {"step": compile_step, "cases": compile_cases, "products": compile_products}[what](gpu, *arguments)
+    if target in GPUS:
+        load_compiler(target)
+    run = {"step": compile_step, "proof": prove_step, "cases": compile_cases, "products": compile_products}
+    run[what](target, *arguments)
 
 
 if __name__ == "__main__":

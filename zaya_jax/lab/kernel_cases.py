@@ -47,15 +47,9 @@ class Sizes(NamedTuple):
     @property
     def model(self) -> ModelConfig:
         """One layer of a model with these operations."""
-        sizes = {
-            "hidden_size": self.width,
-            "num_query_heads": self.query_heads,
-            "num_kv_heads": self.kv_heads,
-            "head_dim": self.channels,
-            "router_size": self.router,
-            "num_experts": self.experts,
-            "expert_size": self.expert_width,
-        }
+        sizes = {"hidden_size": self.width, "router_size": self.router, "head_dim": self.channels}
+        sizes |= {"num_query_heads": self.query_heads, "num_kv_heads": self.kv_heads}
+        sizes |= {"num_experts": self.experts, "expert_size": self.expert_width}
         return dataclasses.replace(EXAMPLE, **sizes)
 
 
@@ -67,9 +61,8 @@ SMALL = Sizes(24, 24, 12, 32, 4, 2, 16, 32, 3, 8, 32, (2, 24, 40), (2, 40))
 class Aim(NamedTuple):
     """The goal of a case on an H200."""
 
-    # quantity: 'copy', fraction of the measured copy bandwidth; 'dense', fraction of the measured FLOP/s of dense bf16
-    # matmuls; 'roofline', fraction of the speed that the slower of both allows; 'tflops', TFLOP/s; 'reference', speed
-    # relative to the reference
+    # fraction of the measured 'copy' bandwidth, of the FLOP/s of 'dense' bf16 products, or of the 'roofline' of both;
+    # 'tflops', TFLOP/s; or speed relative to the 'reference'
     of: Literal["copy", "dense", "roofline", "tflops", "reference"]
     least: float  # minimum value of that quantity
 
@@ -86,8 +79,7 @@ class Case(NamedTuple):
     integers: tuple[np.ndarray, ...] = ()  # the integer arguments, and further arrays that have no gradient
     backward: bool = False  # whether the gradient is measured: cotangents of the outputs → cotangents of the floats
     further: tuple[str, ...] = ()  # other operations that are part of the case
-    # number of leading floats that are donated, and of leading outputs that reuse their memory, like the training state
-    held: int = 0
+    held: int = 0  # leading floats that are donated, whose memory as many outputs reuse, like the training state
     # integer arguments that take another time, by what they are: `integers` are rows of one document, or even groups
     further_integers: Mapping[str, tuple[np.ndarray, ...]] = MappingProxyType({})
 
@@ -106,12 +98,7 @@ def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
 
 
 def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function of `case` to time, with these implementations, and its arguments on the default device.
-
-    Returns:
-      A function to be jitted, and its arguments, which are pytrees. For a backward pass they are the residuals of the
-      forward pass and the gradients of the outputs.
-    """
+    """Return the function of `case` to jit, and arguments; of a backward pass residuals and output gradients."""
     run, count = functools.partial(case.run, kernels), len(case.floats)
     arrays = (*drawn(case.floats), *(jnp.asarray(array) for array in case.integers))
     if not case.backward:
@@ -125,11 +112,7 @@ def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], t
 
 
 def passes(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function of `case` to lower, and its arguments, with floats as `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      A function to be jitted, which for a backward case includes the forward pass; and its arguments.
-    """
+    """Return the function of `case` to lower, with the forward pass, and its arguments, with floats as shapes."""
     run, count, arguments = functools.partial(case.run, kernels), len(case.floats), (*case.floats, *case.integers)
     if not case.backward:
         return run, arguments

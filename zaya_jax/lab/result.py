@@ -14,7 +14,7 @@ from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import require_regular, write_atomically
-from zaya_jax.run.table import Table
+from zaya_jax.run.table import Table, format_table
 from zaya_jax.run.versions import package_version
 from zaya_jax.run.writing import resolved
 
@@ -34,20 +34,14 @@ def require_packages(extra: str, *names: str) -> None:
 
 
 def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) -> dict[str, Any]:
-    """Make the header of a result: what is measured, at which sizes, and what it is compared with.
-
-    It has the versions of `packages`, besides this project, jax and jaxlib.
-    """
+    """Make the header of a result, with the versions of this project, jax, jaxlib and `packages`."""
     packages = ("zaya-jax", "jax", "jaxlib", *packages)
     versions = {name: package_version(name) or "not installed" for name in packages}
-    return {
-        "benchmark": benchmark,
-        "size": size,
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "peer": peer,
-        "versions": {"python": platform.python_version(), **versions},
-        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
-    }
+    result: dict[str, Any] = {"benchmark": benchmark, "size": size}
+    result |= {"command": shlex.join(["python", *sys.orig_argv[1:]]), "peer": peer}
+    result["versions"] = {"python": platform.python_version(), **versions}
+    hardware = {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))}
+    return result | {"hardware": hardware}
 
 
 def write_result(result: dict[str, Any], output: str | None) -> None:
@@ -61,12 +55,7 @@ def table_lines(table: Table) -> list[str]:
     """Return a table as lines of text, texts to the left and numbers to the right; [] without rows."""
     if not table.rows:
         return []
-    widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
-    aligned = [str.rjust if numeric else str.ljust for numeric in table.numeric]
-    lines = []
-    for row in (table.columns, *table.rows):
-        cells = (align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
+    lines = format_table([table.columns, *table.rows], table.numeric)
     return [printable(line) for line in (table.title, *lines, *table.remarks)]
 
 

@@ -1,7 +1,6 @@
 """Run steps in separate processes.
 
-In one process they would disturb each other: on a CPU, loading PyTorch's libraries slows XLA down by a tenth, and each
-side's idle threads spin on the other's cores.
+In one they disturb each other: PyTorch's libraries slow XLA on CPUs by a tenth, and idle threads spin on their cores.
 """
 
 import contextlib
@@ -23,10 +22,8 @@ def run_in_subprocess(
 ) -> Iterator[Callable[[], Any]]:
     """Make a step with `make(*arguments)` in another process; yields a function that calls it and returns its result.
 
-    `make` and the classes of its arguments are importable by name. After `seconds`, if not None, the process is killed,
-    with all that it has started.
-
-    An `InputError` there is raised here; RuntimeError for another error, or if the process ended or was killed.
+    `make` and the arguments' classes are importable by name. After `seconds`, if not None, the process is killed with
+    all that it started. An `InputError` there is raised here; RuntimeError for others, or if the process ended.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     parent_end, child_end = multiprocessing.Pipe()

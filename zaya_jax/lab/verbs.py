@@ -19,10 +19,7 @@ _COLUMNS = 80  # width of descriptions in `--help`
 
 
 def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
-    """Add a verb of `program` to the result of `add_subparsers`, with the help of `help_texts`.
-
-    The first paragraph of the docstring stands in the list of verbs. `run` makes the result from the arguments.
-    """
+    """Add a verb to the result of `add_subparsers`, with `help_texts`; the first paragraph is its summary."""
     name, texts = help_texts(program, run)
     summary = inspect.cleandoc(run.__doc__ or "").partition("\n\n")[0].replace("\n", " ").removesuffix(".")
     verb = verbs.add_parser(name, help=f"{summary[0].lower()}{summary[1:]}", **texts)
@@ -31,19 +28,11 @@ def add_verb(verbs: Any, program: str, run: Run) -> argparse.ArgumentParser:
 
 
 def help_texts(program: str, run: Run) -> tuple[str, dict[str, Any]]:
-    """Return the name of a verb, and the texts of its parser, from the docstring of the function that runs it.
-
-    The docstring ends in an example, which starts with the name; the paragraphs before it are the description.
-    """
+    """Return a verb's name and its parser's texts, from its docstring: a description, and an example with the name."""
     *description, example = inspect.cleandoc(run.__doc__ or "").split("\n\n")
     text = textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False)
     texts = {"description": text, "epilog": f"example: {program} {example}"}
     return example.split()[0], texts | {"formatter_class": argparse.RawDescriptionHelpFormatter}
-
-
-def verb_examples(verbs: Any) -> str:
-    """Return the examples of all verbs, for the help of their program."""
-    return "\n  ".join(["examples:", *(verb.epilog.removeprefix("example: ") for verb in verbs.choices.values())])
 
 
 def add_config(verb: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.lab.measure.commands import VERBS
 from zaya_jax.lab.predict.sizing import sizing_command
 from zaya_jax.lab.result import check_request
-from zaya_jax.lab.verbs import add_flags, add_verb, run_verb, verb_examples
+from zaya_jax.lab.verbs import add_flags, add_verb, run_verb
 from zaya_jax.run.command_output import prepare_streams
 from zaya_jax.run.parser import Parser
 
@@ -29,11 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     what, raw = "Describe, test and time this machine's devices.", argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=_PROGRAM, description=what, formatter_class=raw)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs: Any = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_verb(verbs, _PROGRAM, _describe)
     for add in (*VERBS, sizing_command.add, _add_report, _add_kernels):
         add(verbs, _PROGRAM)
-    parser.epilog = verb_examples(verbs)
+    examples = (verb.epilog.removeprefix("example: ") for verb in verbs.choices.values())
+    parser.epilog = "\n  ".join(["examples:", *examples])
     return parser
 
 

@@ -38,11 +38,12 @@ def make_table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell
     return Table(title, list(columns), cells, remarks)
 
 
-def format_table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a text table, the first column to the left and the others to the right; heads come first."""
+def format_table(rows: Iterable[Sequence[str]], right: Sequence[bool] | None = None) -> list[str]:
+    """Return the lines of a text table, its heads first; columns that are `right`, all but the first, end aligned."""
     rows = list(rows)
-    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = [str.rjust if is_right else str.ljust for is_right in right or [False, *[True] * (len(widths) - 1)]]
+    lines = ("  ".join(fit(cell, width) for fit, cell, width in zip(align, row, widths, strict=True)) for row in rows)
     return list(map(str.rstrip, lines))
 
 

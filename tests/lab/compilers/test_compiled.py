@@ -128,7 +128,7 @@ MAY_VARY = {
 @pytest.mark.parametrize("gpu", LAYOUTS)
 def test_nothing_in_a_step_may_vary_but_what_is_listed(gpu):
     found = set()
-    for instruction in itertools.chain(*compiled(gpu).entry.module.computations.values()):
+    for instruction in itertools.chain(*compiled(gpu).entry.computations.values()):
         if instruction.opcode == "custom-call":
             found.add(instruction.custom_call)
         elif re.fullmatch("all-reduce|reduce-scatter|(select-and-)?scatter|rng.*", instruction.opcode):
@@ -217,8 +217,8 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     program = jax.jit(jax.shard_map(gathers, mesh=mesh, in_specs=split, out_specs=whole, check_vma=False))
     text = program.trace(*arguments).lower(lowering_platforms=({GPUS[gpu].platform!r},)).compile().as_text()
 from zaya_jax.lab.predict.compilers.collectives import collectives
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
-print("gathers", sum(found.kind == "all-gather" for found in collectives(entry_place(parse(text)))))
+from zaya_jax.lab.predict.compilers.hlo import parse
+print("gathers", sum(found.kind == "all-gather" for found in collectives(parse(text))))
 """
     counts = {}
     for knee in (2**20, 2**24):

@@ -4,7 +4,7 @@ import json
 
 from zaya_jax.errors import InputError
 from zaya_jax.lab.predict.compilers import kernels as module
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.hlo import parse
 from zaya_jax.lab.predict.compilers.kernels import CompiledProgram, requested
 from zaya_jax.lab.predict.compilers.resources import KernelResources
 from zaya_jax.machine.__main__ import main
@@ -30,7 +30,7 @@ KERNEL = KernelResources("attention", 77, 12, 0, 16, 2048, 128)
 
 
 def program(trips):
-    return CompiledProgram(entry_place(parse(TEXT.replace(" TRIPS", trips))), [KERNEL])
+    return CompiledProgram(parse(TEXT.replace(" TRIPS", trips)), [KERNEL])
 
 
 def test_launches_and_bytes_of_a_loop_count_as_often_as_it_runs():

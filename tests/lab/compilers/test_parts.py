@@ -12,7 +12,7 @@ from jaxlib._hlo import hlo_module_from_text
 from tests.lab.compilers.test_schedule import ENTRY
 from tests.train_helpers import ROOT
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse, walk
+from zaya_jax.lab.predict.compilers.hlo import parse, walk
 from zaya_jax.lab.predict.compilers.predict import instruction_part, instruction_work, is_launch, predict
 from zaya_jax.ops.parts import OTHER, part, part_of
 from zaya_jax.train.profiler import program_text
@@ -88,7 +88,7 @@ ENTRY %main (p0: f32[8,1024], p1: f32[8,1024]) -> f32[8,1024] {
 
 
 def test_what_xla_adds_belongs_to_its_loop_or_to_what_it_is_next_to():
-    entry = entry_place(parse(UNNAMED))
+    entry = parse(UNNAMED)
     found = {x.name: instruction_part(place, x) for place in walk(entry) for x in place.instructions if is_launch(x)}
     assert found == {"zeros": "layers", "async-start": "layers", "norm": "optimizer", "result": "optimizer"}
     assert OTHER not in predict(entry, HARDWARE["h200"]).parts
@@ -103,9 +103,9 @@ def test_the_text_of_a_traced_program_names_copies_of_slices_as_the_trace_does()
     compiled = SimpleNamespace(as_text=module.to_string, runtime_executable=lambda: None)
     assert program_text(compiled) == module.to_string()  # a version without these classes
     compiled.runtime_executable = lambda: SimpleNamespace(hlo_modules=lambda: [module])
-    named = entry_place(parse(program_text(compiled)))
+    named = parse(program_text(compiled))
     assert [x.name for place in walk(named) for x in place.instructions if x.opcode == "fusion-start"] == [name]
-    assert predict(named, HARDWARE["h200"]).parts == predict(entry_place(parse(UNNAMED)), HARDWARE["h200"]).parts
+    assert predict(named, HARDWARE["h200"]).parts == predict(parse(UNNAMED), HARDWARE["h200"]).parts
 
 
 def test_the_page_shows_the_recorded_table():

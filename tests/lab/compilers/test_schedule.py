@@ -12,7 +12,7 @@ from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS
 from zaya_jax.lab.predict.compilers.collectives import collectives, device_groups, mesh_axes
 from zaya_jax.lab.predict.compilers.compiled import failure_reason
 from zaya_jax.lab.predict.compilers.compiled_report import move_rows
-from zaya_jax.lab.predict.compilers.hlo import Instruction, arrays, entry_place, parse, shape_bytes, walk
+from zaya_jax.lab.predict.compilers.hlo import Instruction, arrays, parse, shape_bytes, walk
 from zaya_jax.lab.predict.compilers.predict import (
     Shares,
     _kernel_flops,
@@ -70,7 +70,7 @@ ENTRY %main (p0: (s32[], bf16[20,1024,1024]), p1: f32[1024], p2: f32[20,1024], p
   ROOT %copy.1 = f32[20,1024]{1,0} copy(%updated.1)
 }
 """  # noqa: E501
-ENTRY = entry_place(parse(TEXT))
+ENTRY = parse(TEXT)
 
 
 def test_places_know_what_they_compute_and_how_often():
@@ -85,7 +85,7 @@ def test_a_loop_over_micro_batches_whose_count_xla_does_not_know_is_counted_by_i
     known = 'backend_config={"known_trip_count":{"n":"4"}}'
     assert known in TEXT
     named = TEXT.replace(known, 'metadata={op_name="jit(train_step)/accumulation/shard_map/micro_batches_7/while"}')
-    assert [place.times for place in walk(entry_place(parse(named)))] == [1, 7, 7 * 20]
+    assert [place.times for place in walk(parse(named))] == [1, 7, 7 * 20]
 
 
 def test_a_collective_knows_its_bytes_and_what_runs_meanwhile():
@@ -203,7 +203,7 @@ ENTRY %main (p0: f32[1048576], p1: f32[1048576]) -> f32[8388608] {
 
 
 def test_two_collectives_share_the_network_and_hide_behind_work_once():
-    prediction = predict(entry_place(parse(TWO_GATHERS)), H200)
+    prediction = predict(parse(TWO_GATHERS), H200)
     first, second = prediction.exposures
     copy = prediction.components["copies"]
     assert first.seconds == second.seconds > copy
@@ -221,7 +221,7 @@ metadata={op_name="jit(train_step)/grouped_product/pallas_call"}
 
 def test_padded_rows_of_the_experts_cost_nothing():
     text = TWO_GATHERS.replace("  %copy.1", f"{KERNEL}  %copy.1")
-    place = entry_place(parse(text))
+    place = parse(text)
     call = next(x for x in place.instructions if x.name == "call")
     full, eighth = instruction_work(place, call), instruction_work(place, call, Shares(rows=1 / 8))
     weights = 2 * 2 * 2048 * 4096
@@ -233,7 +233,7 @@ def test_padded_rows_of_the_experts_cost_nothing():
 def test_matmuls_in_fp32_have_a_peak_of_their_own(dtype, peak):
     text = TEXT.replace("(bf16[1024,1024]{1,0}, s8", f"({dtype}[8192,8192]{{1,0}}, s8")
     text = text.replace("%weights = bf16[1024,1024]", f"%weights = {dtype}[8192,8192]")
-    components = predict(entry_place(parse(text)), H200).components
+    components = predict(parse(text), H200).components
     name = "matmuls in fp32" if dtype == "f32" else "matmuls"
     assert components[name] == pytest.approx(80 * 2 * 8192**3 / (peak * ASSUMPTIONS.matmul))
 
@@ -244,16 +244,16 @@ def test_moves_in_loops_are_those_that_compute_nothing():
     assert (slice_of_weights["bytes"], slice_of_weights["times"]) == (4 + 2 * 2**21, 80)
     assert move_rows(ENTRY) == []  # of 50 MB and more
     negated = TEXT.replace("bitcast(%slice.1)", "negate(%slice.1)")
-    assert move_rows(entry_place(parse(negated)), least=1e6) == []
+    assert move_rows(parse(negated), least=1e6) == []
     copied = TEXT.replace("fusion(%stack, %index), kind=kLoop, calls=%slice_fused", "copy(%stack)")
-    (whole,) = move_rows(entry_place(parse(copied)), least=1e6)
+    (whole,) = move_rows(parse(copied), least=1e6)
     assert whole["bytes"] == 2 * 2 * 20 * 1024**2
 
 
 @pytest.mark.parametrize(("dtype", "fp32"), [("bf16", False), ("f32", True), ("f64", True)])
 def test_kernels_in_fp32_have_its_peak(dtype, fp32):
     text = TWO_GATHERS.replace("  %copy.1", f"{KERNEL.replace('bf16', dtype)}  %copy.1")
-    place = entry_place(parse(text))
+    place = parse(text)
     (call,) = (x for x in place.instructions if x.name == "call")
     assert instruction_work(place, call).fp32 == fp32
 

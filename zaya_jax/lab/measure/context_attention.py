@@ -1,7 +1,4 @@
-"""Measure memory per device and time of context-parallel attention, with a ring and with an all-gather.
-
-Each case runs in its own process, so that the peak memory of a device is that of the case.
-"""
+"""Measure peak memory and time of context-parallel attention, ring and all-gather, each case in its own process."""
 
 import dataclasses
 import functools
@@ -22,7 +19,6 @@ from zaya_jax.lab.report.tables import CONTEXT, TABLES
 from zaya_jax.lab.result import describe_run, print_tables, rounded
 from zaya_jax.lab.result_plots import memory_curves
 from zaya_jax.lab.subprocesses import restored_environment
-from zaya_jax.ops import Ops
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
@@ -59,11 +55,7 @@ class Case(NamedTuple):
 
 
 def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
-    """Measure every case, with passes of those of a length interleaved, and print tables.
-
-    With fewer than two devices, it simulates `SIMULATED` CPU devices. Memory is then what XLA:CPU needs for each, and
-    times mean little, since the devices share cores. The sizes None are `CPU` or `GPU`, depending on the devices.
-    """
+    """Measure every case, those of a length in turn, and print tables; one device simulates `SIMULATED` CPU devices."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all processes share the devices
     simulated = jax.device_count() < 2
     kind = "cpu" if simulated else jax.devices()[0].device_kind
@@ -103,17 +95,20 @@ def simulate_devices() -> None:
 
 
 def context_pass(sizes: Sizes, case: Case) -> Callable[[], dict[str, Any]]:
-    """Compile a case; returns a function that runs one forward and backward pass, and returns its memory.
-
-    That is `program_memory`, bytes on each device, with the `peak` that the device reports, None if it does not.
-    """
+    """Compile a case; returns a function that runs both passes, and returns `program_memory` and the `peak` or None."""
     config = ParallelConfig(context=case.devices, context_attention=case.attention)
     mesh, split = make_mesh(config, jax.devices()[: case.devices]), PartitionSpec(None, SEQUENCE_AXIS)
     h, k, c = sizes.query_heads, sizes.kv_heads, sizes.channels
     model = dataclasses.replace(EXAMPLE, num_query_heads=h, num_kv_heads=k, head_dim=c)
     kernels = select_kernels(current_target(), model, sizes.dtype)
     ops = make_placement(config, mesh, {}, {}, sizes.dtype, kernels).ops  # the same as in training
-    run = functools.partial(_forward_and_backward, ops)
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        *qkv, do_bshc, segments_bs = arrays
+        segments = {"query_segments_bs": segments_bs, "key_segments_bt": ops.key_segments(segments_bs)}
+        out, pull = jax.vjp(functools.partial(ops.attention, **segments), *qkv)
+        return out, *pull(do_bshc)
+
     region = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
     rng, dtype = np.random.default_rng(0), jnp.dtype(sizes.dtype)
     drawn = [rng.normal(size=(1, case.length, heads, c)).astype(dtype) for heads in (h, k, k, h)]
@@ -128,20 +123,8 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], dict[str, Any]]:
     return step
 
 
-def _forward_and_backward(ops: Ops, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the output and the gradients of q, k and v, from them, the output's gradient and segments of a device."""
-    *qkv, do_bshc, segments_bs = arrays
-    segments = {"query_segments_bs": segments_bs, "key_segments_bt": ops.key_segments(segments_bs)}
-    out, pull = jax.vjp(functools.partial(ops.attention, **segments), *qkv)
-    return out, *pull(do_bshc)
-
-
 def _scaling(curve: Mapping[int, float]) -> dict[str, float]:
-    """Fit a power law N^exponent to the memory per device by number of devices; {} with fewer than two points.
-
-    Returns:
-      `exponent`, fitted to all points (−1 is 1/N), and `last`, between the last two points.
-    """
+    """Fit a power law N^exponent, −1 for 1/N, to the memory per device by number of devices; {} for one point."""
     if len(curve) < 2:
         return {}
     devices, sizes = np.log(sorted(curve)), np.log([curve[n] for n in sorted(curve)])

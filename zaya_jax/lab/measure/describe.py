@@ -19,28 +19,18 @@ _PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", 
 
 
 def describe_machine() -> dict[str, Any]:
-    """Collect devices, memory in bytes, versions, drivers, network, environment and preset.
-
-    Returns:
-      The description, for JSON. `failed`: a sentence, if JAX does not use the machine's GPU.
-    """
+    """Describe this machine, for JSON, memory in bytes; `failed`: a sentence, if JAX does not use its GPU."""
     device, target = jax.devices()[0], current_target()
     files = {"amdgpu": Path("/sys/module/amdgpu/version"), "nvidia": Path("/proc/driver/nvidia/version")}
     drivers = {name: read_file(path).splitlines() for name, path in files.items()}
-    machine: dict[str, Any] = {
-        "platform": target.platform,
-        "device": target.device_kind,
-        "devices": jax.device_count(),
-        "runtime": device.client.platform_version,
-        "device_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        "host_bytes": psutil.virtual_memory().total,
-        "kernel": platform.release(),
-        "versions": {**versions(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__},
-        "drivers": {name: lines[0] for name, lines in drivers.items() if lines},
-        "network": describe_network(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
-        "preset": select_preset(None).name,
-    }
+    machine: dict[str, Any] = {"platform": target.platform, "device": target.device_kind}
+    machine |= {"devices": jax.device_count(), "runtime": device.client.platform_version}
+    machine["device_bytes"] = (device.memory_stats() or {}).get("bytes_limit")
+    machine |= {"host_bytes": psutil.virtual_memory().total, "kernel": platform.release()}
+    machine["versions"] = {**versions(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+    machine["drivers"] = {name: lines[0] for name, lines in drivers.items() if lines}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+    machine |= {"network": describe_network(), "environment": variables, "preset": select_preset(None).name}
     plugin, platforms = detect_gpu_plugin(), os.environ.get("JAX_PLATFORMS", "")
     if plugin and target.platform == "cpu" and not platforms.startswith("cpu"):
         advice = f"Install the plugin with pip install -e '.[{plugin}]'; JAX's own message is above."

@@ -1,7 +1,4 @@
-"""Measure matrix products, or compile them for a GPU that need not be here; print a table for each family.
-
-A problem is a function, the shapes of its arguments, and its FLOPs.
-"""
+"""Measure matrix products, or compile them for a GPU that need not be here; print a table for each family."""
 
 import functools
 import itertools
@@ -20,9 +17,9 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.kernel_cases import PRODUCTS, drawn
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.predict.compilers.compiled import check_gpu, run_worker
+from zaya_jax.lab.predict.compilers.compiled import run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.hlo import parse
 from zaya_jax.lab.predict.compilers.predict import launches, predict
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files, silence_plugins
 from zaya_jax.lab.predict.sizing.rules import Product, products
@@ -76,11 +73,7 @@ class Request(NamedTuple):
 
 
 def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
-    """Measure the first device of this process; InputError if `routing` has no counts for this configuration.
-
-    Returns:
-      The result, for JSON: `maximum`, FLOP/s of the fastest square, and a row for each problem.
-    """
+    """Measure the first device: `maximum`, FLOP/s of the fastest square, and `results`, a row for each problem."""
     kernels = select_kernels(current_target(), config.model, request.dtype, None, config.ops)
     every = make_problems(config, request, kernels)
     result = describe_run("matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens", "", ())
@@ -137,15 +130,7 @@ def program_name(index: int) -> str:
 
 
 def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
-    """Compile the problems of a request for `gpu`, a name in `GPUS`, and print what the compiler makes of each.
-
-    Returns:
-      The result, for JSON: a row for each problem, with its launches and the predicted speed.
-
-    Raises:
-      InputError: there is no compiler for the GPU, or it refuses a program; or `request.routing` has no counts.
-    """
-    check_gpu(gpu)
+    """Compile a request's problems for `gpu`, and print launches and predicted speeds; raises like `run_worker`."""
     find_toolchain(gpu)
     silence_plugins()
     kernels = select_kernels(GPUS[gpu].target, config.model, request.dtype, None, config.ops)
@@ -155,7 +140,7 @@ def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
     words, failure = json.dumps(request._asdict()), f"The products cannot be compiled for {gpu}"
     with run_worker("products", gpu, (words,), failure, config) as folder:
         for index, problem in enumerate(make_problems(config, request, kernels)):
-            entry = entry_place(parse(program_files(folder, program_name(index))[0].read_text(encoding="utf-8")))
+            entry = parse(program_files(folder, program_name(index))[0].read_text(encoding="utf-8"))
             speed = problem.flops / predict(entry, HARDWARE[gpu]).seconds
             outcome = {"launches": launches(entry), "predicted_flops_per_second": speed}
             result["results"].append(problem.row | outcome)
@@ -172,11 +157,7 @@ def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:
 
 
 def strides(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]:
-    """Return products that contract widths around the hidden size.
-
-    Rows whose length is a multiple of 4 KiB can compete for the same part of the memory or of a cache; products of
-    other widths are then faster.
-    """
+    """Return products that contract widths around the hidden size: rows of 4 KiB compete for a part of the memory."""
     d, rows, problems = model.hidden_size, min(tokens, _STRIDE_ROWS), []
     for k in (d + offset for offset in OFFSETS if d + offset > 0):
         einsum, sizes = ("mk,kn->mn", (rows, k), (k, d)), {"depth": k, "offset": k - d}
@@ -230,10 +211,7 @@ def _arrays(dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct,
 def expert_products(
     model: ModelConfig, histograms: Mapping[str, np.ndarray], kernels: KernelSelection, dtype: str
 ) -> list[Problem]:
-    """Return the grouped products of a layer's experts, forward and backward.
-
-    `histograms` has tokens of each expert, int32 [e], by the name of the distribution.
-    """
+    """Return the grouped products of a layer's experts, both passes; `histograms` have tokens by expert, int32 [e]."""
     d, f, e = model.hidden_size, model.expert_size, model.num_experts
     run = functools.partial(grouped_matmul, **{part: kernels.implementation(part) for part in PRODUCTS})
     both, problems = functools.partial(_gradient, run), []
@@ -275,10 +253,7 @@ def newton_schulz(model: ModelConfig, muon: MuonConfig, kernels: KernelSelection
 def attention(
     model: ModelConfig, lengths: Sequence[int], tokens: int, kernels: KernelSelection, dtype: str
 ) -> list[Problem]:
-    """Return causal attention, forward, over lengths and over the query heads that share a key head.
-
-    There are as many whole rows as `tokens` fill, at least one.
-    """
+    """Return causal attention, forward, over lengths and query heads per key head, in rows that `tokens` fill."""
     h, c, problems = model.num_query_heads, model.head_dim, []
     run = functools.partial(_attend, kernels.ops.attention)
     for s, shared in itertools.product(lengths, [n for n in range(1, h + 1) if h % n == 0]):
@@ -303,10 +278,9 @@ def scale_counts(counts_e: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def read_histograms(run: str, experts: int, tokens: int) -> dict[str, np.ndarray]:
-    """Return the loads of a run's most even and most uneven layer at its last logged step.
+    """Return the loads, of `tokens` without skipped ones, of a run's most even and most uneven layer at its last step.
 
-    Their sum is `tokens`, without those that the run's layer skipped. InputError if the folder has no counts, or those
-    of another number than `experts`.
+    InputError if the folder has no counts, or those of another number than `experts`.
     """
     rows = [row for row in read_rows(Path(run) / METRICS) if row.get("expert_counts")]
     if not rows:

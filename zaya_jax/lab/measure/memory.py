@@ -53,16 +53,11 @@ KERNELS = {
 
 
 def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, stream: bool) -> dict[str, Any]:
-    """Measure the first device of this process, and print tables.
+    """Measure the first device of this process, print tables, and return the result, for JSON.
 
     Arrays have `sizes` bytes; the largest should be at least four times the last-level cache. The model gives the
-    widths of its operations. With `stream`, the triad in C is measured in the same rounds as ours at the largest size.
-
-    Returns:
-      The result, for JSON: `results` of BabelStream's operations, `operations` of the model's, `stream` of the peer.
-
-    Raises:
-      InputError: `stream` without a C compiler.
+    widths of its `operations`. With `stream`, the triad in C is measured in the same rounds as ours at the largest
+    size; InputError without a C compiler.
     """
     arrays = f"arrays of {', '.join(f'{size:,}' for size in sizes)} bytes, float32"
     result = describe_run("memory bandwidth", arrays, "the triad in C with OpenMP" if stream else "", ())

@@ -15,12 +15,11 @@ _FOLDERS = ("/opt/rocm*/lib", "/usr/local/lib", "/usr/lib", "/usr/lib/*-linux-gn
 
 
 def describe_network(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Describe what collectives between nodes can use; `root` has `sys` and `proc`.
+    """Describe what collectives between nodes can use, for JSON; `root` has `sys` and `proc`.
 
-    Returns:
-      For JSON: `interfaces`, each with state and speed in Mb/s (None if unknown), without virtual ones; `rdma`, each
-      port with link layer, state and rate; `plugins`, each with the files found, and whether this process has loaded
-      it, which RCCL and NCCL do at the first collective between nodes.
+    `interfaces` have state and speed in Mb/s (None if unknown), without virtual ones; ports of `rdma` link layer, state
+    and rate; `plugins` the files found, and whether this process has loaded it, which RCCL and NCCL do at the first
+    collective between nodes.
     """
     sysfs, interfaces, ports, plugins = Sysfs(root / "sys"), {}, {}, {}
     for name, folder in sysfs.interfaces(physical=True):
@@ -38,10 +37,7 @@ def describe_network(root: Path = Path("/"), environment: Mapping[str, str] = os
 
 
 class Traffic:
-    """Counts the bytes that each interface and RDMA port of this host sends and receives from now on.
-
-    It tells which of them carry collectives, or the storage of a folder. Other programs' traffic counts, too.
-    """
+    """Counts the bytes that each interface and RDMA port of this host sends and receives from now on."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         """Start to count; `root` is that of the file system with `sys`."""

@@ -1,7 +1,4 @@
-"""Check the devices of a job: print a line for each check, and compare with a recorded baseline.
-
-Each device multiplies a square of `gemm`, and copies as in `memory`; then some of the devices communicate.
-"""
+"""Check the devices of a job: print a line for each check, and compare with a recorded baseline."""
 
 import functools
 import socket
@@ -63,13 +60,8 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, t
     """Check the devices of this job, with the kernels of its configuration.
 
     A `baseline`, of which that of process 0 counts, is the result of an earlier preflight; `source` says where it is
-    from. What is slower by the fraction `tolerance` is slow.
-
-    Returns:
-      The result, for JSON: `checks`, a row for each. `failed`: a sentence, if one failed.
-
-    Raises:
-      InputError: the baseline is of other devices.
+    from. What is slower by the fraction `tolerance` is slow. Returns the result, for JSON: `checks`, a row for each;
+    `failed`, a sentence, if one failed. InputError if the baseline is of other devices.
     """
     device = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     result = describe_run("preflight", f"tolerance {tolerance:.0%}", "the other devices, and the baseline", ())
@@ -169,12 +161,7 @@ def _quantity(value: float, unit: str) -> str:
 
 
 def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:
-    """Measure the devices of each process one after the other; TimeoutError if another process does not answer.
-
-    Returns:
-      By id of each device of the job, the FLOP/s of 'matmul', or the bytes/s that the copy of 'memory' reads and
-      writes; of a device that fails, the first line of its error.
-    """
+    """Return by id of each device of the job its FLOP/s, its bytes/s of the copy, or the first line of its error."""
     own = [(device.id, _speed(name, device, sizes)) for device in jax.local_devices()]
     return dict(speed for process in all_gather("preflight", own, PATIENCE) for speed in process)
 
@@ -196,10 +183,7 @@ def probe(name: str, sizes: Sizes) -> tuple[Callable[..., jax.Array], tuple[jax.
 
 
 def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:
-    """Return the bus bandwidth of the shortest call of a collective, in bytes/s; the slowest process counts.
-
-    All processes must call this with the same `devices`, at least two, which may belong to some of the processes.
-    """
+    """Return a collective's bus bandwidth over `devices`, in bytes/s, by the shortest call; all processes call it."""
     mesh = make_mesh(devices=devices)
     probe = Case(COLLECTIVES[operation], mesh, nontrivial_axes(mesh, AXES), 1, "float32")
     case = probe._replace(elements=probe.collective.elements(sizes.message, 4, len(devices)))

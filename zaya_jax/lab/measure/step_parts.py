@@ -43,14 +43,10 @@ _UNCLEAR = 0.05  # share of the time that may be in no part without a warning
 def break_down(
     source: str, overrides: list[str], steps: int, hardware: str | None, instructions: int = 0
 ) -> dict[str, Any]:
-    """Print and return where the time of a training step goes.
+    """Print and return where the time of a training step goes, beside the dry run's estimate for `hardware`.
 
     `source` is a run whose steps were traced, or a configuration file, of which `steps` steps are then traced here.
-    The dry run's estimate for `hardware`, a name or folder, stands beside them.
-
-    Raises:
-      InputError: there is no trace in the run folder, the configuration cannot be trained here, or `hardware` is given
-        for a traced step that is smaller than the one that the dry run estimates.
+    InputError if a run has no trace, the configuration cannot be trained here, or the dry run estimates larger steps.
     """
     folder, untraced = Path(source), None
     if folder.is_dir():
@@ -82,11 +78,7 @@ def break_down(
 def break_down_generation(
     source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
 ) -> dict[str, Any]:
-    """Print and return where the time of a prompt of a `batch`, or of a decode step, goes, with random parameters.
-
-    Raises:
-      InputError: `source` is no configuration file, or prompt and new tokens exceed `model.max_positions`.
-    """
+    """Print and return where the time of prompts, or of a decode step, goes; InputError for a run or many tokens."""
     if Path(source).is_dir():
         raise InputError(f"{source} is a run, whose trace is of training: give a configuration file for --work {work}.")
     config = load_config(source, overrides)
@@ -139,10 +131,7 @@ def trace_steps(compiled: Any, state: TrainState, batch: Any, window: ProfileCon
 
 
 def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int = 0) -> dict[str, Any]:
-    """Return the times of a trace by part, for JSON, beside the prediction from the same program.
-
-    `shares` is what the prediction assumes of the routing; each step runs the program `calls` times.
-    """
+    """Return the times of a trace by part, for JSON, beside the prediction; a step runs the program `calls` times."""
     timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_hardware(trace.device)
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps
@@ -155,18 +144,12 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int =
         cost = predicted[name]
         parts[name] |= {"predicted": round(calls * cost.seconds, 6), "roofline": round(calls * cost.roofline, 6)}
     unattributed = round(seconds - sum(measured.values()) - exposed, 6)
-    return {
-        "steps": trace.steps,
-        "seconds": round(seconds, 6),
-        "parts": parts,
-        "exposed_collectives": round(exposed, 6),
-        "overlapped_collectives": round(timeline.overlapped / trace.steps, 6),
-        "overlap": timeline.overlap,
-        "unattributed": unattributed,
-        "not_predicted": no_data_sheet(trace.device) if hardware is None else None,
-        "warnings": _warnings(measured.get(OTHER, 0.0) / seconds, unattributed / seconds),
-        "instructions": instruction_rows(trace, instructions),
-    }
+    overlapped, not_predicted = timeline.overlapped / trace.steps, None if hardware else no_data_sheet(trace.device)
+    warnings = _warnings(measured.get(OTHER, 0.0) / seconds, unattributed / seconds)
+    rows: dict[str, Any] = {"steps": trace.steps, "seconds": round(seconds, 6), "parts": parts}
+    rows |= {"exposed_collectives": round(exposed, 6), "overlapped_collectives": round(overlapped, 6)}
+    rows |= {"overlap": timeline.overlap, "unattributed": unattributed, "not_predicted": not_predicted}
+    return rows | {"warnings": warnings, "instructions": instruction_rows(trace, instructions)}
 
 
 def _warnings(other: float, unattributed: float) -> list[str]:
@@ -187,10 +170,9 @@ def trace_generation(
 ) -> tuple[Trace, float, int, int]:
     """Trace `repeats` prompts of a `batch` together, or blocks of decode steps after one, on the first device.
 
-    Returns:
-      A trace of `Trace.steps` prompts or decode steps; the median seconds of one without the profiler; tokens of a
-      prompt, rounded up to whole chunks; and how often a prompt or decode step runs the program that was traced, whose
-      loop counts once.
+    Returns a trace of `Trace.steps` prompts or decode steps; the median seconds of one without the profiler; tokens of
+    a prompt, rounded up to whole chunks; and how often a prompt or decode step runs the traced program, whose loop
+    counts once.
     """
     blocks = 2 * repeats + 1 if work == "decode" else 0
     options = known_options(step_options(traced=current_target().platform in GPU_PLATFORMS))

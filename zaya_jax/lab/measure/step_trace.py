@@ -11,7 +11,7 @@ import jax
 
 from zaya_jax.errors import InputError
 from zaya_jax.lab.predict.compilers.collectives import KINDS
-from zaya_jax.lab.predict.compilers.hlo import Place, entry_place, parse, walk
+from zaya_jax.lab.predict.compilers.hlo import Place, parse, walk
 from zaya_jax.lab.predict.compilers.predict import instruction_part
 from zaya_jax.ops.parts import OTHER
 from zaya_jax.train.profiler import PROGRAM, WINDOW
@@ -62,28 +62,19 @@ class Trace(NamedTuple):
 
 
 def read_trace(folder: Path, module: str = "train_step") -> Trace:
-    """Read what `train.profiler` wrote into `folder`; only operations of programs with `module` in their name count.
-
-    Raises:
-      InputError: the folder has no finished trace, or one without operations of the step.
-    """
+    """Read operations of programs named like `module`, as `train.profiler` wrote them; InputError without any."""
     try:
         window: dict[str, Any] = json.loads((folder / WINDOW).read_text(encoding="utf-8"))
-        entry = entry_place(parse((folder / PROGRAM).read_text(encoding="utf-8")))
+        entry = parse((folder / PROGRAM).read_text(encoding="utf-8"))
         file = max(folder.glob("plugins/profile/*/*.xplane.pb"))
     except (OSError, ValueError) as error:
         advice = "Set profile.start to a step that the run has not reached, and let it train to the end of the window"
         raise InputError(f"{folder} contains no finished trace. {advice}.") from error
     # Computations that are called, such as branches, and then loops, whose instructions take their part.
-    places = (*(Place(entry.module, name) for name in entry.module.computations), *walk(entry))
-    kinds = {
-        instruction.name: (instruction_part(place, instruction), instruction.opcode)
-        for place in places
-        for instruction in place.instructions
-    }
-    operations = (
-        Interval(start, end, *kinds.get(name, (OTHER, "")), name) for start, end, name in _events(file, module)
-    )
+    places = (*(Place(entry.computations, name) for name in entry.computations), *walk(entry))
+    kinds = {x.name: (instruction_part(place, x), x.opcode) for place in places for x in place.instructions}
+    events = _events(file, module)
+    operations = (Interval(start, end, *kinds.get(name, (OTHER, "")), name) for start, end, name in events)
     intervals = [interval for interval in operations if interval.opcode not in _CONTAINERS]
     if not intervals:
         raise InputError(f"{file} has no operations of the traced program ({module}).")

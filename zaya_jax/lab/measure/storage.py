@@ -1,9 +1,7 @@
-"""Measure reads of a file on the storage of the data, and saves and restores on that of the checkpoints.
-
-Reads come from the storage (cold) or from the page cache (warm); a saved state has the size of a training state.
-"""
+"""Measure cold and warm reads on the storage of the data, and saves and restores on that of the checkpoints."""
 
 import ctypes
+import itertools
 import mmap
 import os
 import shutil
@@ -45,18 +43,11 @@ _SMALL = 100  # number of small ones of 1 KiB
 
 
 def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Measure the folders of a configuration, and print what it means for its training.
+    """Measure the folders of a configuration, print what it means for its training, and return the result, for JSON.
 
     Reads of a file of `size` bytes are measured in the folder of the first source of `data.sources`, or in
     `data.cache_dir` without sources; saves of a state of as many in `run_dir`. If a folder does not exist, its nearest
-    existing parent is used.
-
-    Returns:
-      The result, for JSON: `reads` and `saves`, bytes by network interface as `traffic`, and per phase the shortest
-      step that the storage can feed.
-
-    Raises:
-      InputError: a folder cannot be written, or has too little free space.
+    existing parent is used. InputError if a folder cannot be written, or has too little free space.
     """
     sources = [source.path for source in config.data.sources.values()]
     data, run = _existing((sources or [config.data.cache_dir])[0]), _existing(config.run_dir)
@@ -71,11 +62,8 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
         path, traffic = Path(reading) / "pages", Traffic()
         write_file(path, size)
         patterns = [*(("random", count) for count in threads), ("sequential", 1)]
-        result["reads"] = [
-            time_reads(path, pattern, cache, count, OPERATIONS, repeats)
-            for cache in ("cold", "warm")
-            for pattern, count in patterns
-        ]
+        cases = itertools.product(("cold", "warm"), patterns)
+        result["reads"] = [time_reads(path, how, cache, count, OPERATIONS, repeats) for cache, (how, count) in cases]
         path.unlink()
         saves = time_saves(Path(saving), size, repeats)
         result["saves"] = {name: rounded(seconds) for name, seconds in saves.items()}
@@ -126,15 +114,11 @@ def write_file(path: Path, size: int) -> None:
 
 
 def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> dict[str, Any]:
-    """Time passes of reads of a file of whole pages.
+    """Time passes of reads of a file of whole pages, and return what was read and how fast (median), for JSON.
 
-    The pattern is 'random', at most `operations` single pages in random order, shared by `threads`, or 'sequential',
-    `BLOCK` bytes at a time by one thread. The cache 'cold' drops the file from the page cache before each pass; 'warm'
-    reads it once before the first.
-
-    Returns:
-      For JSON: what was read, with operations and bytes per second of the median pass; `cached`, the fraction of the
-      file in the page cache at the start of a pass: the maximum over cold passes, the minimum over warm ones.
+    The pattern is 'random', at most `operations` single pages shared by `threads`, or 'sequential', `BLOCK` bytes at a
+    time by one thread. 'cold' drops the file from the page cache before each pass; 'warm' reads it once before the
+    first. `cached` is the fraction in the page cache before a pass: the maximum if cold, the minimum if warm.
     """
     size, cached = path.stat().st_size, list[float]()
     if pattern == "random":
@@ -198,9 +182,7 @@ class Method(NamedTuple):
 def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
     """Save and restore arrays of `size` bytes in all, on the first device; a first, untimed repeat starts Orbax.
 
-    Returns:
-      Seconds of each repeat: `stall`, until training continues; `commit`, until the checkpoint is durable; `cold` and
-      `warm`, to restore and verify it from the storage and from the page cache. RuntimeError if a save fails.
+    Returns seconds: `stall` of training, `commit` until it is durable, `cold` and `warm` to restore and verify it.
     """
     state = make_state(size, _SMALL, jax.devices()[:1])
     method = make_method(folder, state, abstract(state))._replace(verify=None)  # restoring verifies, too

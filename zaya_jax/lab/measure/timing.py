@@ -49,11 +49,7 @@ def time_calls(
 
 
 def interleave(steps: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, Passes]:
-    """Time `repeats` passes of each step, in turn, each after an untimed pass.
-
-    While a process waits for its turn, its data leaves the caches, and on some systems the memory; in training it does
-    not.
-    """
+    """Time `repeats` passes of each step, in turn, each after an untimed pass, since caches go cold in between."""
     passes = {name: Passes([], []) for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
@@ -74,10 +70,7 @@ def interleave_subprocesses(sides: Mapping[Any, tuple[Any, ...]], repeats: int) 
 
 
 def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
-    """Make a pass that queues enough calls to take `PASS` seconds, and then waits: it times the device, not the launch.
-
-    The pass returns the number of its calls, each counted as `counts`.
-    """
+    """Make a pass of calls that take `PASS` seconds, so that launches count little; it returns `counts` of each."""
     number = 1
 
     def one_pass() -> int:
@@ -95,9 +88,8 @@ def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> C
 class Queue:
     """Calls of a function whose first `held` arguments are donated, and take the first `held` outputs.
 
-    Without held arguments, a program has several short calls, each with its own arrays: with shared arrays, the
-    compiler would compute the result only once, and the second call would find them in the cache. Emulated kernels are
-    never short.
+    Without held arguments, a program has several short calls, each with its own arrays: otherwise the compiler would
+    compute once, or the second call find them in the cache. Emulated kernels are never short.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], held: int = 0) -> None:

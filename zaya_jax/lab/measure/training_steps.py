@@ -59,11 +59,7 @@ def place_rows(program: PhaseProgram, stage: BatchStage, tokens_bs: np.ndarray) 
 def time_train_steps(
     program: PhaseProgram, step: Callable[..., Any], stage: BatchStage, tokens_bs: np.ndarray, repeats: int
 ) -> tuple[list[float], list[float], TrainState]:
-    """Initialize a training state, and time steps on the same tokens [b, s + 1], after one warm-up step.
-
-    Returns:
-      Seconds of each timed step; losses in nats/token, of the warm-up step first; the state after the last step.
-    """
+    """Time steps of a new state on tokens [b, s + 1]; returns seconds, losses (warm-up first), and the state."""
     batch = place_rows(program, stage, tokens_bs)
     state, losses = initialize(program), []
 
@@ -84,16 +80,13 @@ def peak_memory(device: Any, program: Any) -> dict[str, Any]:
 
 
 def throughput(seconds: float, tokens: int, flops: float, kind: str, devices: int = 1) -> dict[str, Any]:
-    """Return tokens/s of all devices, and TFLOP/s and MFU (None without a data sheet) of each device of `kind`.
-
-    `seconds`, `tokens` and `flops` are of a step on all devices.
-    """
+    """Return tokens/s of all devices, and TFLOP/s and MFU (None without a data sheet) of each, from a step of all."""
     peak, flops = peak_flops(kind), flops / devices
-    return {
+    speed = {
         "tokens_per_second": round(tokens / seconds, 1),
         "tflops_per_second": float(f"{flops / seconds / 1e12:.4g}"),
-        "mfu": None if peak is None else round(flops / seconds / peak, 4),
     }
+    return speed | {"mfu": None if peak is None else round(flops / seconds / peak, 4)}
 
 
 def describe_throughput(speed: dict[str, Any]) -> str:

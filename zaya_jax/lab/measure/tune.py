@@ -1,7 +1,6 @@
 """Time the implementations of each operation on this machine's device, and write a table that training reads.
 
-Candidates are the reference through XLA, and each kernel with each of its tiles. The tiles of a kernel are chosen one
-after the other, each among all that are declared, with the best so far for the others.
+Candidates are XLA's reference, and each kernel with its declared tiles, chosen one by one with the best of the others.
 """
 
 import dataclasses
@@ -32,8 +31,7 @@ from zaya_jax.run.table import Table, number
 from zaya_jax.run.writing import make_folder
 
 GAIN = 0.98  # of the time of the best tile so far, which another one must not exceed to replace it
-# Cases that decide, by operation, and the value of `Sizes` that is the operation's rows; what costs most comes first.
-# A backward case is timed with its forward pass.
+# Cases that decide, the costliest first, with the value of `Sizes` that is their rows; backward ones run forward, too.
 DECIDING: dict[str, dict[str, Callable[[Sizes], int]]] = {
     "experts": {"experts of a step": lambda sizes: sizes.per_expert},
     "cca_mix": {"cca_mix backward": lambda sizes: sizes.tokens},
@@ -53,16 +51,11 @@ def tune(
     seconds: float = math.inf,
     only: Collection[str] = DECIDING.keys(),
 ) -> dict[str, Any]:
-    """Time all candidates at the local sizes of a configuration's phases, and write the user's own table.
+    """Time all candidates at the local sizes of a configuration's phases; write and return the user's own table.
 
     On a CPU, kernels are emulated at a small size, which shows that everything runs. Without a `source`, the
-    configuration is configs/bench_8b.yaml. After `seconds`, no further operation of `only` is timed.
-
-    Returns:
-      The table, for JSON.
-
-    Raises:
-      InputError: the configuration cannot run on as many devices as there are, or no candidate ran.
+    configuration is configs/bench_8b.yaml. After `seconds`, no further operation of `only` is timed. InputError if the
+    configuration cannot run on as many devices as there are, or no candidate ran.
     """
     start = time.monotonic()
     config, target = load_config(source or shipped("bench_8b.yaml"), overrides), current_target()
@@ -83,7 +76,11 @@ def tune(
                 continue
             digest = sources_digest(OPERATIONS[name].reference.__module__)
             row = result["operations"].setdefault(name, {"sources": digest, "sizes": []})
-            if timed := _time_operation(selection, name, sizes, dtype, repeats, {*map(size_key, row["sizes"])}):
+            known, every, timed = {*map(size_key, row["sizes"])}, deciding_cases(sizes, dtype), []
+            for case, rows in DECIDING[name].items():
+                if (dtype, rows(sizes), widths(OPERATIONS[name], sizes.model, dtype)) not in known:  # by another phase
+                    timed += _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
+            if timed:
                 row["sizes"] += timed
                 selection = with_choice(selection, name, read_choice(timed[0]))
                 print_tables([_table(name, timed)])
@@ -92,17 +89,6 @@ def tune(
         raise InputError("Nothing could be timed. The lines above say why.")
     print(f"Wrote {path}, which training on this machine reads from now on.")
     return result
-
-
-def _time_operation(
-    selection: KernelSelection, name: str, sizes: Sizes, dtype: str, repeats: int, known: Collection[Any]
-) -> list[dict[str, Any]]:
-    """Time an operation in its deciding cases, but those of the sizes `known` from another phase."""
-    every, timed = deciding_cases(sizes, dtype), []
-    for case, rows in DECIDING[name].items():
-        if (dtype, rows(sizes), widths(OPERATIONS[name], sizes.model, dtype)) not in known:
-            timed += _tune(selection, name, every[case], rows(sizes), sizes, dtype, repeats)
-    return timed
 
 
 def _write(path: Path, result: Mapping[str, Any]) -> None:

@@ -1,8 +1,4 @@
-"""The model of a step's time: what work and collectives take at the rates that `Hardware.reached` and `links` assume.
-
-`dry_run.estimate` lists the work of a step from its shapes, `compilers.predict` from its compiled program. A
-prediction, not a measurement.
-"""
+"""The model of a step's time: work and collectives at the rates that `Hardware.reached` and `links` assume."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -36,13 +32,9 @@ class Work(NamedTuple):
 
 
 class Timeline:
-    """Seconds until a device, and its network, are free: collectives run one after another, beside the device's work.
-
-    The network is as long ahead as the device does not wait: what it waits is exposed.
-    """
+    """Seconds until a device, and its network, are free: collectives run in turn, beside the device's work."""
 
     def __init__(self) -> None:
-        """Start both at 0."""
         self.now = self.network = 0.0
 
     def run(self, work: Iterable[Work], hardware: Hardware) -> dict[str, float]:
@@ -71,16 +63,10 @@ def collective_seconds(
     """Return the time of a collective without latency, over xGMI or NVLink within nodes and one adapter per device.
 
     Rings over whole nodes use every adapter: each device sends its share of what the node must send. Within a node a
-    device uses its links to the devices that take part, so on AMD two of them have one link. Transfers within and
-    between nodes run at the same time, so the slower one counts.
-
-    Args:
-      kind: of the collective, as in HLO; another than the known ones counts as a ring.
-      sent: bytes that each device sends; with n devices (n − 1) / n of the whole for `all-gather`, `reduce-scatter` and
-        `all-to-all`, and twice that for `all-reduce`.
-      devices: numbers of the devices of one group; neighbours share a node.
-      hardware: data sheet.
-      achieved: fractions of its bandwidths.
+    device uses its links to the others, so on AMD two of them have one link. The slower of transfers within and between
+    nodes counts. Unknown kinds count as rings. Each device sends `sent` bytes: with n devices (n − 1) / n of the whole
+    for `all-gather`, `reduce-scatter` and `all-to-all`, twice that for `all-reduce`. `devices` are one group's numbers,
+    neighbours in a node; `achieved` are fractions of the bandwidths.
     """
     n = len(devices)
     members = Counter(device // hardware.node_size for device in devices)

@@ -53,10 +53,7 @@ class Result(NamedTuple):
 
 
 def write_page(folder: Path, page: Path) -> tuple[list[str], list[str]]:
-    """Write the page of the results in `folder`; returns the names of their files, and of files that are no results.
-
-    InputError if there is no result, or one lacks what its verb writes.
-    """
+    """Write the page of the results in `folder`; returns the names of their files, and of files that are no results."""
     results, ignored = read_results(folder)
     sections, hardware = [], {}
     for result in results:
@@ -97,11 +94,7 @@ def _picture(result: Result) -> tuple[str, str]:
 
 
 def read_results(folder: Path) -> tuple[list[Result], list[str]]:
-    """Read all JSON files of a folder: the results, in the order of the page, and the names of other files.
-
-    Raises:
-      InputError: a file is damaged, or there is no result.
-    """
+    """Read the JSON files of a folder: results, in the page's order, and other files' names; InputError without any."""
     results, ignored = list[Result](), list[str]()
     for path in sorted(folder.glob("*.json")):
         content = read_json(path)
@@ -137,10 +130,7 @@ def notes(result: Result) -> list[dict[str, str]]:
 
 
 def describe_hardware(result: Result) -> tuple[str, str]:
-    """Return the kind of the devices that a result is of, '' if none was measured or they were simulated, and the CPU.
-
-    The CPU is '' if it was not recorded.
-    """
+    """Return the kind of a result's devices, '' if simulated or not measured, and the CPU, '' if not recorded."""
     content = result.content
     if result.verb == "sizing":  # needs no device, and names the hardware that it is about
         return "", ""
@@ -151,10 +141,7 @@ def describe_hardware(result: Result) -> tuple[str, str]:
 
 
 def differences(hardware: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
-    """Return the name of the machine, and a sentence if the results are of different hardware, else ''.
-
-    `hardware` has device and processor of each result, by its file.
-    """
+    """Return the machine's name, and a warning, '' if all results, by file, are of the same devices and processors."""
     devices, processors = dict[str, list[str]](), dict[str, list[str]]()
     for file, (device, processor) in hardware.items():
         for kinds, name in ((devices, device), (processors, processor)):

@@ -45,16 +45,11 @@ def _describe(machine: Result) -> list[Table]:
     shown = {name: ", ".join(filter(None, port)) for name, port in ports.items()}
     for name, plugin in network["plugins"].items():
         shown[name] = f"{', '.join(plugin['files'])} ({'' if plugin['loaded'] else 'not '}loaded)"
-    pairs = {
-        "devices": f"{machine['devices']} × {machine['device']}",
-        "platform": machine["platform"],
-        "runtime": machine["runtime"],
-        "memory of a device (GB)": number(machine["device_bytes"], 1e9),
-        "memory of the host (GB)": number(machine["host_bytes"], 1e9),
-        "Linux kernel": machine["kernel"],
-        **{f"driver {name}": version for name, version in machine["drivers"].items()},
-        "preset": machine["preset"],
-    }
+    pairs = {"devices": f"{machine['devices']} × {machine['device']}", "platform": machine["platform"]}
+    pairs |= {"runtime": machine["runtime"], "memory of a device (GB)": number(machine["device_bytes"], 1e9)}
+    pairs |= {"memory of the host (GB)": number(machine["host_bytes"], 1e9), "Linux kernel": machine["kernel"]}
+    pairs |= {f"driver {name}": version for name, version in machine["drivers"].items()}
+    pairs["preset"] = machine["preset"]
     environment = make_pairs("Environment", machine["environment"])
     return [make_pairs("Machine", pairs), make_pairs("Network", shown), environment]
 

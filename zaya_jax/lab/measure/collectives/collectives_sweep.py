@@ -22,7 +22,7 @@ from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, label
 from zaya_jax.lab.measure.collectives.programs import Case, Mode, TimedCase, time_case
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.predict.compilers.collectives import collectives, mesh_axes
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse
+from zaya_jax.lab.predict.compilers.hlo import parse
 from zaya_jax.lab.report.tables import message_table
 from zaya_jax.lab.result import describe_run, print_once, table_lines
 from zaya_jax.parallel.kernels import validated_kernels
@@ -31,7 +31,7 @@ from zaya_jax.run.metrics import append_row
 from zaya_jax.train.program import make_programs
 
 _OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}
-SATURATED = 0.9  # share of β that messages of the knee reach
+SATURATED = 0.9  # share of β that messages of the knee reach; larger buffers overlap less
 CONFIDENCE = 0.95
 _ROUNDS = 4  # of reweighting; the weights change by less than 1 % after the third
 
@@ -49,30 +49,15 @@ class Sweep(NamedTuple):
     repeats: int  # number of timed calls of each case
 
 
-class Message(NamedTuple):
-    """A collective of a step."""
-
-    operation: str  # name in `COLLECTIVES`
-    axes: Axes  # mesh axes that it runs over
-    bytes: int  # its size, as nccl-tests counts it
-    times: int  # how often a step runs it
-
-
 def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
-    """Measure every case, and print the tables.
+    """Measure every case, print the tables, and return the result, for JSON.
 
-    With `config`, its training step says which sizes to measure over which axes. Each row is appended to `rows` as a
-    line of JSON, with versions and hardware.
-
-    Returns:
-      The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
-      and axes, `messages` one for each message of the step of `config`; `traffic` has bytes by network interface of
-      this host. `failed`: a sentence, if an element was wrong.
-
-    Raises:
-      InputError: there are too few devices for a collective.
+    With `config`, its training step says which sizes to measure over which axes, and `messages` has a row for each.
+    Each row of `results` is appended to `rows` as a line of JSON, with versions and hardware. `fits` has one for each
+    operation, dtype, number of devices and axes; `traffic` has bytes by network interface of this host. `failed`: a
+    sentence, if an element was wrong. InputError if there are too few devices for a collective.
     """
-    messages: list[Message] = []
+    messages: list[dict[str, Any]] = []
     if config is None:
         benchmark, size = "collectives", f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes"
         groups = _groups(sweep)
@@ -103,12 +88,9 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
 
 def _groups(sweep: Sweep) -> list[tuple[Case, Sequence[int]]]:
     """Return a case of each table, of one element, and its sizes in bytes."""
-    groups = []
-    for mesh in _meshes(sweep):
-        axes = sweep.axes or nontrivial_axes(mesh, AXES)
-        for operation, dtype in itertools.product(sweep.operations, sweep.dtypes):
-            groups.append((Case(COLLECTIVES[operation], mesh, axes, 1, dtype), sweep.sizes))
-    return groups
+    meshes = [(mesh, sweep.axes or nontrivial_axes(mesh, AXES)) for mesh in _meshes(sweep)]
+    cases = itertools.product(meshes, sweep.operations, sweep.dtypes)
+    return [(Case(COLLECTIVES[name], mesh, axes, 1, dtype), sweep.sizes) for (mesh, axes), name, dtype in cases]
 
 
 def _meshes(sweep: Sweep) -> list[AnyMesh]:
@@ -143,41 +125,40 @@ def _mesh(layout: ParallelConfig) -> AnyMesh:
     return make_mesh(layout)
 
 
-def model_messages(config: Config) -> tuple[AnyMesh, list[Message]]:
+def model_messages(config: Config) -> tuple[AnyMesh, list[dict[str, Any]]]:
     """Compile the first phase's largest step for the devices of this job; return its mesh and its messages by size."""
     programs = make_programs(config)
     programs.check()
     program = programs.with_kernels(validated_kernels(config))[0]
     mesh, counts = program.placement.mesh, Counter[tuple[str, Axes, int]]()
     compiled = program.trace(largest_stage(config, 0)).lower().compile()
-    for found in collectives(entry_place(parse(compiled.as_text() or ""))):
-        if axes := mesh_axes(found.kind, found.groups, mesh.shape):
-            counts[_OPERATIONS[found.kind], axes, found.bytes] += found.place.times
-    messages = [Message(*key, times) for key, times in counts.items()]
-    return mesh, sorted(messages, key=lambda message: (-message.bytes, message))
+    for sent in collectives(parse(compiled.as_text() or "")):
+        if axes := mesh_axes(sent.kind, sent.groups, mesh.shape):
+            counts[_OPERATIONS[sent.kind], axes, sent.bytes] += sent.place.times
+    found = sorted(counts.items(), key=lambda item: (-item[0][2], item))
+    return mesh, [{"operation": name, "axes": axes, "bytes": size, "times": x} for (name, axes, size), x in found]
 
 
-def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[tuple[Case, Sequence[int]]]:
+def _message_groups(
+    sweep: Sweep, mesh: AnyMesh, messages: Sequence[dict[str, Any]]
+) -> list[tuple[Case, Sequence[int]]]:
     sizes: dict[tuple[str, Axes], list[int]] = {}
     for message in messages:
-        if message.operation in sweep.operations:
-            sizes.setdefault((message.operation, message.axes), []).append(message.bytes)
-    groups = []
-    for (operation, axes), counts in sorted(sizes.items()):
-        case = Case(COLLECTIVES[operation], mesh, axes, 1, "")
-        groups += [(case._replace(dtype=dtype), sorted(counts)) for dtype in sweep.dtypes]
-    return groups
+        if message["operation"] in sweep.operations:
+            sizes.setdefault((message["operation"], message["axes"]), []).append(message["bytes"])
+    cases = itertools.product(sorted(sizes.items()), sweep.dtypes)
+    return [(Case(COLLECTIVES[name], mesh, axes, 1, dtype), sorted(each)) for ((name, axes), each), dtype in cases]
 
 
-def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Describe each message with its measured time, and print the time of a step's messages."""
     rows = []
     for message in messages:
-        measured = (label(COLLECTIVES[message.operation]), message.axes)
+        measured = (label(COLLECTIVES[message["operation"]]), message["axes"])
         if near := [row for row in results if (row["operation"], row["axes"]) == measured]:  # [] if it was left out
             # Sizes are rounded to whole elements in each chunk.
-            nearest = min(near, key=lambda row: abs(row["bytes"] - message.bytes))
-            rows.append(message._asdict() | {"seconds": nearest[_half(nearest)]["p50"]})
+            nearest = min(near, key=lambda row: abs(row["bytes"] - message["bytes"]))
+            rows.append(message | {"seconds": nearest[_half(nearest)]["p50"]})
     total = sum(row["times"] * row["seconds"] for row in rows)
     print_once(*table_lines(message_table(rows)))
     print_once(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
@@ -226,44 +207,26 @@ def _row(case: Case, mode: Mode, timings: dict[str, TimedCase]) -> dict[str, Any
     row |= {"devices": case.ranks, "groups": case.mesh.size // case.ranks, "axes": case.axes, "bytes": case.size}
     row["wrong"] = sum(timing.wrong for timing in timings.values())
     for name, (_, seconds, _) in timings.items():
-        mean, median, deviation = statistics.fmean(seconds), statistics.median(seconds), 0.0
-        if len(seconds) > 1:
-            deviation = statistics.stdev(seconds)
+        mean, median = statistics.fmean(seconds), statistics.median(seconds)
+        deviation = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
         row[name] = {"p50": median, "p99": float(np.percentile(seconds, 99)), "min": min(seconds), "max": max(seconds)}
         row[name] |= {"mean": mean, "cv": deviation / mean}
         row[name] |= {"algbw": case.bandwidth(median), "busbw": case.bus_bandwidth(median)}
     return row
 
 
-class Estimate(NamedTuple):
-    """An estimate and its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Fit(NamedTuple):
-    """Latency and bandwidth of a collective."""
-
-    alpha: Estimate  # seconds of an empty message
-    beta: Estimate  # algorithm bandwidth of an infinite one, bytes/s
-    half_size: float  # n½: the size in bytes that reaches half of β
-    knee: float  # the smallest size in bytes that reaches `SATURATED` of β; larger buffers overlap less
-
-
-def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
+def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
     """Fit by least squares of relative errors, since times of all sizes scatter by similar percentages.
 
-    The weights are those of the fitted times, so that a time that happens to be short does not count more. The
-    confidence intervals are those of Student's t distribution; that of β is the inverse of the slope's.
-
-    Returns:
-      The fit; None with fewer than three different `sizes` in bytes, or if times do not grow with the size.
+    The weights are those of the fitted times, so that a time that happens to be short does not count more.
+    `alpha_seconds` is the time of an empty message, β the algorithm bandwidth of an infinite one, with confidence
+    intervals of Student's t distribution, that of β from its inverse, the slope; `half_bytes` reaches half of β,
+    `knee_bytes` `SATURATED` of it. {} with fewer than three different `sizes` in bytes, or if times do not grow with
+    the size.
     """
     size, time = np.asarray(sizes, float), np.asarray(seconds, float)
     if len(set(sizes)) < 3:
-        return None
+        return {}
     weights, line, covariance = 1 / time, np.zeros(2), np.zeros((2, 2))
     for _ in range(_ROUNDS):
         line, covariance = np.polyfit(size, time, 1, w=weights, cov=True)
@@ -271,10 +234,12 @@ def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     margins = np.sqrt(np.diag(covariance)) * stdtrit(len(size) - 2, (1 + CONFIDENCE) / 2)
     (slope, start), low, high = line.tolist(), (line - margins).tolist(), (line + margins).tolist()
     if slope <= 0:
-        return None
-    half, fastest = max(start, 0.0) / slope, 1 / low[0] if low[0] > 0 else float("inf")
-    beta = Estimate(1 / slope, 1 / high[0], fastest)
-    return Fit(Estimate(start, low[1], high[1]), beta, half, half * SATURATED / (1 - SATURATED))
+        return {}
+    half, fastest = max(start, 0.0) / slope, 1 / low[0] if low[0] > 0 else None
+    alpha = {"value": start, "low": low[1], "high": high[1]}
+    beta = {"value": 1 / slope, "low": 1 / high[0], "high": fastest}
+    knee = half * SATURATED / (1 - SATURATED)
+    return {"alpha_seconds": alpha, "beta_bytes_per_second": beta, "half_bytes": half, "knee_bytes": knee}
 
 
 def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -282,16 +247,15 @@ def _fit(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     fit = fit_times([row["bytes"] for row in measured], [row[half]["p50"] for row in measured])
     entry = {key: first[key] for key in ("operation", "mode", "dtype", "devices", "groups", "axes")}
     what = f"{entry['operation']} over {entry['devices']} devices, {entry['dtype']}"
-    if fit is None:
+    if not fit:
         print_once(f"{what}: no fit; times must grow with the size over at least three sizes", "")
         return entry
-    latency, *latencies = (f"{1e6 * value:,.3g}" for value in fit.alpha)
-    bandwidth, *bandwidths = (f"{value / 1e9:,.3g}" for value in fit.beta)
+    latency, *latencies = (f"{1e6 * value:,.3g}" for value in fit["alpha_seconds"].values())
+    speeds = (math.inf if value is None else value for value in fit["beta_bytes_per_second"].values())
+    bandwidth, *bandwidths = (f"{value / 1e9:,.3g}" for value in speeds)
     print_once(
         f"{what}: latency {latency} µs ({' to '.join(latencies)}), algorithm bandwidth {bandwidth} GB/s "
-        f"({' to '.join(bandwidths)}); half of it at {fit.half_size:,.0f} bytes, 90 % at {fit.knee:,.0f}",
+        f"({' to '.join(bandwidths)}); half of it at {fit['half_bytes']:,.0f} bytes, 90 % at {fit['knee_bytes']:,.0f}",
         "",
     )
-    beta = fit.beta._replace(high=fit.beta.high if math.isfinite(fit.beta.high) else None)
-    entry |= {"alpha_seconds": fit.alpha._asdict(), "beta_bytes_per_second": beta._asdict()}
-    return entry | {"half_bytes": fit.half_size, "knee_bytes": fit.knee}
+    return entry | fit

@@ -79,21 +79,13 @@ COLLECTIVES = {collective.name: collective for collective in _ALL}
 
 
 def label(collective: Collective) -> str:
-    """Return the name of a row: the operation, or what it was computed by on CPUs, which is comparable with no other.
-
-    Over CPU processes, `parallel.collectives.sum_scatter` is an all-reduce and a slice.
-    """
+    """Return the name of a row: the operation, or what computes it on CPUs, comparable with no other."""
     if jax.default_backend() == "cpu":
         if collective.name == "broadcast":
             return "bcast_via_allreduce"
         if collective.name == "reduce_scatter" and jax.process_count() > 1:
             return "reduce_scatter_via_allreduce"
     return collective.name
-
-
-def compiled_kind(collective: Collective) -> str:
-    """Return the HLO instruction that the operation compiles to on this backend."""
-    return "all-reduce" if label(collective) != collective.name else collective.kind
 
 
 class Pattern(NamedTuple):

@@ -14,17 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.job.multihost import all_gather
-from zaya_jax.lab.measure.collectives.operations import (
-    COLLECTIVES,
-    SOURCES,
-    Axes,
-    Collective,
-    compiled_kind,
-    label,
-    pattern,
-)
+from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, SOURCES, Axes, Collective, label, pattern
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.predict.compilers.hlo import entry_place, parse, walk
+from zaya_jax.lab.predict.compilers.hlo import parse, walk
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 
 Mode = Literal["dispatch", "graph"]
@@ -73,14 +65,11 @@ class Programs:
     """Programs of a case, each compiled when it is first used. Arrays are [elements · devices], sharded over all axes.
 
     In place, input and output are chunks at their place in one buffer, which is donated, like NCCL's operations.
-
-    Raises:
-      RuntimeError: a compiled program does not contain the collective exactly as often as it should; XLA has then
-        removed or replaced it, and its time would say nothing.
+    RuntimeError if a program does not contain the collective exactly as often as it should: XLA has then removed or
+    replaced it, and its time would say nothing.
     """
 
     def __init__(self, case: Case, *, in_place: bool = False) -> None:
-        """See `Case`."""
         self.case, self.in_place, self._numbers = case, in_place, pattern(case.ranks, case.dtype)
         self._sent, self._received = (
             case.chunk if case.collective.chunked == side else case.elements for side in ("in", "out")
@@ -89,7 +78,12 @@ class Programs:
     @functools.cached_property
     def fill(self) -> Callable[[], jax.Array]:
         """() → the input."""
-        return self._compiled(lambda: self._put(jnp.zeros(self.case.elements, self.case.dtype), self._own()), None)
+
+        def own() -> jax.Array:
+            numbers = self._numbers.value(self._rank(), jnp.arange(self._sent)).astype(self.case.dtype)
+            return self._put(jnp.zeros(self.case.elements, self.case.dtype), numbers)
+
+        return self._compiled(own, None)
 
     @functools.cached_property
     def run(self) -> Any:
@@ -112,9 +106,6 @@ class Programs:
 
     def _rank(self) -> jax.Array:
         return jax.lax.axis_index(self.case.axes)
-
-    def _own(self) -> jax.Array:
-        return self._numbers.value(self._rank(), jnp.arange(self._sent)).astype(self.case.dtype)
 
     def _get(self, buffer: jax.Array, size: int) -> jax.Array:
         if size == buffer.size:
@@ -145,7 +136,8 @@ class Programs:
             arguments = [jax.ShapeDtypeStruct((elements * mesh.size,), dtype, sharding=sharding)]
         mapped = jax.shard_map(shard, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec, check_vma=False)
         compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ()).lower(*arguments).compile()
-        counts, kind = collective_counts(compiled.as_text() or ""), compiled_kind(self.case.collective)
+        counts, collective = collective_counts(compiled.as_text() or ""), self.case.collective
+        kind = collective.kind if label(collective) == collective.name else "all-reduce"
         if counts != ({kind: times} if times else {}):
             which = f"The program for {self.case.collective.name} has the collectives {dict(counts)}"
             raise RuntimeError(f"{which}, but must have {times} of {kind}.")
@@ -155,7 +147,7 @@ class Programs:
 def collective_counts(text: str) -> Counter[str]:
     """Count how often a scheduled HLO module runs each kind of collective, loops included."""
     counts = Counter[str]()
-    for place in walk(entry_place(parse(text))):
+    for place in walk(parse(text)):
         for instruction in place.instructions:
             if (kind := instruction.opcode.removesuffix("-start")) in _KINDS:
                 counts[kind] += place.times
@@ -178,8 +170,7 @@ class TimedCase(NamedTuple):
 def time_case(case: Case, mode: Mode, repeats: int) -> dict[str, TimedCase]:
     """Check and time a collective, 'out_of_place' (not in the mode 'graph') and 'in_place'; raises like `Programs`.
 
-    The mode 'dispatch' times calls of one operation, with what starting a program costs. 'graph' times a program of
-    `IN_GRAPH` operations, each of which needs the result of the one before, and divides.
+    'dispatch' times calls, with what starting a program costs; 'graph' divides the time of a program of `IN_GRAPH`.
     """
     in_place, out_of_place = Programs(case, in_place=True), Programs(case)
     wrong = wrong_elements(in_place)
@@ -213,12 +204,7 @@ def _time(programs: Programs, call: Callable[[jax.Array], jax.Array], repeats: i
 
 
 def check_collectives() -> dict[str, Any]:
-    """Run each collective over all devices of this job, and compare every element.
-
-    Returns:
-      `devices`: their number. `dtypes`: those that were checked. `skipped`: a sentence, with only one device.
-      `failed`: a sentence, if a result is wrong.
-    """
+    """Run each collective of this job, and compare every element; `skipped` and `failed` are sentences."""
     mesh = make_mesh()
     if mesh.size < 2:
         return {"devices": mesh.size, "skipped": "There is only one device, so there are no collectives to check."}

@@ -1,7 +1,4 @@
-"""The table of nccl-tests and rccl-tests, in their exact form, so that existing parsers read it; and their programs.
-
-The form is that of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu).
-"""
+"""The table of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu) for existing parsers; and its programs."""
 
 import os
 import shutil
@@ -87,11 +84,8 @@ def _number(value: float, width: int) -> str:
 def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> tuple[dict[int, float], str]:
     """Measure the cases of one operation over all devices of this process with the program of nccl-tests.
 
-    `rows` are those of `collectives_sweep.measure_collectives`, in one dtype, by ascending size.
-
-    Returns:
-      Bus bandwidth out of place in bytes/s, by size in bytes, {} if the program is not installed; and why it failed, a
-      sentence or ''.
+    `rows` are results in one dtype, by ascending size. Returns bus bandwidth out of place in bytes/s, by size in bytes,
+    {} without the program; and why it failed, a sentence or ''.
     """
     program = shutil.which(_PROGRAMS.get(operation, f"{operation}_perf"))
     if program is None:

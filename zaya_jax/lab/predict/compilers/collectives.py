@@ -19,9 +19,7 @@ class Collective(NamedTuple):
     place: Place  # where it runs
     start: int  # index of its start among the place's instructions
     done: int  # index of its end; `start` if it blocks
-    # the larger of its input and output on one device; for a ragged all-to-all, the smaller, because the larger buffer
-    # is sized for the worst case and mostly empty
-    bytes: int
+    bytes: int  # the larger of input and output on one device; of a ragged all-to-all the smaller, mostly full one
     groups: tuple[tuple[int, ...], ...]  # devices that communicate with each other
 
     @property
@@ -48,7 +46,7 @@ def place_collectives(place: Place) -> Iterator[Collective]:
         start = started.get(instruction.operands[0], index) if instruction.opcode.endswith("-done") else index
         first = place.instructions[start]
         if kind == "async":  # the collective is inside the called computation
-            inner = place.module.computations[first.called("calls")]
+            inner = place.computations[first.called("calls")]
             first = next((x for x in inner if x.opcode in KINDS), first)
             if first.opcode not in KINDS:
                 continue
@@ -93,10 +91,7 @@ def _mesh_groups(ids: np.ndarray, names: list[str], axes: list[str]) -> tuple[tu
 
 
 def mesh_axes(kind: str, groups: tuple[tuple[int, ...], ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes of a mesh with these `sizes` that the groups run over; empty if it is no product of axes.
-
-    Pairs of a `collective-permute` run over the axes along which their two devices differ.
-    """
+    """Return the axes of a mesh of `sizes` that groups, or permuted pairs, run over; () if it is no product of axes."""
     ids, names = np.arange(int(np.prod(list(sizes.values())))).reshape(list(sizes.values())), list(sizes)
     nontrivial = [name for name in names if sizes[name] > 1]
     wanted = {frozenset(group) for group in groups}

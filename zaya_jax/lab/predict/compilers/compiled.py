@@ -1,7 +1,8 @@
-"""Compile a phase's train step for a GPU in a subprocess, and parse the compiler's output."""
+"""Compile a phase's train step in a subprocess, for a GPU or simulated devices, and parse the compiler's output."""
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,11 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config, to_yaml
-from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.hlo import Place, entry_place, parse
+from zaya_jax.lab.predict.compilers.gpus import GPUS, check_gpu
+from zaya_jax.lab.predict.compilers.hlo import Place, parse
 from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources
 from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS, environment
 
@@ -24,6 +24,13 @@ from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS, environment
 _TELLING = ("is a stand-in", "RESOURCE_EXHAUSTED", "Check failed", "Error")
 STEP = "step.hlo"  # the scheduled program, from the worker
 FACTS = "facts.json"  # the compiler's figures, from the worker
+# A proof is never run, so optimisation would only cost time. The disabled pass would expand every all-to-all into one
+# slice per device, which takes minutes for a thousand devices.
+_SIMULATED = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_disable_hlo_passes=all_to_all_decomposer",
+}
 
 
 class CompiledStep(NamedTuple):
@@ -31,8 +38,7 @@ class CompiledStep(NamedTuple):
 
     gpu: str  # name in `GPUS`
     devices: int  # number of devices
-    # bytes on each device: `arguments`, of which `donated` are reused for outputs, `outputs`, `temporaries`
-    memory: dict[str, int]
+    memory: dict[str, int]  # bytes on each device, as in `program_memory`
     entry: Place  # the scheduled program
     kernels: list[KernelResources]  # resources of each kernel
     seconds: float  # time it took to trace and compile
@@ -45,24 +51,15 @@ class CompiledStep(NamedTuple):
 
 
 def program_memory(compiled: Any) -> dict[str, int]:
-    """Return the bytes of a compiled program on each device, as in `CompiledStep.memory`."""
+    """Return the bytes of a compiled program on each device; `donated` arguments are reused for outputs."""
     needs = compiled.memory_analysis()
-    return {
-        "arguments": needs.argument_size_in_bytes,
-        "temporaries": needs.temp_size_in_bytes,
-        "outputs": needs.output_size_in_bytes,
-        "donated": needs.alias_size_in_bytes,
-    }
+    fields = {"arguments": "argument", "temporaries": "temp", "outputs": "output", "donated": "alias"}
+    return {name: getattr(needs, f"{field}_size_in_bytes") for name, field in fields.items()}
 
 
 def peak_bytes(memory: Mapping[str, int]) -> int:
     """Return the bytes that a program needs on each device; donated arguments are counted once."""
     return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
-
-
-def check_gpu(name: str) -> None:
-    """Raise `InputError` if there is no compiler for a GPU of this name."""
-    require(name in GPUS, "--compile-for", name, f"one of {', '.join(GPUS)}")
 
 
 def check_devices(gpu: str, devices: int) -> None:
@@ -75,59 +72,54 @@ def check_devices(gpu: str, devices: int) -> None:
 
 
 def compile_step(config: Config, phase: int, gpu: str, devices: int) -> CompiledStep:
-    """Compile the largest step of a phase for `devices` GPUs of a kind in `GPUS`.
-
-    Raises:
-      InputError: the packages of the compiler are missing, or the compiler refuses the step.
-    """
+    """Compile the largest step of a phase for `devices` GPUs of a kind in `GPUS`; raises like `run_worker`."""
     start = time.monotonic()
     failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
     with run_worker("step", gpu, (str(phase), str(devices)), failure, config) as folder:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
+        entry = parse((folder / STEP).read_text(encoding="utf-8"))
         kernels = read_resources("train_step", gpu, folder, folder / CODE_OBJECTS)
     host_bytes = facts.pop("host_bytes")
     return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
 
 
+def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
+    """Compile the step of a phase for simulated devices; raises like `run_worker`.
+
+    Returns `proof` ("lowered" for a ragged exchange, which CPUs lack, else "compiled"), `seconds`, and peak
+    `host_bytes`.
+    """
+    start = time.monotonic()
+    failure = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} devices"
+    with run_worker("proof", str(devices), (str(phase),), failure, config) as folder:
+        proof = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    return {**proof, "seconds": round(time.monotonic() - start, 1)}
+
+
 @contextlib.contextmanager
 def run_worker(
-    what: str, gpu: str, arguments: Sequence[str], failure: str, config: Config | None = None
+    what: str, target: str, arguments: Sequence[str], failure: str, config: Config | None = None
 ) -> Iterator[Path]:
-    """Run `compile_worker` with the environment of a GPU's compiler, and yield the folder of what both wrote.
+    """Run `compile_worker` with the environment of a compiler, and yield the folder of what both wrote.
 
-    Its arguments are `what` to compile, the `gpu`, these `arguments`, the file of `config`, if the worker needs one
-    (whose key `measurements` sets flags), and the folder.
-
-    Raises:
-      InputError: the packages of the compiler are missing, or the process fails; the message starts with `failure`.
+    Its arguments are `what` to compile, the `target`, a GPU or a number of simulated devices, these `arguments`, the
+    file of `config`, if the worker needs one (whose key `measurements` sets flags), and the folder. InputError if the
+    compiler's packages are missing, or the process fails; the message starts with `failure`.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        files = [] if config is None else [write_config(config, folder)]
-        variables = environment(gpu, folder, None if config is None else config.measurements)
-        run_compiler("zaya_jax.lab.compile_worker", (what, gpu, *arguments, *files, temporary), failure, variables)
+        folder, files = Path(temporary), list[str]()
+        if config is not None:
+            files = [str(folder / "config.yaml")]
+            Path(files[0]).write_text(to_yaml(config), encoding="utf-8")
+        if target in GPUS:
+            variables = environment(target, folder, None if config is None else config.measurements)
+        else:
+            variables = {**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": target}
+        command = [sys.executable, "-m", "zaya_jax.lab.compile_worker", what, target, *arguments, *files, temporary]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)  # noqa: S603 (ours)
+        if done.returncode:
+            raise InputError(f"{failure}: {failure_reason(done.returncode, done.stderr)}")
         yield folder
-
-
-def write_config(config: Config, folder: Path) -> str:
-    """Write a configuration into a folder, and return its file."""
-    path = folder / "config.yaml"
-    path.write_text(to_yaml(config), encoding="utf-8")
-    return str(path)
-
-
-def run_compiler(module: str, arguments: Sequence[str], failure: str, variables: Mapping[str, str]) -> str:
-    """Run a module that compiles with these environment variables, and return what it prints.
-
-    Raises:
-      InputError: the process fails; the message starts with `failure`.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)  # noqa: S603 (ours)
-    if process.returncode:
-        raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
-    return process.stdout
 
 
 def failure_reason(status: int, stderr: str) -> str:

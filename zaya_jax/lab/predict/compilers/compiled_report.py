@@ -45,17 +45,11 @@ def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dic
         place = collective.place
         loops = [place.loop(x) for x in collective.between if x.opcode == "while"]
         launched = [x.kernel or x.opcode for x in collective.between if is_launch(x)]
-        row = {
-            "kind": collective.kind,
-            "place": place.label,
-            "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
-            "bytes": collective.bytes,
-            "times": place.times,
-            "seconds": seconds * place.times,
-            "exposed_seconds": exposed * place.times,
-            "overlapped": dict(Counter([*launched, *(f"{loop.kind} ×{loop.trips}" for loop in loops)])),
-        }
-        rows.append(row)
+        over = list(mesh_axes(collective.kind, collective.groups, axes))
+        row = {"kind": collective.kind, "place": place.label, "axes": over, "bytes": collective.bytes}
+        row |= {"times": place.times, "seconds": seconds * place.times, "exposed_seconds": exposed * place.times}
+        overlapped = Counter([*launched, *(f"{loop.kind} ×{loop.trips}" for loop in loops)])
+        rows.append(row | {"overlapped": dict(overlapped)})
     return sorted(rows, key=lambda row: -row["exposed_seconds"])
 
 
@@ -69,10 +63,7 @@ def launch_rows(entry: Place) -> dict[str, int]:
 
 
 def move_rows(entry: Place, least: float = LARGE) -> list[dict[str, Any]]:
-    """Describe what copies, transposes, converts or fills at least `least` bytes in the loops of a step.
-
-    Those that move the most bytes come first; nothing that computes is among them.
-    """
+    """Describe what moves at least `least` bytes in loops without computing, from the most bytes on."""
     rows = [
         {"bytes": moved, "times": place.times, "place": place.label, "what": instruction.title}
         for place in walk(entry)
@@ -89,21 +80,18 @@ def _moved(place: Place, instruction: Instruction) -> int:
         return 2 * sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
     if instruction.opcode not in FUSIONS:
         return 0
-    body = place.module.computations[instruction.called("calls")]
+    body = place.computations[instruction.called("calls")]
     rest = (x for x in body if not _MOVING.fullmatch(x.opcode))
     computes = any(x.shape.partition("[")[0] not in _INDEXING for x in rest)
-    return 0 if computes else fusion_bytes(place.module, instruction)
+    return 0 if computes else fusion_bytes(place, instruction)
 
 
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
     memory, total, exposed = step.memory, prediction.seconds, prediction.exposed_seconds
-    sizes = {
-        "state and batch": memory["arguments"],
-        "temporaries": memory["temporaries"],
-        "outputs, not donated": memory["outputs"] - memory["donated"],
-        f"sum, of {hardware.allocatable / _GB:.1f}": step.peak_memory,
-    }
+    sizes = {"state and batch": memory["arguments"], "temporaries": memory["temporaries"]}
+    sizes["outputs, not donated"] = memory["outputs"] - memory["donated"]
+    sizes[f"sum, of {hardware.allocatable / _GB:.1f}"] = step.peak_memory
     components = [(name, part, part / total) for name, part in prediction.components.items() if part > 0.002 * total]
     parts = [(name, *map(number, cost, _UNITS)) for name, cost in prediction.parts.items()]
     parts += [("collectives, exposed", number(exposed, _MS), NONE, NONE, NONE)] if exposed else []
@@ -135,23 +123,14 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
 
 def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int]) -> dict[str, Any]:
     """Return all that is known of a compiled step, as JSON values."""
-    return {
-        "proof": f"compiled for {step.gpu}",
-        "seconds": step.seconds,
-        "host_bytes": step.host_bytes,
-        "memory": {**step.memory, "peak": step.peak_memory},
-        "launches": launch_rows(step.entry),
-        "collectives": collective_rows(prediction, axes),
-        "moves": move_rows(step.entry),
-        "costliest": prediction.costliest,
-        "kernels": [kernel._asdict() for kernel in step.kernels],
-        "predicted": {
-            "seconds": prediction.seconds,
-            "components": prediction.components,
-            "parts": {part: cost._asdict() for part, cost in prediction.parts.items()},
-            "assumptions": {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()},
-        },
-    }
+    described = {"proof": f"compiled for {step.gpu}", "seconds": step.seconds, "host_bytes": step.host_bytes}
+    described |= {"memory": {**step.memory, "peak": step.peak_memory}, "launches": launch_rows(step.entry)}
+    described |= {"collectives": collective_rows(prediction, axes), "moves": move_rows(step.entry)}
+    described |= {"costliest": prediction.costliest, "kernels": [kernel._asdict() for kernel in step.kernels]}
+    parts = {part: cost._asdict() for part, cost in prediction.parts.items()}
+    predicted = {"seconds": prediction.seconds, "components": prediction.components, "parts": parts}
+    predicted["assumptions"] = {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()}
+    return described | {"predicted": predicted}
 
 
 def _collective_lines(rows: list[dict[str, Any]]) -> list[str]:

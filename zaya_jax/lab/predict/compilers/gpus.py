@@ -6,6 +6,7 @@ CDNA 4 white papers, and the data sheets of Instinct MI300X and MI355X.
 
 from typing import NamedTuple
 
+from zaya_jax.config.checks import require
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.ops.target import Target
 
@@ -39,6 +40,11 @@ GPUS = {
     "mi300x": Gpu("rocm", "gfx942", "gfx942", 2.1, 4 * _KIB**2, 64 * _KIB, 64 * _KIB, 131072),
     "mi355x": Gpu("rocm", "gfx950", "gfx950", 2.4, 4 * _KIB**2, 160 * _KIB, 160 * _KIB, 131072),
 }
+
+
+def check_gpu(name: str) -> None:
+    """Raise `InputError` if there is no compiler for a GPU of this name."""
+    require(name in GPUS, "--compile-for", name, f"one of {', '.join(GPUS)}")
 
 
 def target_config(name: str) -> str:

@@ -10,12 +10,8 @@ from typing import NamedTuple
 
 from zaya_jax.ops.parts import LAYERS, OTHER, part_of
 
-ITEM_BYTES = {
-    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
-    **dict.fromkeys(("s16", "u16", "bf16", "f16"), 2),
-    **dict.fromkeys(("s32", "u32", "f32"), 4),
-    **dict.fromkeys(("s64", "u64", "f64"), 8),
-}
+_BY_SIZE = {1: "pred s8 u8 f8e4m3fn f8e5m2", 2: "s16 u16 bf16 f16", 4: "s32 u32 f32", 8: "s64 u64 f64"}
+ITEM_BYTES = {dtype: size for size, dtypes in _BY_SIZE.items() for dtype in dtypes.split()}
 FUSIONS = "fusion", "fusion-start"  # opcodes; the second is of copies that run beside other work
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"(?:ROOT )?%([\w.\-]+) = (.*)")
@@ -65,18 +61,11 @@ class Instruction(NamedTuple):
         return self.attribute(rf"\b{attribute}=%([\w.\-]+)")
 
 
-class Module(NamedTuple):
-    """A scheduled module: instructions by computation, in the order in which they run."""
-
-    computations: dict[str, list[Instruction]]
-    entry: str
-
-
 @dataclass(eq=False)
 class Place:
     """A computation that runs by itself: the entry, or the body of a loop."""
 
-    module: Module
+    computations: dict[str, list[Instruction]]  # of the module, in the order in which their instructions run
     computation: str  # its name
     trips: int = 1  # how often the loop's body runs each time
     outer: "Place | None" = None  # the place around it; None for the entry
@@ -86,7 +75,7 @@ class Place:
     @property
     def instructions(self) -> list[Instruction]:
         """The instructions, in the order in which they run."""
-        return self.module.computations[self.computation]
+        return self.computations[self.computation]
 
     @property
     def times(self) -> int:
@@ -112,15 +101,15 @@ class Place:
 
     def loops(self) -> Iterator["Place"]:
         """Yield the loops that start in this place."""
-        for instruction in self.instructions:
-            if instruction.opcode == "while":
-                yield self.loop(instruction)
+        return (self.loop(instruction) for instruction in self.instructions if instruction.opcode == "while")
 
     def loop(self, instruction: Instruction) -> "Place":
         """Return the place of a `while` of this place."""
         patterns = (r'known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*/micro_batches_(\d+)/while"')
         trips = next(filter(None, map(instruction.attribute, patterns)), "")
-        return Place(self.module, instruction.called("body"), int(trips or 1), self, instruction.op_name, bool(trips))
+        return Place(
+            self.computations, instruction.called("body"), int(trips or 1), self, instruction.op_name, bool(trips)
+        )
 
     @property
     def kind(self) -> str:
@@ -154,11 +143,6 @@ class Place:
         return "step" if self.outer is None else f"{self.outer.label} > {self.kind} ×{self.trips}"
 
 
-def entry_place(module: Module) -> Place:
-    """Return the place of the entry computation."""
-    return Place(module, module.entry)
-
-
 def walk(place: Place) -> Iterator[Place]:
     """Yield a place and all loops within it, outermost first."""
     yield place
@@ -166,12 +150,8 @@ def walk(place: Place) -> Iterator[Place]:
         yield from walk(loop)
 
 
-def parse(text: str) -> Module:
-    """Parse the text of a scheduled module.
-
-    Raises:
-      ValueError: there is no entry computation.
-    """
+def parse(text: str) -> Place:
+    """Parse the text of a scheduled module, and return its entry; ValueError if it has none."""
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] | None = None
     entry = ""
@@ -185,7 +165,7 @@ def parse(text: str) -> Module:
             current.append(instruction)
     if not entry:
         raise ValueError("The HLO module has no entry computation.")
-    return Module(computations, entry)
+    return Place(computations, entry)
 
 
 def _parse_instruction(line: str) -> Instruction | None:

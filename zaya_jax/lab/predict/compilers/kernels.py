@@ -1,5 +1,6 @@
 """Compile the kernel cases for GPUs, and report what each kernel needs and what each case launches and moves."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,9 +8,9 @@ from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import EIGHT_B, Case, cases
-from zaya_jax.lab.predict.compilers.compiled import check_gpu, run_worker
+from zaya_jax.lab.predict.compilers.compiled import run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, entry_place, parse, walk
+from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, parse, walk
 from zaya_jax.lab.predict.compilers.predict import instruction_work, launches
 from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources, resource_cells, resource_heads
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files
@@ -33,8 +34,7 @@ class CompiledProgram(NamedTuple):
     """A program on one GPU, compiled."""
 
     entry: Place  # the scheduled program
-    # resources of each Pallas kernel; on AMD without kernels that a program before it has, too
-    kernels: list[KernelResources]
+    kernels: list[KernelResources]  # of Pallas kernels; on AMD without those of a program before it
 
     @property
     def launches(self) -> int:
@@ -68,14 +68,9 @@ def requested(request: Request) -> Iterator[tuple[str, str, str, str, Case]]:
 
 
 def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], CompiledProgram]:
-    """Compile cases for a GPU, in a process of their own; a backward case includes its forward pass.
+    """Compile cases for a GPU, in another process, and return the programs by dtype, case's name and side.
 
-    Returns:
-      The programs by dtype, case's name and side.
-
-    Raises:
-      InputError: the packages of the compiler are missing, or the compiler refuses a program.
-      ValueError: the compiler left no resources of a kernel.
+    A backward case includes its forward pass. Raises like `run_worker`; ValueError if a kernel's resources are missing.
     """
     words = json.dumps(request._asdict())
     with run_worker("cases", gpu, (words,), f"The kernels cannot be compiled for {gpu}") as folder:
@@ -92,53 +87,40 @@ def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], Comp
 def read_program(name: str, gpu: str, folder: Path) -> CompiledProgram:
     """Read a program that `toolchain.compile_program` wrote."""
     text, objects = program_files(folder, name)
-    entry = entry_place(parse(text.read_text(encoding="utf-8")))
+    entry = parse(text.read_text(encoding="utf-8"))
     pallas = {instruction.kernel for place in walk(entry) for instruction in place.instructions}
-    kernels = read_resources(name, gpu, folder, objects)
-    return CompiledProgram(
-        entry, [kernel._replace(name=kernel.family) for kernel in kernels if kernel.family in pallas]
-    )
+    kernels = (kernel for kernel in read_resources(name, gpu, folder, objects) if kernel.family in pallas)
+    return CompiledProgram(entry, [kernel._replace(name=kernel.family) for kernel in kernels])
 
 
 def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
     """Compile all cases at the 8B's sizes, with kernels and with references, for GPUs of these `names`.
 
     Without names, these are all whose compilers are installed. For each GPU a table is printed, and the result written
-    to the JSON file `output`, if it is not None: in `gpus`, by name the cases and kernels (`_report`).
-
-    Raises:
-      InputError: a name is unknown, or its compiler is missing; or no compiler is installed.
+    to the JSON file `output`, if it is not None: in `gpus`, by name the cases and kernels (`_report`). InputError if a
+    name is unknown, its compiler is missing, or none is installed.
     """
     for name in names:
-        check_gpu(name)
         find_toolchain(name)
-    names = names or [name for name in GPUS if _is_installed(name)]
-    if not names:
+    installed = list(names)
+    for name in () if names else GPUS:
+        with contextlib.suppress(InputError):
+            find_toolchain(name)
+            installed.append(name)
+    if not installed:
         install = " or ".join(f"pip install 'zaya-jax[compile-{platform}]'" for platform in ("cuda", "rocm"))
         raise InputError(f"No compiler for GPUs is installed. Install one with {install}.")
     result = describe_run("compiled kernels", f"the 8B's: {EIGHT_B}", "the references", _PACKAGES)
     result["gpus"] = {}
-    for gpu in names:
+    for gpu in installed:
         result["gpus"][gpu] = report = _report(gpu)
         print_tables(_tables(gpu, report))
         write_result(result, output)
     return result
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        find_toolchain(name)
-    except InputError:
-        return False
-    return True
-
-
 def _report(gpu: str) -> dict[str, Any]:
-    """Compile all cases for a GPU, and describe them.
-
-    `cases` lists the minimum bytes of each case, and for each side `launches`, `bytes` and `counted`
-    (`CompiledProgram`); `kernels` the resources of each kernel, of which there may be variants.
-    """
+    """Compile all cases for a GPU; describe `cases` with minimum bytes and each side, and the variants of `kernels`."""
     programs = compile_cases(gpu, Request())
     rows, kernels = [], set[tuple[str, KernelResources]]()
     for dtype in DTYPES:

@@ -1,7 +1,4 @@
-"""Predict the time of a compiled step, instruction by instruction, with the model of `step_time`.
-
-A collective hides behind what is scheduled between its start and its end.
-"""
+"""Predict the time of a compiled step; a collective hides behind what is scheduled between its start and its end."""
 
 import dataclasses
 import math
@@ -13,7 +10,7 @@ from typing import Any, NamedTuple
 from zaya_jax.config import ModelConfig
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.lab.predict.compilers.collectives import Collective, place_collectives
-from zaya_jax.lab.predict.compilers.hlo import FUSIONS, ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
+from zaya_jax.lab.predict.compilers.hlo import FUSIONS, ITEM_BYTES, Instruction, Place, arrays, shape_bytes
 from zaya_jax.lab.predict.step_time import Timeline, Work, collective_seconds
 from zaya_jax.model.arithmetic import attention_flops_per_token
 from zaya_jax.ops.parts import OTHER, part_of
@@ -43,8 +40,7 @@ class Prediction(NamedTuple):
     components: dict[str, float]  # seconds by component; collectives count as far as they are exposed
     parts: dict[str, PartCost]  # what each part of the step costs, see `ops.parts`, the costliest first
     exposures: list[Exposure]  # of each collective
-    # `seconds`, `times`, `place`, `what` and `bytes` (of the result) of fusions and copies, from the costliest
-    costliest: list[dict[str, Any]]
+    costliest: list[dict[str, Any]]  # rows of fusions and copies, `bytes` of their results, from the costliest
 
     @property
     def exposed_seconds(self) -> float:
@@ -101,21 +97,13 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
         return timeline.now
 
     seconds = run(entry)
-    return Prediction(
-        seconds,
-        dict(sorted(components.items(), key=lambda item: -item[1])),
-        dict(sorted(parts.items(), key=lambda item: -item[1].seconds)),
-        exposures,
-        sorted(moves, key=lambda row: -row["seconds"]),
-    )
+    by_time = dict(sorted(components.items(), key=lambda item: -item[1]))
+    by_part = dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
+    return Prediction(seconds, by_time, by_part, exposures, sorted(moves, key=lambda row: -row["seconds"]))
 
 
 def instruction_part(place: Place, instruction: Instruction) -> str:
-    """Return the part of the step that an instruction belongs to.
-
-    If it has no name, that is the part of its body, of its loop, or of the nearest instruction that takes its result or
-    makes its operands.
-    """
+    """Return the part of an instruction: by its name, else of its body or loop, or its nearest named neighbour."""
     near, seen = {instruction.name: instruction}, set[str]()
     while near:
         if parts := [part for x in near.values() if (part := _named_part(place, x)) != OTHER]:
@@ -126,7 +114,7 @@ def instruction_part(place: Place, instruction: Instruction) -> str:
 
 
 def _named_part(place: Place, instruction: Instruction) -> str:
-    inside = place.module.computations.get(instruction.called("calls"), ())
+    inside = place.computations.get(instruction.called("calls"), ())
     parts = (part_of(x.op_name) for x in (instruction, *reversed(inside)))
     return next((part for part in parts if part != OTHER), place.part)
 
@@ -161,7 +149,7 @@ def instruction_work(place: Place, instruction: Instruction, shares: Shares = WH
     read = [place.shapes.get(name, "") for name in instruction.operands]
     moved = shape_bytes(instruction.shape) + sum(map(shape_bytes, read))
     if instruction.opcode in FUSIONS:
-        return Work("fusions", fusion_bytes(place.module, instruction))
+        return Work("fusions", fusion_bytes(place, instruction))
     if instruction.opcode == "sort":
         return Work("sorts", moved)
     if instruction.opcode.startswith("copy"):
@@ -215,9 +203,9 @@ def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
     return 0.0
 
 
-def fusion_bytes(module: Module, instruction: Instruction) -> int:
+def fusion_bytes(place: Place, instruction: Instruction) -> int:
     """Return the bytes that a fusion reads and writes; slices and updates in place count as much as they touch."""
-    body = module.computations[instruction.called("calls")]
+    body = place.computations[instruction.called("calls")]
     sizes, by_name = {x.name: shape_bytes(x.shape) for x in body}, {x.name: x for x in body}
 
     def read(name: str) -> int:

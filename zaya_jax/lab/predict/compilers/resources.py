@@ -1,11 +1,12 @@
 """Registers, spills, shared memory and launch sizes of each kernel that a compiler made, from the files it leaves."""
 
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zaya_jax.errors import InputError
 from zaya_jax.lab.predict.compilers.gpus import GPUS
@@ -33,8 +34,7 @@ class KernelResources(NamedTuple):
     scratch: int  # bytes of a thread in memory, spills included
     shared: int  # bytes of shared memory (LDS) of a block
     threads: int  # of a block; 0 if unknown
-    # Whether it adds to memory with atomic operations, whose order, and so the last bits of the sum, vary between runs.
-    is_atomic: bool = False
+    is_atomic: bool = False  # whether it adds with atomic operations, so that the sum's last bits vary between runs
 
     @property
     def family(self) -> str:
@@ -60,11 +60,8 @@ def resource_cells(kernel: KernelResources) -> tuple[str, ...]:
 
 
 def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
-    """Return the resources of each kernel of a program, which is named as the function that was jitted.
-
-    `folder` is that of the compiler's `toolchain.environment`, `objects` that of AMD's code objects.
-    """
-    dump, assembler = folder / DUMP, find_toolchain(gpu).assembler
+    """Return the resources of a program's kernels, from the folders of the compiler and of AMD's code objects."""
+    dump, (_, assembler) = folder / DUMP, find_toolchain(gpu)
     launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
     kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, GPUS[gpu].architecture)
     found = []
@@ -114,17 +111,13 @@ def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Ite
 
 
 def _amd(objects: Path) -> Iterator[KernelResources]:
-    for path in sorted(objects.glob("*.hsaco")):
-        for kernel in _metadata(path.read_bytes()):
+    """Yield the resources in ELF files, from the notes that LLVM documents for AMDGPU."""
+    import msgpack
+
+    for elf in (path.read_bytes() for path in sorted(objects.glob("*.hsaco"))):
+        contents = (elf[x.end() : x.end() + int.from_bytes(x["size"], "little")] for x in _NOTE.finditer(elf))
+        notes = (msgpack.unpackb(content, strict_map_key=False)["amdhsa.kernels"] for content in contents)
+        for kernel in itertools.chain.from_iterable(notes):
             vector, scalar = (kernel.get(f".{kind}gpr_spill_count", 0) for kind in ("v", "s"))
             scratch, shared = kernel[".private_segment_fixed_size"], kernel[".group_segment_fixed_size"]
             yield KernelResources(kernel[".name"], kernel[".vgpr_count"], vector, scalar, scratch, shared, 0)
-
-
-def _metadata(elf: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the metadata of the kernels in an ELF file, from the notes that LLVM documents for AMDGPU."""
-    import msgpack
-
-    for note in _NOTE.finditer(elf):
-        content = elf[note.end() : note.end() + int.from_bytes(note["size"], "little")]
-        yield from msgpack.unpackb(content, strict_map_key=False)["amdhsa.kernels"]

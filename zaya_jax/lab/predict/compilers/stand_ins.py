@@ -27,8 +27,7 @@ _HARMLESS = {
     "__hipUnregisterFatBinary": "return 0;",
     "rocprofiler_force_configure": "return 1;",
 }
-# Libraries by the names of their functions, for those without a version that says it: the first that matches, or that
-# is named as its functions start.
+# Libraries by their functions' names, for those whose version does not say it; the first that matches counts.
 _NAMED = ("rocblas", "rocsolver", "hipsolver", "hipsparse", "hipblas", "hipfft", "amd_comgr", "hiprtc")
 _OWNERS = {
     "libamdhip64": r"(__)?hip[A-Z](?!.*fft)",

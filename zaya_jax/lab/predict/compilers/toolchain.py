@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -15,7 +15,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.hardware.presets import PRESETS
-from zaya_jax.lab.predict.compilers.gpus import GPUS, target_config
+from zaya_jax.lab.predict.compilers.gpus import GPUS, check_gpu, target_config
 from zaya_jax.lab.predict.compilers.stand_ins import check_tools, load_stand_ins
 
 _PLUGINS = {"cuda": "jax_plugins.xla_cuda12", "rocm": "jax_plugins.xla_rocm7"}
@@ -26,20 +26,9 @@ CODE_OBJECTS = "code_objects"  # folder of AMD's kernels
 _FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
-class Toolchain(NamedTuple):
-    """An installed compiler."""
-
-    platform: str  # 'cuda' or 'rocm'
-    plugin: Path  # the PJRT plugin
-    assembler: Path | None  # NVIDIA's `ptxas`; None on AMD, whose plugin contains all it needs
-
-
-def find_toolchain(name: str) -> Toolchain:
-    """Find the compiler for a GPU of `GPUS`.
-
-    Raises:
-      InputError: a package or program is missing.
-    """
+def find_toolchain(name: str) -> tuple[Path, Path | None]:
+    """Find the PJRT plugin for a GPU of `GPUS`, and NVIDIA's `ptxas`; InputError if something is missing."""
+    check_gpu(name)
     platform = GPUS[name].platform
     assembler = _file("nvidia.cuda_nvcc", "bin/ptxas") if platform == "cuda" else None
     plugin = _file(_PLUGINS[platform], f"xla_{platform}_plugin.so")
@@ -48,7 +37,7 @@ def find_toolchain(name: str) -> Toolchain:
         raise InputError(f"--compile-for {name} needs packages that are not installed. {install}.")
     if platform == "rocm":
         check_tools()
-    return Toolchain(platform, plugin, assembler)
+    return plugin, assembler
 
 
 def silence_plugins() -> None:
@@ -59,26 +48,17 @@ def silence_plugins() -> None:
 def environment(
     name: str, folder: Path, measurements: str | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of a process that compiles for a GPU of `GPUS` and writes into `folder`.
-
-    The flags are those of the GPU's preset, with the folder `measurements` if it is not None; flags that are set for
-    this machine are left out.
-    """
-    toolchain = find_toolchain(name)
+    """Return the environment of a process that compiles for a GPU into `folder`, with the flags of its preset."""
+    plugin, assembler = find_toolchain(name)
     clean = {key: value for key, value in base.items() if key not in _NOT_INHERITED}
     flags = f"{_FLAGS} --xla_dump_to={folder / DUMP}"
-    if toolchain.assembler is not None:
+    if assembler is not None:
         # The kernels in PTX, which jax 0.12 leaves out by default.
-        flags += f" --xla_gpu_cuda_data_dir={toolchain.assembler.parent.parent} --xla_dump_emitter_re=ptx"
-    clean |= {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "PJRT_NAMES_AND_LIBRARY_PATHS": f"rocm:{toolchain.plugin}" if toolchain.platform == "rocm" else "",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "TF_XLA_HSACO_BITCODE_SIZE_THRESHOLD": "0",  # keeps the code objects of all kernels
-        "TF_XLA_HSACO_CACHE_DIR": str(folder / CODE_OBJECTS),
-        "XLA_FLAGS": flags,
-    }
+        flags += f" --xla_gpu_cuda_data_dir={assembler.parent.parent} --xla_dump_emitter_re=ptx"
+    clean |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    clean |= {"PJRT_NAMES_AND_LIBRARY_PATHS": "" if assembler else f"rocm:{plugin}", "XLA_FLAGS": flags}
+    clean["TF_XLA_HSACO_BITCODE_SIZE_THRESHOLD"] = "0"  # keeps the code objects of all kernels
+    clean["TF_XLA_HSACO_CACHE_DIR"] = str(folder / CODE_OBJECTS)
     preset = PRESETS[name]
     apply_preset(preset if measurements is None else measured_preset(preset, measurements), clean)
     return clean
@@ -101,10 +81,10 @@ def program_files(folder: Path, name: str) -> tuple[Path, Path]:
 
 def load_compiler(name: str) -> None:
     """Make the compiler for a GPU of `GPUS` usable in this process, which must have its `environment`."""
-    toolchain = find_toolchain(name)
+    plugin, _ = find_toolchain(name)
     silence_plugins()
-    if toolchain.platform == "rocm":
-        load_stand_ins(toolchain.plugin)
+    if GPUS[name].platform == "rocm":
+        load_stand_ins(plugin)
 
 
 def gpu_devices(name: str, devices: int) -> Any:
@@ -125,16 +105,7 @@ def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
 def compile_program(
     name: str, traced: Callable[..., Any], arguments: Sequence[Any], gpu: str, folder: Path, donated: Sequence[int] = ()
 ) -> None:
-    """Compile a function for one GPU whose compiler is loaded, and write what `kernels.read_program` reads.
-
-    Args:
-      name: name of the program, unique in this process.
-      traced: function of `arguments`, which are pytrees of arrays or `jax.ShapeDtypeStruct`s.
-      arguments: of the function.
-      gpu: name in `GPUS`.
-      folder: folder of the compiler's `environment`.
-      donated: indices of arguments that are donated.
-    """
+    """Compile a function of arrays or shapes, by a unique name, for a loaded GPU; for `kernels.read_program`."""
     mesh = jax.sharding.Mesh(gpu_devices(gpu, 1), "device")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(arguments))

@@ -11,15 +11,14 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, Hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
-from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step
+from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step, prove
 from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, predict
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
-from zaya_jax.lab.predict.dry_run.prove import prove
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
-from zaya_jax.run.table import format_table
+from zaya_jax.run.table import format_table, size_text
 
 _GB = 1e9
 
@@ -31,10 +30,6 @@ class _Phase(NamedTuple):
     proof: dict[str, Any] | None = None
     compiled: tuple[CompiledStep, Prediction] | None = None
     storage: Sequence[StoredRow] = ()
-
-    @property
-    def memory(self) -> int:
-        return self.compiled[0].peak_memory if self.compiled else self.estimate.memory.total
 
     @property
     def step_seconds(self) -> float | None:
@@ -53,19 +48,14 @@ def dry_run(
     gpu: str | None = None,
     suggest: bool = False,
 ) -> str:
-    """Estimate each phase on `devices` devices, compile its step for that many, and return the report.
+    """Estimate each phase on `devices` devices, compile its step for that many, and return the report, or its JSON.
 
-    Args:
-      config: configuration of the run.
-      devices: number of devices in the job.
-      hardware: as in `get_hardware`; None for that of `gpu`, or without both for no times and no comparison of memory.
-      as_json: return JSON instead of text.
-      gpu: name in `compilers.gpus.GPUS` of the GPU to compile for; None to compile for simulated CPU devices.
-      suggest: whether to search for faster settings.
+    `hardware` is as in `get_hardware`; None is that of `gpu`, or without both no times and no comparison of memory.
+    `gpu` names one of `compilers.gpus.GPUS` to compile for; None compiles for simulated CPU devices. With `suggest`,
+    faster settings are searched.
 
-    Raises:
-      InputError: `devices` is below 1, `hardware` is unknown or not `gpu`, a layout or batch does not fit the devices,
-        the packages that compile for `gpu` are missing, or `suggest` is asked for without hardware.
+    InputError if `hardware` is unknown or not `gpu`, a layout or batch does not fit the devices, the packages that
+    compile for `gpu` are missing, or `suggest` is asked for without hardware.
     """
     require(devices >= 1, "--devices", devices, "at least 1")
     config.check()
@@ -157,41 +147,34 @@ def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str |
 
 def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     estimate = phase.estimate
-    return {
-        "summary": _summary(phase, hardware),
-        **estimate._asdict(),
-        "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
-        "storage": [stored._asdict() for stored in phase.storage],
-        "transfers": [transfer._asdict() for transfer in estimate.transfers],
-        "compiled": compiler_report.as_json(*phase.compiled, estimate.axes) if phase.compiled else phase.proof,
-    }
+    described = {"summary": _summary(phase, hardware), **estimate._asdict()}
+    described["memory"] = {**estimate.memory._asdict(), "total": estimate.memory.total}
+    described["storage"] = [stored._asdict() for stored in phase.storage]
+    described["transfers"] = [transfer._asdict() for transfer in estimate.transfers]
+    compiled = compiler_report.as_json(*phase.compiled, estimate.axes) if phase.compiled else phase.proof
+    return described | {"compiled": compiled}
 
 
 def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     """Describe whether a phase fits, its speed, and what to change; without hardware, its memory alone."""
     estimate, seconds = phase.estimate, phase.step_seconds
+    memory = phase.compiled[0].peak_memory if phase.compiled else estimate.memory.total
     if hardware is None or seconds is None:
-        return {"bytes": phase.memory}
+        return {"bytes": memory}
     parts = phase.compiled[1].components if phase.compiled else estimate.seconds
-    fits = phase.memory <= hardware.allocatable
-    return {
-        "bytes": phase.memory,
-        "allocatable_bytes": hardware.allocatable,
-        "fits": fits,
-        "step_seconds": seconds,
-        "tokens_per_second_per_device": estimate.tokens / seconds / math.prod(estimate.axes.values()),
-        "phase_seconds": phase.seconds,
-        "shares": {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])},
-        "try": speedups(estimate, phase.memory, hardware) if fits else advice(estimate, hardware),
-    }
+    fits = memory <= hardware.allocatable
+    speed = estimate.tokens / seconds / math.prod(estimate.axes.values())
+    shares = {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])}
+    summary = {"bytes": memory, "allocatable_bytes": hardware.allocatable, "fits": fits, "step_seconds": seconds}
+    summary |= {"tokens_per_second_per_device": speed, "phase_seconds": phase.seconds, "shares": shares}
+    return summary | {"try": speedups(estimate, memory, hardware) if fits else advice(estimate, hardware)}
 
 
 def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     """Render the summary of a phase."""
     summary, name = _summary(phase, hardware), phase.estimate.phase
     if hardware is None or "fits" not in summary:
-        size, unit = _unit(summary["bytes"], "B")
-        return [f"Phase {name}: {summary['bytes'] / size:.1f} {unit} per device"]
+        return [f"Phase {name}: {size_text(summary['bytes'])} per device"]
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
     speed = f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device, {_duration(summary['phase_seconds'])}"
     return [

@@ -14,14 +14,7 @@ from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.lab.predict.dry_run.memory import CountActivations, Memory, count_activations, estimate_memory
 from zaya_jax.lab.predict.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.lab.predict.step_time import Timeline, Work
-from zaya_jax.model.arithmetic import (
-    active_parameters,
-    attention_flops_per_token,
-    cached_values,
-    newton_schulz_flops,
-    prefill_flops_per_token,
-    total_parameters,
-)
+from zaya_jax.model import arithmetic
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import OPTIMIZERS
@@ -30,9 +23,9 @@ from zaya_jax.train.program import PhaseProgram, Programs
 
 TARGET = Target("rocm", "gfx942", "gfx942")  # its kernels are traced, but not compiled
 
-# A decode step runs the forward pass, which launches 41 of a layer's 117 kernels in XLA's program of the 8B for an
-# H200, and 42 of 120 for an MI300X (`Assumptions.layer_launches`).
-FORWARD_LAUNCHES = 1 / 3
+FORWARD_LAUNCHES = (
+    1 / 3
+)  # of a layer's kernels, 41 of 117 or 42 of 120 (`Assumptions.layer_launches`), in a decode step
 
 
 class PhaseEstimate(NamedTuple):
@@ -47,12 +40,9 @@ class PhaseEstimate(NamedTuple):
     remat: Remat  # rematerialization policy
     reduce: Reduce  # when gradients are reduced over devices
     memory: Memory  # bytes of one device
-    # FLOPs of a step on all devices, without recomputation: of the head, of attention's scores and values, of the rest
-    # of the model, and of Newton–Schulz
-    flops: dict[str, float]
+    flops: dict[str, float]  # of a step on all devices, by part, without recomputation
     transfers: list[Transfer]  # what a device sends in a step
-    # lower bounds of the step time in seconds, by compute, memory and network; {} without hardware
-    bounds: dict[str, float]
+    bounds: dict[str, float]  # least seconds of a step, by compute, memory and network; {} without hardware
     keys: dict[str, str]  # keys of the configuration that set the phase's `batch`, `remat` and `parallel` layout
     seconds: dict[str, float]  # estimated time of a step by component; {} without hardware
 
@@ -77,11 +67,7 @@ class DecodeEstimate(NamedTuple):
 
 
 def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
-    """Make the programs of a run on `devices` abstract devices, with given `kernels` or those of `TARGET`.
-
-    Raises:
-      InputError: the product of the mesh axes is not `devices`, or a batch does not divide over them.
-    """
+    """Make a run's programs on abstract devices; InputError if mesh axes or a batch do not divide over them."""
     kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     programs = Programs(config, kernels, devices)
     programs.check()
@@ -91,10 +77,7 @@ def simulated_programs(config: Config, devices: int, kernels: KernelSelection | 
 def estimate_phase(
     programs: Programs, phase: int, hardware: Hardware | None, count: CountActivations = count_activations
 ) -> PhaseEstimate:
-    """Estimate a phase of a run, by its index, on the devices of its programs; times need `hardware`.
-
-    `count` is `memory.count_activations`, or a table of it.
-    """
+    """Estimate a phase of a run, by its index, on its programs' devices; times need `hardware`."""
     config, program, stage = programs.config, programs[phase], largest_stage(programs.config, phase)
     phase_config, mesh, parallel = config.phases[phase], program.placement.mesh, program.placement.config
     micro_batches, sequences, _ = program.batch_shape(stage)
@@ -104,25 +87,12 @@ def estimate_phase(
     model = model_flops(config.model, stage.context, config.lora is not None)
     flops = {**{part: tokens * each for part, each in model.items()}, "newton_schulz": _newton_schulz(config, {})}
     remat_key = "train" if phase_config.remat is None else config.phase_key(phase)
+    keys = {"batch": config.batch_key(phase_config), "remat": f"{remat_key}.remat"}
+    keys["parallel"] = config.parallel_key(phase_config)
+    sizes = dict(mesh.shape), sequences, micro_batches, tokens, math.ceil(phase_config.tokens / tokens)
+    policies = program.remat, parallel.gradient_reduction
     estimate = PhaseEstimate(
-        phase=phase_config.name,
-        axes=dict(mesh.shape),
-        sequences=sequences,
-        micro_batches=micro_batches,
-        tokens=tokens,
-        steps=math.ceil(phase_config.tokens / tokens),
-        remat=program.remat,
-        reduce=parallel.gradient_reduction,
-        memory=memory,
-        flops=flops,
-        transfers=moved,
-        bounds={},
-        keys={
-            "batch": config.batch_key(phase_config),
-            "remat": f"{remat_key}.remat",
-            "parallel": config.parallel_key(phase_config),
-        },
-        seconds={},
+        phase_config.name, *sizes, *policies, memory, flops, moved, bounds={}, keys=keys, seconds={}
     )
     return estimate if hardware is None else _with_times(estimate, program, hardware)
 
@@ -157,7 +127,7 @@ def _with_times(estimate: PhaseEstimate, program: PhaseProgram, hardware: Hardwa
 
 def _newton_schulz(config: Config, repeats: Mapping[str, int]) -> float:
     rounds = config.optimizer.muon.newton_schulz_steps * OPTIMIZERS[config.matrices].newton_schulz
-    return newton_schulz_flops(config.model, rounds, config.optimizer.muon.gate_up == "split", repeats)
+    return arithmetic.newton_schulz_flops(config.model, rounds, config.optimizer.muon.gate_up == "split", repeats)
 
 
 def _matmuls(flops: Mapping[str, float], remat: Remat, program: PhaseProgram) -> list[Work]:
@@ -175,8 +145,9 @@ def _matmuls(flops: Mapping[str, float], remat: Remat, program: PhaseProgram) ->
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
     """Count the training FLOPs per token by part; the sum is `model.arithmetic.training_flops_per_token`."""
-    body, attention = prefill_flops_per_token(config, context, head=False), attention_flops_per_token(config, context)
-    head = prefill_flops_per_token(config, context) - body
+    body = arithmetic.prefill_flops_per_token(config, context, head=False)
+    attention = arithmetic.attention_flops_per_token(config, context)
+    head = arithmetic.prefill_flops_per_token(config, context) - body
     return {"head": (2 if frozen_head else 3) * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
 
 
@@ -199,11 +170,13 @@ def estimate_decode(model: ModelConfig, context: int, dtype: str, hardware: Hard
     (docs/reference.md §1.3).
     """
     item = jnp.dtype(dtype).itemsize
-    parameters = item * (active_parameters(model) + model.vocab_size * model.hidden_size)  # those of the head are read
-    cache = item * cached_values(model, context)
+    head = model.vocab_size * model.hidden_size  # whose parameters are read
+    parameters = item * (arithmetic.active_parameters(model) + head)
+    cache = item * arithmetic.cached_values(model, context)
     launches = model.num_layers * hardware.reached.layer_launches * FORWARD_LAUNCHES
     work = [Work("memory traffic", bytes=parameters + cache, launches=0), Work("kernel launches", launches=launches)]
-    return DecodeEstimate(parameters, cache, item * total_parameters(model) + cache, Timeline().run(work, hardware))
+    memory = item * arithmetic.total_parameters(model) + cache
+    return DecodeEstimate(parameters, cache, memory, Timeline().run(work, hardware))
 
 
 def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:

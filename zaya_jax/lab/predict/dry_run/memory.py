@@ -65,11 +65,7 @@ class Memory(NamedTuple):
 def estimate_memory(
     program: PhaseProgram, sequences: int, context: int, micro_batches: int, count: CountActivations
 ) -> Memory:
-    """Estimate the memory of a device in a phase, on abstract devices, as `count_activations` or a table of it counts.
-
-    A step has `micro_batches` with `sequences` of `context` tokens each on the device. With one, the layers gather
-    their experts and reduce their gradients.
-    """
+    """Estimate a device's memory in a phase, with `sequences` of `context` tokens in each of its `micro_batches`."""
     activations = count(program, sequences, context)
     placement, state = program.placement, program.abstract_state
     master_weights, devices = device_bytes(state.params), placement.mesh.size
@@ -101,9 +97,8 @@ def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
 
     def gradients_of(copy: Any, _: Any) -> Any:
         if not reduces:
-            # Layers add theirs in place. If they are gathered one at a time, XLA has two, a micro-batch's own and the
-            # sum, and a third if the copy is gathered over other axes first. The embedding's is there once more before
-            # its reduction.
+            # Layers add theirs in place. Gathered one at a time, XLA has also a micro-batch's own, and a third if the
+            # copy is gathered over other axes first. The embedding's is there once more before its reduction.
             layers = {name: x for name, x in copy.items() if placement.leaves[name].by_layer}
             gathered = {name: x for name, x in layers.items() if placement.leaves[name].gathered}
             embedding = {name: x for name, x in copy.items() if program.roles[name] == "embedding" and devices > 1}
@@ -116,10 +111,7 @@ def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:
-    """Return bytes of sharded gradients and of Newton–Schulz on the largest stack.
-
-    These are the stack, and for the matrices that are processed at a time three iterates, Gram matrix and polynomial.
-    """
+    """Return bytes of sharded gradients, the largest stack, and iterates, Gram matrix and polynomial of a chunk."""
     config, mesh = program.config, program.placement.mesh
     if not OPTIMIZERS[config.matrices].newton_schulz:
         return master_weights
@@ -139,8 +131,7 @@ def _copy_bytes(program: PhaseProgram, single: bool) -> int:
     """Return bytes of the compute copy, without parameters that are used as stored.
 
     XLA keeps a gathered embedding in the compute dtype, and a copy of FSDP layers that are sharded along an axis of
-    their matrices. With a single micro-batch, experts that layers gather are whole only if the backward pass needs
-    them without rematerialization.
+    their matrices. Experts that layers of a single micro-batch gather are whole only without rematerialization.
     """
     stored, placement, total = {**program.abstract_base, **program.abstract_state.params}, program.placement, 0
     for name, x in local_copies(program).items():
@@ -203,10 +194,7 @@ def residual_bytes(program: PhaseProgram, sequences: int, context: int) -> int:
 def count_activations(
     program: PhaseProgram, sequences: int, context: int, residuals: Residuals | None = None
 ) -> Activations:
-    """Count the activations of `sequences` of `context` tokens; those recomputed are of one group of layers.
-
-    `residuals` is `residual_bytes`, or a table of it.
-    """
+    """Count the activations of `sequences` of `context` tokens; those recomputed are of one group of layers."""
     residuals = residuals or residual_bytes
     config, model, placement = program.config, program.model.config, program.placement
     small = dataclasses.replace(model, num_layers=len(model.period), layer_pattern=model.period)
@@ -220,10 +208,7 @@ def count_activations(
 
 
 def _temporaries(program: PhaseProgram, tokens: int, recomputed: int, single: bool) -> int:
-    """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits.
-
-    An adapted matrix is merged in fp32: there are the adapters' product, and the sum.
-    """
+    """Return bytes of a group of layers, recomputed and with merged matrices (twice, fp32), or of a chunk of logits."""
     config, vocab, sums = program.config, program.model.config.vocab_size, sum_bytes(program)
     axes, leaves, merged = program.placement.mesh.shape, program.placement.leaves, [0]
     chunk = chunk_tokens(tokens // axes["context"], vocab, config.model.hidden_size, config.lora is not None)
@@ -234,11 +219,7 @@ def _temporaries(program: PhaseProgram, tokens: int, recomputed: int, single: bo
 
 
 def _gathered_layer(program: PhaseProgram, single: bool) -> int:
-    """Return bytes of matrices that layers gather, and of the gradients of a layer.
-
-    Those of a period are gathered, and those of the next layer already. The gradients are there before their exchange,
-    in it, and once more while the exchange runs beside the next layer.
-    """
+    """Return bytes of the matrices that layers gather, of a period and the next layer, and of a layer's gradients."""
     placement, layers, total = program.placement, len(program.model.config.period), 0.0
     for name, x in local_copies(program).items():
         leaf, trained = placement.leaves[name], name in program.trained

@@ -78,10 +78,7 @@ def _describe(parallel: ParallelConfig | None) -> str:
 
 
 def find_layouts(config: Config, phase: int, devices: int, node: int, across_nodes: bool) -> Iterator[ParallelConfig]:
-    """Yield the layouts that `suggest` compares on nodes of `node` devices.
-
-    With `across_nodes`, an axis may span nodes; each micro-batch then reduces its gradients.
-    """
+    """Yield layouts for `suggest`: within nodes of `node` devices, or across, where micro-batches reduce gradients."""
     now = config.parallel_for(config.phases[phase])
     if across_nodes:
         now = dataclasses.replace(now, gradient_reduction="micro_batch")
@@ -99,10 +96,7 @@ def find_layouts(config: Config, phase: int, devices: int, node: int, across_nod
 def candidates(
     config: Config, phase: int, devices: int, hardware: Hardware, layouts: Iterable[ParallelConfig], limit: float = inf
 ) -> list[Candidate]:
-    """Return the settings that may fit, from the least bound; those above a `limit` in seconds need not be among them.
-
-    Of each of the `layouts` these are every policy, and micro-batches in powers of two.
-    """
+    """Return layouts, policies and micro-batches (powers of two) that may fit in `limit` seconds, by their bounds."""
     kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
     context, found, products = config.context_for(config.phases[phase]), list[Candidate](), dict[Remat, float]()
     for parallel, remat in itertools.product(layouts, get_args(Remat)):
@@ -126,10 +120,7 @@ def candidates(
 
 
 def fastest(found: Iterable[Candidate], hardware: Hardware, count: int = 1, limit: float = inf) -> list[Suggestion]:
-    """Return candidates that fit, with no step above `limit` seconds, the `count` fastest of all among them.
-
-    Each is at least as fast as the slowest of the `count` fastest before it; `found` is as from `candidates`.
-    """
+    """Return candidates that fit in at most `limit` seconds a step, each no slower than the best `count` before it."""
     fitting, times, table = list[Suggestion](), list[float](), ActivationTable()
     for candidate in found:
         if candidate.seconds > limit:
@@ -196,10 +187,8 @@ def _differences(old: Any, new: Any) -> dict[str, Any]:
 def suggestions(config: Config, phase: int, devices: int, hardware: Hardware, gpu: str | None) -> list[dict[str, Any]]:
     """Describe the `LISTED` fastest settings of a phase; compiled for `gpu` the `COMPILED` fastest of them.
 
-    Returns:
-      The `overrides` of each, estimated `seconds` of a step and `bytes` of a device; what the compiler and its
-      prediction say instead if `compiled`; whether it `fits`; and why the compiler `refused` it. Those that fit are
-      first, the fastest of them before all.
+    Each has its `overrides`, estimated `seconds` of a step and `bytes` of a device, or the compiler's if `compiled`;
+    whether it `fits`; and why the compiler `refused` it. Those that fit are first, the fastest of them before all.
     """
     rows = []
     found = [(x, overrides(config, phase, x.config)) for x in suggest(config, phase, devices, hardware)]
@@ -242,9 +231,8 @@ def least_activations(program: PhaseProgram, sequences: int, context: int) -> Ac
 def _least_bytes(config: Config, remat: Remat, tokens: int) -> int:
     """Return a lower bound of the bytes that the layers keep of `tokens` tokens for the backward pass.
 
-    Each keeps its input from the residual stream. All policies but `full` also keep the outputs of the matrix products:
-    of both projections of attention, of attention itself, and of the two products of an expert; not under adapters,
-    whose frozen matrices need no inputs.
+    Each keeps its input from the residual stream, and with all policies but `full`, unless adapters' frozen matrices
+    need no inputs, the outputs of attention, its two projections and the two products of an expert.
     """
     model, dtype = config.model, config.train.compute_dtype
     kept = model.hidden_size * accumulation_dtype(dtype).itemsize
@@ -255,10 +243,7 @@ def _least_bytes(config: Config, remat: Remat, tokens: int) -> int:
 
 
 class ActivationTable:
-    """Counts a model's activations of 1 and of 2 sequences, and extrapolates: they grow linearly.
-
-    It is called as `memory.count_activations`, and counts each layout and policy once.
-    """
+    """Counts a model's activations of 1 and of 2 sequences, once for each layout and policy, and extrapolates."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}

@@ -51,10 +51,8 @@ class Measured(NamedTuple):
     """Measurements of the hardware; each is None if there is none."""
 
     knee: float | None = None  # bytes that saturate the network, by `machine collectives`
-    # speed of the experts' products with evenly spread tokens, over that of the fastest square, by `machine gemm`
-    experts: float | None = None
-    # speed of products that contract the hidden size, over the median of their neighbours', by the same
-    stride: float | None = None
+    experts: float | None = None  # speed of the experts' products over the fastest square's, by `machine gemm`
+    stride: float | None = None  # speed of products that contract the hidden size over the median of others', too
 
 
 class Sizes(NamedTuple):
@@ -65,8 +63,7 @@ class Sizes(NamedTuple):
     axes: Mapping[str, int]  # devices along each mesh axis
     in_node: Mapping[str, int]  # by axis with more than one device, the devices of a group that share a node
     hardware: Hardware  # data sheet
-    # whether twice the micro-batch fits, by the dry run's estimate; None if the batch has no more
-    fits_twice: bool | None
+    fits_twice: bool | None  # whether twice the micro-batch fits, by the dry run; None if the batch has no more
     fits_unsharded: bool | None  # whether the phase fits with `fsdp: 1`, by the same estimate; None if it has no FSDP
     message: int  # bytes of the smallest large all-gather of parameters; 0 if none
     measured: Measured  # on this hardware
@@ -90,10 +87,7 @@ Check = Callable[[Sizes], Answer]
 
 
 def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]:
-    """Return the matrix products of the layers and the head, for `tokens` of a micro-batch on one device.
-
-    `experts` devices share the experts; tokens are taken to be routed evenly.
-    """
+    """Return the products of layers and head, for a micro-batch's tokens on a device, evenly routed over `experts`."""
     d, f, heads = model.hidden_size, model.expert_size, model.num_query_heads + model.num_kv_heads
     groups, layers = model.num_experts // experts, model.num_layers
     routed = tokens * experts * rows_per_token(model) // model.num_experts
@@ -195,10 +189,7 @@ def depth(sizes: Sizes) -> Answer:
 
 
 def wave_efficiency(product: Product, units: int) -> float:
-    """Return the share of work in the last, partial wave of tiles and in partial tiles that is useful.
-
-    Each of `units` computes one tile of `TILE` × `TILE` at a time; the tiles of a product's groups fill waves together.
-    """
+    """Return the useful share of the waves in which `units` compute a product's tiles of `TILE` × `TILE`."""
     tiles = product.groups * math.ceil(product.rows / TILE) * math.ceil(product.columns / TILE)
     waves = math.ceil(tiles / units)
     useful = product.groups * product.rows * product.columns / TILE**2
@@ -280,11 +271,7 @@ def strides(sizes: Sizes) -> Answer:
 
 
 def check_sizing(config: Config, devices: int, hardware: Hardware, measured: Measured) -> dict[str, list[Finding]]:
-    """Return the findings of every rule, by phase, with what was measured on the `hardware`.
-
-    Raises:
-      InputError: the layout does not suit the number of devices.
-    """
+    """Return the findings of every rule, by phase; InputError if the layout does not suit the devices."""
     findings = {}
     for index, phase in enumerate(config.phases):
         sizes = _sizes(config, index, devices, hardware, measured)
@@ -315,26 +302,17 @@ def _sizes(config: Config, index: int, devices: int, hardware: Hardware, measure
 
     twice = dataclasses.replace(config.batch_for(phase), micro_batch=2 * estimate.sequences)
     unsharded = dataclasses.replace(config.parallel_for(phase), data=None, fsdp=1)
-    return Sizes(
-        model=config.model,
-        tokens=estimate.sequences * largest_stage(config, index).context // mesh.shape["context"],
-        axes=dict(mesh.shape),
-        in_node=in_node,
-        hardware=hardware,
-        fits_twice=fits(batch=twice) if estimate.micro_batches > 1 else None,
-        fits_unsharded=fits(parallel=unsharded) if sharded else None,
-        message=shard * mesh.shape["fsdp"] if sharded else 0,
-        measured=measured,
-    )
+    fits_twice = fits(batch=twice) if estimate.micro_batches > 1 else None
+    fits_unsharded, message = (fits(parallel=unsharded), shard * mesh.shape["fsdp"]) if sharded else (None, 0)
+    tokens = estimate.sequences * largest_stage(config, index).context // mesh.shape["context"]
+    layout = dict(mesh.shape), in_node
+    return Sizes(config.model, tokens, *layout, hardware, fits_twice, fits_unsharded, message, measured)
 
 
 def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
-    """Read what results of `machine collectives` and `machine gemm` in a folder, which the flag `source` names, say.
+    """Read what is measured in a folder that the flag `source` names; InputError if it is missing or damaged.
 
     Products of other sizes than the model's, or in another dtype than bf16, do not count.
-
-    Raises:
-      InputError: there is no such folder, or a result in it is damaged.
     """
     results, d, f = read_results(Path(folder), source), model.hidden_size, model.expert_size
     with complete(f"{source} {folder} has a result"):
@@ -350,8 +328,5 @@ def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
             if family == "stride" and depth - row["offset"] == d:
                 offsets[row["offset"]] = speed
         others = [speed for offset, speed in offsets.items() if offset]
-        return Measured(
-            knee=None if fit is None else float(fit["knee_bytes"]),
-            experts=min(experts, default=None),
-            stride=offsets[0] / statistics.median(others) if 0 in offsets and others else None,
-        )
+        stride = offsets[0] / statistics.median(others) if 0 in offsets and others else None
+        return Measured(None if fit is None else float(fit["knee_bytes"]), min(experts, default=None), stride)

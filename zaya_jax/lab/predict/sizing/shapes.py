@@ -17,7 +17,7 @@ from zaya_jax.lab.predict.sizing.rules import Measured, check_sizing
 from zaya_jax.lab.result import table_lines
 from zaya_jax.model.arithmetic import active_parameters, total_parameters
 from zaya_jax.run.progress import track
-from zaya_jax.run.table import make_table, quantity
+from zaya_jax.run.table import Cell, make_table, quantity
 
 # Factors of the configuration's own sizes.
 WIDTHS = tuple(Fraction(x, 8) for x in (6, 7, 8, 9, 10, 12))  # hidden_size
@@ -40,23 +40,16 @@ class Point(NamedTuple):
         """Predicted seconds of a training step and of a decode step: less is better."""
         return sum(self.training.seconds.values()), self.decode.step_seconds
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Predicted training throughput of all devices."""
-        return self.training.tokens / self.values[0]
-
 
 def search(
     config: Config, phase: int, devices: int, hardware: Hardware, shapes: Sequence[ModelConfig]
 ) -> tuple[list[Point], Point | None]:
-    """Return the Pareto front of training throughput and decode latency.
+    """Return the Pareto front of training throughput and decode latency, and the configuration's own point.
 
     The candidates are the `shapes` with the layouts of `whole_node_layouts`, every policy, and micro-batches in powers
-    of two, if training the phase and decoding are estimated to fit.
-
-    Returns:
-      The front, from the highest throughput; and the fastest point of the configuration's own shape, which need not be
-      on the front, or None if it does not fit or is not among `shapes`.
+    of two, if training the phase and decoding are estimated to fit. The front starts with the highest throughput. The
+    own point is the fastest of the configuration's shape, on the front or not; None if it does not fit or is not among
+    `shapes`.
     """
     context, dtype = config.context_for(config.phases[phase]), config.train.compute_dtype
     decodes = {shape: estimate_decode(shape, context, dtype, hardware) for shape in shapes}
@@ -76,20 +69,14 @@ def search(
 
 
 def whole_node_layouts(config: Config, phase: int, devices: int, node: int) -> list[ParallelConfig]:
-    """Return the layouts of `find_layouts` whose axes have one device each, or as many of a node as they can.
-
-    Part of a node uses part of its links (`rules.whole_nodes`).
-    """
+    """Return layouts whose axes have one device, or as many of a node as they can (`rules.whole_nodes`)."""
     layouts = list(find_layouts(config, phase, devices, node, across_nodes=False))
     most = {axis: max(getattr(layout, axis) for layout in layouts) for axis in AXES if axis != "data"}
     return [layout for layout in layouts if all(getattr(layout, axis) in (1, size) for axis, size in most.items())]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the indices of the points that no other point dominates, in ascending order of the first value.
-
-    Equal points do not dominate each other: the front has all of them or none.
-    """
+    """Return the indices of points that no other dominates, by ascending first value; of equal points all or none."""
     front, least = list[int](), float("inf")
     for index in sorted(range(len(points)), key=lambda index: points[index]):
         second = points[index][1]
@@ -110,10 +97,8 @@ def candidate_shapes(model: ModelConfig, band: float, layers: tuple[int, int]) -
     `hidden_size`, `num_query_heads` and `num_experts` take the factors above, `expert_size` every multiple of the step
     within its limits, and `num_layers` the number that brings the total parameters closest to the configuration's.
     Widths are rounded to multiples of 256, or of 64 for a `hidden_size` below 1,024; query heads to multiples of the
-    key and value heads. All other keys stay, those of keys and values among them, which set the size of the cache.
-
-    `band` is the largest relative difference of the total, and of the active parameters, from the configuration's;
-    `layers` are the smallest and largest number of layers.
+    key and value heads. All other keys stay. `band` is the largest relative difference of the total, and of the active
+    parameters, from the configuration's; `layers` are the smallest and largest number of layers.
     """
     total, active = total_parameters(model), active_parameters(model)
     shapes = {model: None}
@@ -164,16 +149,11 @@ def _multiple(value: Fraction, step: int) -> int:
 def suggest_shapes(
     config: Config, devices: int, sheet: Hardware, measured: Measured, phase: int, band: float, layers: tuple[int, int]
 ) -> dict[str, Any]:
-    """Search the shapes of `candidate_shapes` for a phase, and describe the front, for JSON.
+    """Search the shapes of `candidate_shapes` for a phase, and describe the front, for JSON; InputError if none fits.
 
-    Returns:
-      The `phase`, `context`, `parameter_band`, `layers` and number of `shapes`; the points of the `front`, from the
-      highest training throughput, each with the `overrides` that make it, its estimates, and the sizing `rules` that it
-      breaks; the same of the `configuration` with its own widths, None if it does not fit; and the number, from 1, of
-      the point that it is `dominated_by`, None if it is on the front.
-
-    Raises:
-      InputError: no candidate fits.
+    The points of the `front` come from the highest training throughput on, each with the `overrides` that make it, its
+    estimates, and the sizing `rules` that it breaks. `configuration` is the same with its own widths, None if it does
+    not fit, and `dominated_by` the number, from 1, of the best point that dominates it, None if it is on the front.
     """
     shapes = candidate_shapes(config.model, band, layers)
     front, own = search(config, phase, devices, sheet, shapes)
@@ -188,31 +168,22 @@ def suggest_shapes(
         known = measured if point.config.model == config.model else Measured(knee=measured.knee)  # of other products
         findings = check_sizing(single_phase(point.config, phase), devices, sheet, known)[name]
         model, training, decode = point.config.model, point.training, point.decode
-        return {
-            "overrides": point.overrides,
-            "model": {size: getattr(model, size) for size in _SIZES},
-            "total_parameters": total_parameters(model),
-            "active_parameters": active_parameters(model),
-            "tokens_per_second": point.tokens_per_second,
-            "training": {"seconds": training.seconds, "bytes": training.memory.total},
-            "seconds_per_token": decode.step_seconds,
-            "decode": {"seconds": decode.seconds, "bytes": decode.memory},
-            "rules": [f"{finding.status} {finding.rule}" for finding in findings if finding.status in ("WARN", "FAIL")],
-        }
+        row = {"overrides": point.overrides, "model": {size: getattr(model, size) for size in _SIZES}}
+        row |= {"total_parameters": total_parameters(model), "active_parameters": active_parameters(model)}
+        row["tokens_per_second"] = training.tokens / point.values[0]
+        row["training"] = {"seconds": training.seconds, "bytes": training.memory.total}
+        row["seconds_per_token"] = decode.step_seconds
+        row["decode"] = {"seconds": decode.seconds, "bytes": decode.memory}
+        broken = (finding for finding in findings if finding.status in ("WARN", "FAIL"))
+        return row | {"rules": [f"{finding.status} {finding.rule}" for finding in broken]}
 
     # Of those that dominate the configuration, the one that gains most: in the product of both times.
     better = [] if own is None else [point for point in front if dominates(point.values, own.values)]
     best = min(better, key=lambda point: point.values[0] * point.values[1], default=None)
-    return {
-        "phase": name,
-        "context": config.context_for(config.phases[phase]),
-        "parameter_band": band,
-        "layers": layers,
-        "shapes": len(shapes),
-        "front": [describe(point) for point in front],
-        "configuration": None if own is None else describe(own),
-        "dominated_by": None if best is None else front.index(best) + 1,
-    }
+    result: dict[str, Any] = {"phase": name, "context": config.context_for(config.phases[phase])}
+    result |= {"parameter_band": band, "layers": layers, "shapes": len(shapes)}
+    result |= {"front": [describe(point) for point in front], "configuration": None if own is None else describe(own)}
+    return result | {"dominated_by": None if best is None else front.index(best) + 1}
 
 
 def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
@@ -221,15 +192,10 @@ def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
     rows = {f"point {number}": row for number, row in enumerate(front, 1)}
     if result["dominated_by"] is not None:
         rows["own"] = own
-    columns = {
-        "": "name",
-        "tokens/s": quantity("tokens_per_second", unit=1.0),
-        "ms/token": quantity("seconds_per_token", unit=1e-3),
-        "GB": quantity("training", "bytes", unit=1e9),
-        "total B": quantity("total_parameters", unit=1e9),
-        "active B": quantity("active_parameters", unit=1e9),
-        **{size: lambda row, size=size: str(row["model"][size]) for size in _SIZES},
-    }
+    columns: dict[str, str | Cell] = {"": "name", "tokens/s": quantity("tokens_per_second", unit=1.0)}
+    columns |= {"ms/token": quantity("seconds_per_token", unit=1e-3), "GB": quantity("training", "bytes", unit=1e9)}
+    columns |= {f"{what} B": quantity(f"{what}_parameters", unit=1e9) for what in ("total", "active")}
+    columns |= {size: lambda row, size=size: str(row["model"][size]) for size in _SIZES}
     table = make_table("", [{"name": name, **row} for name, row in rows.items()], columns)
     report = [
         f"Widths for phase {result['phase']} on {devices:,} × {hardware}, and for decoding one sequence after "
