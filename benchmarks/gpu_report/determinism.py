@@ -46,11 +46,8 @@ _SIDES = {
 def measure_determinism(small: bool) -> dict[str, Any]:
     """Repeat the same step ten times in each of several processes, which compile without a cache.
 
-    A CPU (`small`) does not choose algorithms by time: a small model in two processes.
-
-    Returns:
-      For JSON: which tensors `differ` in each process and between processes, by name; and `figures`. `failed`: a
-      sentence, if they differ in a process, in one that resumes, or with `train.deterministic`.
+    A CPU (`small`) does not choose algorithms by time: a small model in two processes. Returns which tensors `differ`
+    in each process and between them, and `figures`; `failed`: a sentence, if they differ but where XLA chose again.
     """
     config = small_config() if small else large_config()
     digests, seconds = {}, {}

@@ -205,7 +205,8 @@ def test_what_a_program_returns_goes_into_the_next_call(monkeypatch):
         seen.append((float(params["w"]), opt_state))
         return {"w": params["w"] + 10}, opt_state + 1
 
-    parts = bench.CompiledParts(*(Program(run=run) for run in (step, move, move)))
+    names = ("step", "optimizer", "without_newton_schulz")
+    parts = {name: Program(run=run) for name, run in zip(names, (step, move, move), strict=True)}
     monkeypatch.setattr(bench, "compile_parts", lambda _: parts)
     monkeypatch.setattr(step_module, "initialize", lambda *_: SimpleNamespace(params={"w": np.zeros(())}))
     measured = time_ours(CONFIG, np.arange(4 * 33).reshape(4, 33), 2)
@@ -233,7 +234,9 @@ def test_a_step_that_does_not_fit_is_told_with_a_depth_that_does_before_anything
     def needs(config, _devices=1):
         return estimate * 1000 * config.model.num_layers
 
-    monkeypatch.setattr(bench, "compile_parts", lambda programs: SimpleNamespace(bytes=needs(programs.config)))
+    monkeypatch.setattr(bench, "compile_parts", lambda programs: {"step": needs(programs.config)})
+    monkeypatch.setattr(bench, "peak_bytes", int)
+    monkeypatch.setattr(bench, "program_memory", int)
     monkeypatch.setattr(bench, "available_memory", lambda: 1500 * estimate)
     monkeypatch.setattr(bench, "time_train_steps", lambda *_: pytest.fail("allocated"))
     for module in (bench, train_step):

@@ -43,16 +43,17 @@ class _Subject(NamedTuple):
 
 def evaluate(options: argparse.Namespace) -> None:
     """Run the command; InputError before anything is compiled if an input cannot be used."""
-    suite, texts = _suite(options), {path: read_text(path, "--text") for path in options.text}
+    suite, texts = None, {path: read_text(path, "--text") for path in options.text}
+    if options.config is not None:
+        suite = load_suite(options.config)
+    elif options.tasks is not None:
+        suite = named_tasks(options.tasks)
     for path in (path for path, text in texts.items() if not text):
         raise InputError(f"--text {path} is empty, but must have text to score.")
     if suite is not None:
         harness.require_lm_eval()
-    name = _name(options, suite, texts)
-    if options.follow:
-        _follow(options, suite, texts, name)
-    else:
-        _evaluate_once(options, suite, texts, name)
+    run = _follow if options.follow else _evaluate_once
+    run(options, suite, texts, _name(options, suite, texts))
 
 
 def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
@@ -92,9 +93,9 @@ def _require_all(failed: Sequence[str]) -> None:
 
 
 def _follow(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
-    if jax.process_count() > 1:
-        count = f"but this job has {jax.process_count()}. Start one process, or remove --follow."
-        raise InputError(f"--follow runs in one process, {count}")
+    if (count := jax.process_count()) > 1:
+        advice = "Start one process, or remove --follow."
+        raise InputError(f"--follow runs in one process, but this job has {count}. {advice}")
     run = expanded(options.path).resolve()
     check_followed(run)
     output = options.output or run / results.FOLDER / f"{name}.jsonl"
@@ -120,12 +121,6 @@ def _load_tasks(options: argparse.Namespace, suite: SuiteConfig | None) -> harne
         print("Reading lm-eval's tasks and their data.", flush=True)
     runs_code, folder = options.run_generated_code, options.task_folder
     return harness.load_tasks(suite, folder=folder, runs_code=runs_code, seed=options.seed)
-
-
-def _suite(options: argparse.Namespace) -> SuiteConfig | None:
-    if options.config is not None:
-        return load_suite(options.config)
-    return None if options.tasks is None else named_tasks(options.tasks)
 
 
 def _name(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str]) -> str:
@@ -188,9 +183,8 @@ def _score_texts_and_tasks(
     arrays = {**parameters(opened.model), **balancing_biases(opened.model)}
     record: dict[str, Any] = {"dtype": opened.model.dtype.name, "fingerprint": fingerprint(arrays)}
     if texts:
-        scorer = (
-            model.scorer if model is not None else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
-        )
+        scorer = model and model.scorer
+        scorer = scorer or Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
         losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
         record["texts"] = {name: results.text_record(loss) for name, loss in losses.items()}
     if tasks is not None and model is not None:

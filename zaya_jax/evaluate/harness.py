@@ -32,7 +32,7 @@ _PEER_PACKAGES = ("torch", "transformers", "accelerate")
 class LoadedTasks(NamedTuple):
     """The tasks of a suite."""
 
-    suite: SuiteConfig  # the suite
+    suite: SuiteConfig
     tasks: dict[str, Any]  # lm-eval's tasks by name; those of groups and tags, too
     groups: dict[str, Any]  # lm-eval's groups by name
     entries: dict[str, TaskConfig]  # name of a task → the entry of the suite that named it
@@ -59,13 +59,10 @@ def require_peer(peer: str) -> str:
 def load_tasks(
     suite: SuiteConfig, *, folder: Path | None = None, own_only: bool = False, runs_code: bool = False, seed: int = 0
 ) -> LoadedTasks:
-    """Load the tasks of a suite with their data.
+    """Load the tasks of a suite with their data; InputError if one is unknown or executes code, or its data is missing.
 
     A `folder` has more tasks, as YAML files; lm-eval's own, which take seconds to list, are left out with `own_only`.
     With `runs_code`, tasks may execute code that a model wrote. Examples in prompts are chosen with `seed`.
-
-    Raises:
-      InputError: a task is unknown or executes code, or its data or a package is missing.
     """
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 

@@ -82,9 +82,8 @@ def continuations(
       sampling: how to draw tokens; None takes the most likely one.
       seeds: seed of each row's random stream; None for 0, 1, …. A row's text depends on its own prompt and seed only.
       stop_tokens: each ends a row when it is drawn; not part of the result.
-      placement: the devices, `placement.decode_placement` or, after training, `Placement.replicated`; in the model's
-        dtypes. Several processes that hold the model together must pass the same one. None to use the first device,
-        with kernels validated at the first call.
+      placement: `decode_placement` or, after training, `Placement.replicated`, in the model's dtypes; the same one in
+        all processes that hold the model together. None for the first device.
       stopped: called with a row's index and new tokens after each block; True ends the row.
       block: decode steps per compiled call.
       capacity: slots of the cache, at least `cache_capacity` of the longest prompt; calls with the same capacity and
@@ -152,10 +151,7 @@ def compile_generation(
     """Compile greedy generation after `batch` prompts of token 0 on the first device, with compiler options.
 
     Prompts are rounded up to whole chunks. The cache has room for so many blocks of `BLOCK` steps; without blocks,
-    `prefill` alone is compiled.
-
-    Raises:
-      InputError: prompt and blocks exceed `config.max_positions`.
+    `prefill` alone is compiled. InputError if both exceed `config.max_positions`.
     """
     config, chunk = model.config, min(CHUNK, _length_class(prompt))
     padded, new = -(-prompt // chunk) * chunk, blocks * BLOCK

@@ -45,12 +45,9 @@ WriteCandidates = Callable[[Sequence[str], Sequence[int]], list[list[int]]]
 def aggregate_recursively(
     write: WriteCandidates, tokenizer: Tokenizer, question: str, settings: MarkovianRSA, seed: int = 0
 ) -> list[list[int]]:
-    """Return the tokens of the last round's candidates, which `write` generates.
+    """Return the tokens of the last round's candidates, which `write` generates; InputError for invalid settings.
 
     `seed` is that of the choice of candidates, and of the first candidate; each further one has the next seed.
-
-    Raises:
-      InputError: a setting is out of range.
     """
     settings.check("")
     count, draw = settings.candidates, np.random.default_rng(seed)

@@ -13,7 +13,6 @@ from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, end_tokens, load_tokenizer, read_beside, tokenizer_path
 from zaya_jax.errors import InputError
-from zaya_jax.generate.decode import BLOCK
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.text import TextContinuation, stream_text
@@ -44,17 +43,10 @@ class TextModel(NamedTuple):
     others: dict[str, str] | None = None  # more special tokens that templates receive, by name
 
     def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        seeds: Sequence[int],
-        stop: Sequence[str],
-        block: int = BLOCK,
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
     ) -> Iterator[list[TextContinuation]]:
-        """Continue prompts with the model's sampling, see `text.stream_text`."""
-        ends: dict[str, Any] = {"stop": stop, "stop_tokens": self.stop_tokens}
-        options: dict[str, Any] = {"seeds": seeds, "placement": self.placement, "block": block, **ends}
+        """Continue prompts with the model's sampling; `options` are the other arguments of `text.stream_text`."""
+        options |= {"stop_tokens": self.stop_tokens, "placement": self.placement}
         return stream_text(self.model, self.tokenizer, prompts, max_new_tokens, self.sampling, **options)
 
 
