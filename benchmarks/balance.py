@@ -52,14 +52,12 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         }
         rates["none"] = min(RATES)
         curves = run_trials({(rule, seed): trial(rule, rate, seed) for rule, rate in rates.items() for seed in SEEDS})
-    moments = ("start", "switch")
-    result["rates"] = [
-        {"rule": rule, "rate": rate, **dict(zip(moments, until, strict=True))} for (rule, rate), until in tuning.items()
-    ]
+    keys = ("rule", "rate", "start", "switch")
+    result["rates"] = [dict(zip(keys, (*key, *until), strict=True)) for key, until in tuning.items()]
     result["results"] = {}
     for rule, rate in rates.items():
         until = zip(*(steps_until_even(curves[rule, seed], steps) for seed in SEEDS), strict=True)
-        counts = dict(zip(moments, until, strict=True))
+        counts = dict(zip(("start", "switch"), until, strict=True))
         start, switch = ("never" if (median := median_or_never(each)) is None else median for each in counts.values())
         print(f"{rule}: steps until the load is even: {start}; after the data changes: {switch} (medians over seeds)")
         result["results"][rule] = {

@@ -42,10 +42,15 @@ _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "v
 _DRAWS = 2000  # of the bootstrap
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
 _HEAD = (
-    "medians, in seconds", "training waits", "durable after", "restore from disk", "restore cached", "peak memory",
+    "medians, in seconds",
+    "training waits",
+    "durable after",
+    "restore from disk",
+    "restore cached",
+    "peak memory",
     "step time during a save",
-)  # fmt: skip
-_NAMES = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
+)
+_NAMES: dict[str, str] = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
 _SMALL = 1000  # number of arrays of 1 KiB, besides the large ones
 _WIDTH, _STEPS = 512, 20  # matrix width of a fake training step, and number of steps timed without saving
 
@@ -155,9 +160,9 @@ def print_table(job: dict[str, Any]) -> None:
     """Print the figures of one job as a table. Memory is the increase during a save in the largest process."""
     (low, high), count = job["stall_interval"], job["processes"]
     durable, restored = f"{job['commit_ratio']:.2f}× as fast", f"{job['restore_ratio']:.2f}× as fast"
+    blocks = f"{job['stall_ratio']:.1f}× as long as zaya_jax (95 % interval {low:.1f} to {high:.1f})"
     print(f"{job['gib']:g} GiB, {counted(count, 'process', 'es')}:")
-    print(f"  {PEER} blocks training {job['stall_ratio']:.1f}× as long as zaya_jax", end=" ")
-    print(f"(95 % interval {low:.1f} to {high:.1f})")
+    print(f"  {PEER} blocks training {blocks}")
     print(f"  compared with it, zaya_jax makes the checkpoint durable {durable}", end=", ")
     print(f"and restores it with checksums {restored}")
     print(f"  checksums add {100 * job['digest_share']:.1f} % to the time until the checkpoint is durable")
@@ -166,7 +171,7 @@ def print_table(job: dict[str, Any]) -> None:
         median = {key: each["median"] for key, each in figures.items()}
         cells = [f"{median[key]:.3f}" for key in ("stall", "commit", "restore_cold", "restore_warm")]
         inflation = f"{median['step_inflation']:.2f}×" if "step_inflation" in median else ""
-        lines.append([_NAMES.get(way, way), *cells, f"{median['memory'] / 2**20:.0f} MiB", inflation])
+        lines.append([_NAMES.get(way, str(way)), *cells, f"{median['memory'] / 2**20:.0f} MiB", inflation])
     print("\n".join(format_table(lines)))
 
 

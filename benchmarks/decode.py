@@ -49,12 +49,9 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         speeds = {side: batch * NEW / median for side, median in medians[NEW].items()}
         ratio = speeds["ours"] / speeds["peer"]
         first = {side: round(1e3 * median) for side, median in medians[1].items()}
-        print(
-            f"batch {batch}: zaya_jax {speeds['ours']:,.0f} new tokens/s, transformers {speeds['peer']:,.0f}; "
-            f"zaya_jax is {ratio:.2f}× as fast; first token after {first['ours']} and {first['peer']} ms; "
-            f"our compilation {compilation:.1f} s",
-            flush=True,
-        )
+        speed = f"zaya_jax {speeds['ours']:,.0f} new tokens/s, transformers {speeds['peer']:,.0f}"
+        times = f"first token after {first['ours']} and {first['peer']} ms; our compilation {compilation:.1f} s"
+        print(f"batch {batch}: {speed}; zaya_jax is {ratio:.2f}× as fast; {times}", flush=True)
         result["results"][str(batch)] = {
             "tokens_per_second": {side: round(speed, 1) for side, speed in speeds.items()},
             "ratio": round(ratio, 3),

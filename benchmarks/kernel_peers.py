@@ -17,10 +17,7 @@ def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, C
     """Make a function that runs a case of `kernel_cases.cases` in PyTorch, and one that waits for all its calls.
 
     On a GPU ('cuda', ROCm devices, too), norms are compiled with `torch.compile`, and attention uses the flash kernel
-    of `scaled_dot_product_attention`; on a CPU both use PyTorch's defaults.
-
-    Raises:
-      InputError: PyTorch is not installed.
+    of `scaled_dot_product_attention`. InputError if PyTorch is not installed.
     """
     require_packages("parity", "torch")
     torch: Any = importlib.import_module("torch")  # an optional dependency, imported by name

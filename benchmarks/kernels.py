@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.benchmark_command import command, medians, share_device, start_result
@@ -20,9 +20,12 @@ Limits = Mapping[str, float]  # see `rooflines`
 Row = dict[str, Any]  # see `row`
 _ROOFLINES = {"copy": "memory", "dense": "matmul"}  # names of the probes that measure them
 _QUANTITIES = {
-    "copy": "fraction of the copy bandwidth", "dense": "fraction of the dense matmul rate",
-    "roofline": "fraction of the roofline", "tflops": "TFLOP/s", "reference": "speed relative to XLA",
-}  # fmt: skip
+    "copy": "fraction of the copy bandwidth",
+    "dense": "fraction of the dense matmul rate",
+    "roofline": "fraction of the roofline",
+    "tflops": "TFLOP/s",
+    "reference": "speed relative to XLA",
+}
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -109,20 +112,8 @@ def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int
         return interleave(steps, repeats), missing
 
 
-@contextlib.contextmanager
-def _errors_as_sentences() -> Iterator[None]:
-    """Raise every error as an `InputError`, since not every error can be sent to another process."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{type(error).__name__}: {str(error)[:500]}") from error
-
-
-@_errors_as_sentences()
 def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) -> Callable[[], int]:
-    """Make a pass of a case with its kernel or its reference; InputError if it does not compile or run."""
+    """Make a pass of a case with its kernel or its reference; InputError if the device has no such kernel."""
     case, kernels = cases(sizes, dtype)[name], _selection(sizes, dtype, emulated)
     if kernel and not kernels.chosen.keys() & set(case.operations):
         raise InputError(f"{name} has no kernel for this device. {kernels}")
@@ -130,9 +121,8 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
     return Queue(function, arguments, case.held).make_pass()
 
 
-@_errors_as_sentences()
 def peer_side(name: str, sizes: Sizes, dtype: str, device: str) -> Callable[[], int]:
-    """Make a pass of a case in PyTorch; InputError if that is not installed, or does not support the case."""
+    """Make a pass of a case in PyTorch; InputError if that is not installed."""
     return repeated(*peer_call(name, sizes, dtype, device), 1)
 
 

@@ -5,7 +5,6 @@ program that `zaya_jax.main` trains with; its optimizer is also timed alone, sin
 """
 
 import argparse
-import dataclasses
 import functools
 import os
 import statistics
@@ -48,14 +47,15 @@ _GB = 1e9
 _PEER = "transformers ZayaForCausalLM (sdpa, default experts)"
 
 
-def default_config() -> Config:
-    """Make a configuration with 52.75M parameters, and four sequences of 512 tokens."""
+def default_config(sequences: int = 4, micro_batch: int | None = None) -> Config:
+    """Make a configuration with 52.75M parameters, and sequences of 512 tokens."""
     model = ModelConfig(
         vocab_size=16384, hidden_size=384, num_layers=8, num_query_heads=6, num_kv_heads=2, head_dim=64,
         num_experts=12, expert_size=384, router_size=64, max_positions=2048,
     )  # fmt: skip
-    train = TrainConfig(batch=BatchConfig(tokens=4 * 512))  # keeps what the peer keeps
-    return Config(model, (PhaseConfig(tokens=4 * 512),), data=DataConfig(context=512), train=train)
+    tokens = sequences * 512
+    train = TrainConfig(batch=BatchConfig(tokens=tokens, micro_batch=micro_batch))  # keeps what the peer keeps
+    return Config(model, (PhaseConfig(tokens),), data=DataConfig(context=512), train=train)
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         return bench_step(config or default_config(), dtypes, parsed.repeats)
     if parsed.dtype:
         raise InputError("--dtype cannot be combined with --whole. Use --config FILE train.compute_dtype=bfloat16.")
-    return bench_whole_step(config or default_whole_config(), parsed.repeats, parsed.output)
+    return bench_whole_step(config or default_config(sequences=16, micro_batch=4), parsed.repeats, parsed.output)
 
 
 def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -100,13 +100,6 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str,
 
 
 # --- the whole step -------------------------------------------------------------------------------------------
-
-
-def default_whole_config() -> Config:
-    """Make `step.default_config` with 16 sequences a step in micro-batches of 4."""
-    config = default_config()
-    batch = BatchConfig(tokens=16 * config.data.context, micro_batch=4)
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch=batch))
 
 
 def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[str, Any]:

@@ -43,8 +43,7 @@ from zaya_jax.train.program import Programs
 
 Layout = Literal["data", "fsdp"]
 EIGHT_B = shipped("bench_8b.yaml")
-# Fractions of a device's memory that the estimate may take. A smaller one is tried if the compiled step needs more
-# memory than the device has.
+# Fractions of a device's memory that the estimate may take; the next one is tried if the compiled step does not fit.
 FRACTIONS = (0.85, 0.6, 0.4)
 _MOVES = 20  # costliest fusions and copies in the result
 _TRACED = ProfileConfig(1, steps=2)
@@ -54,12 +53,9 @@ _INSTRUCTIONS = 60  # in the result
 def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, Any]:
     """Time the first step of `config` on random tokens, on all devices, and trace two further ones.
 
-    Each device gets the tokens of `config`, so the batch grows with the number of devices, which lie along the mesh
-    axis `layout`. Depth and micro-batch are reduced until the step fits; InputError if none does.
-
-    Returns, for JSON, seconds, losses, speed and memory; what the compiled program contains and the time `predicted`
-    from it (or `not_predicted`, a sentence); the dry run's estimate; and what `trace_rows` returns. `failed`: a
-    sentence, if a loss is not finite.
+    Each device, along the mesh axis `layout`, gets the tokens of `config`. Depth and micro-batch are reduced until the
+    step fits; InputError if none does. Returns what was measured, the compiled program and the time `predicted` from it
+    (or `not_predicted`, a sentence), and what `trace_rows` returns. `failed`: a sentence, if a loss is not finite.
     """
     kind, devices = jax.devices()[0].device_kind, jax.device_count()
     hardware = find_hardware(kind)

@@ -84,10 +84,7 @@ def differing(processes: Sequence[Digests]) -> list[str]:
 
 
 def repeat_step(config: Config, folder: str) -> tuple[Digests, list[float]]:
-    """Repeat the first step from the same state; return digests of all results, and the seconds of each repetition.
-
-    XLA's choices are kept in `folder`, as in a run folder.
-    """
+    """Repeat the first step; return digests of all results, and seconds. XLA's choices are kept in `folder`."""
     jax.config.update("jax_enable_compilation_cache", False)  # each process compiles
     chooses = current_target().platform in GPU_PLATFORMS and not config.train.deterministic
     kept = Autotuning(Path(folder), chooses, True, lambda: None, print)

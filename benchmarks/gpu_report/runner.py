@@ -27,7 +27,7 @@ from zaya_jax.ops.registry import OPERATIONS, check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.files import expanded, read_json
-from zaya_jax.run.table import Table, make_table, number
+from zaya_jax.run.table import Table, number
 from zaya_jax.run.writing import make_folder
 
 _PACKAGES = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
@@ -160,11 +160,9 @@ def figures_table(recordings: Mapping[str, Mapping[str, Any]]) -> Table:
         for figure, (value, unit, *predicted) in part.get("figures", {}).items():
             last = before.get(figure, [None])[0]
             ratio = value / last if value is not None and last else None
-            values = {"measured": value, "predicted": next(iter(predicted), None), "last time": last}
-            numbers = {key: number(each) for key, each in (values | {"measured/last": ratio}).items()}
-            rows.append({"part": name, "figure": figure, "unit": unit} | numbers)
-    names = ("part", "figure", "unit", "measured", "predicted", "last time", "measured/last")
-    return make_table("Figures", rows, dict(zip(names, names, strict=True)))
+            numbers = map(number, (value, next(iter(predicted), None), last, ratio))
+            rows.append([name, figure, unit, *numbers])
+    return Table("Figures", ["part", "figure", "unit", "measured", "predicted", "last time", "measured/last"], rows)
 
 
 def summary(recordings: Mapping[str, Mapping[str, Any]], left: Sequence[str]) -> list[str]:

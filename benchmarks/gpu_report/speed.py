@@ -32,10 +32,7 @@ _GB, _MS = 1e9, 1e-3
 
 
 def measure_step(small: bool, layout: Layout, deterministic: bool = False) -> dict[str, Any]:
-    """Time and trace the step of configs/bench_8b.yaml, with as many layers as fit, or of a small model.
-
-    All devices lie along the mesh axis `layout`. Returns the result of `time_train_step`, and `figures`.
-    """
+    """Time and trace the step of configs/bench_8b.yaml, or of a small model; see `time_train_step`."""
     config = small_config() if small else load_config(EIGHT_B, [f"train.deterministic={str(deterministic).lower()}"])
     result = time_train_step(config, layout, 2 if small else 5)
     return result | {"figures": step_figures(result, jax.devices()[0].device_kind)}
@@ -85,10 +82,7 @@ def kernel_figures(part: Mapping[str, Any], kind: str) -> Figures:
 
 
 def measure_tuning(small: bool, seconds: float) -> dict[str, Any]:
-    """Time the implementations of all operations at the sizes of configs/bench_8b.yaml, or of one at a small size.
-
-    After `seconds` no further one is timed. Returns the `table`, and times of the fastest, of the default and XLA's.
-    """
+    """Time the implementations of all operations, or of one at a small size; after `seconds` no further one."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # this process' table is the report's, not the user's own
         table = tune(None, [], 1 if small else 3, seconds, ("residual_norm",) if small else DECIDING)
@@ -119,10 +113,7 @@ def measure_tuned_step(small: bool, recording: Path) -> dict[str, Any]:
 
 
 def measure_decode(small: bool) -> dict[str, Any]:
-    """Trace decode steps of the 8B's layers in bf16, and time prompts of a model of 52.75M parameters.
-
-    On a CPU (`small`) of the tiny model, and one prompt. Returns the times by batch size, and `figures`.
-    """
+    """Trace decode steps of the 8B's layers in bf16, or of the tiny model, and time the prompts of `decode`."""
     prompt, new, repeats, rows = (32, 8, 1, 1) if small else (PROMPT, NEW, 3, 8)
     dtype, batches, config = "float32" if small else "bfloat16", (1,) if small else (1, 64), default_config().model
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (rows, prompt))

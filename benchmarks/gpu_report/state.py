@@ -50,10 +50,7 @@ _SPARE = 1.1  # free disk space over the bytes of a state
 _HOST_COPIES = 1.5  # host memory for a save, over the bytes of a state
 _ROUNDING = 1.001  # peaks differ by what the allocator rounds up
 _GB = 1e9
-_METHOD_FIGURES = {
-    "stall": ("stall", "s", 1), "commit": ("until durable", "s", 1), "restore": ("restore", "s", 1),
-    "memory": ("host memory of a save", "GB", _GB),
-}  # fmt: skip
+_SECONDS = {"stall": "stall", "commit": "until durable", "restore": "restore"}
 
 
 class Room(NamedTuple):
@@ -162,10 +159,7 @@ def _train(folder: Path, config: Path, name: str) -> dict[str, Any]:
 
 
 def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitted: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe what the process that saved and the one that resumed have noted (`observed_training.observe`).
-
-    They trained what `fit` returned (`fitted`).
-    """
+    """Describe what the process that saved and the one that resumed have noted; they trained what `fit` returned."""
     seconds = {
         "training waits for the save": first["training_continued"] - first["step_1"],
         "until durable": first.get("committed", float("nan")) - first["step_1"],
@@ -217,9 +211,9 @@ def _measure_methods(folder: Path, small: bool, speed: float, deadline: float) -
     with run_in_subprocess(functools.partial, compare_methods, folder, size, deadline) as ask:
         rows = ask()
     for method, row in rows.items():
-        for key, (name, unit, scale) in _METHOD_FIGURES.items():
-            median = statistics.median(row[key]) / scale
-            figures[f"{_TITLES.get(method, method)}: {name}"] = [short(median), unit]
+        title, median = _TITLES.get(method, method), {key: statistics.median(values) for key, values in row.items()}
+        figures |= {f"{title}: {name}": [short(median[key]), "s"] for key, name in _SECONDS.items()}
+        figures[f"{title}: host memory of a save"] = [short(median["memory"] / _GB), "GB"]
     saved = f"The methods saved {gigabytes(size)} in place of {gigabytes(wanted)}, because of {room.bound}."
     notes = [] if size == wanted else [saved]
     return {"bytes": size, "rows": rows, "figures": figures, "notes": notes, "problems": []}

@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks.benchmark_command import training_process
 from benchmarks.gpu_report.runs import LARGE_EVERY, ONE_DEVICE, large_config, small_config
-from benchmarks.gpu_report.speed import Figures
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import ExitCode
 from zaya_jax.model.arithmetic import total_parameters
@@ -40,7 +39,15 @@ def measure_training(small: bool) -> dict[str, Any]:
         "losses": {row["step"]: round(row["loss"], 4) for row in rows if row["step"] % 10 == 0},
         "heldout": heldout,
     }
-    figures = result["figures"] = _figures(timings[1:], config.train.batch.tokens, seconds) | {"steps": [len(rows), ""]}
+    timings, tokens = timings[1:], config.train.batch.tokens
+    waiting = sum(row["data_wait"] for row in timings) / sum(row["seconds"] for row in timings)
+    speed = statistics.median(row["tokens_per_second"] for row in timings)
+    result["figures"] = figures = {
+        "speed without evaluation": [round(speed), "tokens/s"],
+        "speed with evaluation and saves": [round(len(timings) * tokens / seconds), "tokens/s"],
+        "waiting for data": [round(100 * waiting, 2), "% of the step"],
+        "steps": [len(rows), ""],
+    }
     for step in sorted(heldout.keys() & {LARGE_EVERY, 2 * LARGE_EVERY, 5 * LARGE_EVERY, max(heldout, default=0)}):
         figures[f"held-out loss, step {step}"] = [round(heldout[step], 4), "nats/token"]
     first, last = statistics.mean(losses[:5]), statistics.mean(losses[-5:])
@@ -58,22 +65,8 @@ def measure_training(small: bool) -> dict[str, Any]:
     return result
 
 
-def _figures(timings: Rows, tokens: int, seconds: float) -> Figures:
-    """Return speeds, and the share of waiting for data, of steps of so many tokens that took `seconds` in all."""
-    waiting = sum(row["data_wait"] for row in timings) / sum(row["seconds"] for row in timings)
-    speed = statistics.median(row["tokens_per_second"] for row in timings)
-    return {
-        "speed without evaluation": [round(speed), "tokens/s"],
-        "speed with evaluation and saves": [round(len(timings) * tokens / seconds), "tokens/s"],
-        "waiting for data": [round(100 * waiting, 2), "% of the step"],
-    }
-
-
 def _train(config: Config, seconds: float | None, **environment: str) -> tuple[Rows, Rows, float]:
-    """Train, and stop `seconds` after the first step; None to let it end. RunStopped if it fails.
-
-    Returns the rows of `metrics.jsonl` and of `timings.jsonl`, and the seconds from the first row to the last.
-    """
+    """Train, and stop `seconds` after the first step; returns metrics, timings, and seconds from first to last row."""
     with tempfile.TemporaryDirectory() as folder:
         run, file = Path(folder, "run"), Path(folder, "config.yaml")
         file.write_text(to_yaml(config), encoding="utf-8")

@@ -20,7 +20,6 @@ from benchmarks.step import (
     bench_whole_step,
     check_memory,
     default_config,
-    default_whole_config,
     our_figures,
     time_ours,
 )
@@ -92,7 +91,7 @@ def test_both_sides_get_the_same_tokens_and_the_result_has_their_ratio(monkeypat
 
 
 def test_the_defaults_are_of_the_size_that_the_benchmark_names():
-    for config, sequences in ((default_config(), 4), (default_whole_config(), 16)):
+    for config, sequences in ((default_config(), 4), (default_config(16, 4), 16)):
         config.check()
         assert round(total_parameters(config.model) / 1e6, 2) == 52.75
         first = stages(config)[0]
@@ -349,7 +348,7 @@ def test_the_command_takes_a_configuration_or_the_default(sides):
     assert command.main(["step", "--whole", "--repeats", "2", *TINY]) == 0
     assert stages(sides["ours"][0])[0].sequences == 2
     assert command.main(["step", "--whole"]) == 0
-    assert sides["ours"][0] == default_whole_config()
+    assert sides["ours"][0] == default_config(16, 4)
 
 
 def test_the_configuration_for_a_gpu_has_the_8bs_layers_and_what_is_asked_of_the_step():

@@ -147,15 +147,14 @@ def _subject(source: str) -> _Subject:
 def _score(
     options: argparse.Namespace, subject: _Subject, tasks: Any, texts: dict[str, str], heldout: OpenHeldout
 ) -> dict[str, Any]:
-    """Score one model; returns the record."""
     started, now = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     record: dict[str, Any] = {"model": subject.source, "step": subject.step, "time": now}
     if tasks is None and not texts:
         record |= _score_heldout(subject, heldout)
     else:
         record |= _score_texts_and_tasks(options, subject, tasks, texts)
-    packages = {name: package_version(name) for name in _PACKAGES}
-    record["versions"] = versions() | {name: version for name, version in packages.items() if version is not None}
+    packages = {name: version for name in _PACKAGES if (version := package_version(name)) is not None}
+    record["versions"] = versions() | packages
     return record | {"environment": environment(), "seconds": round(time.monotonic() - started, 3)}
 
 
@@ -175,19 +174,22 @@ def _score_texts_and_tasks(
     options: argparse.Namespace, subject: _Subject, tasks: harness.LoadedTasks | None, texts: dict[str, str]
 ) -> dict[str, Any]:
     progress = functools.partial(results.report_progress, show=is_primary())
-    opened, model = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig()), None
-    sizes = {"tokens": options.batch_tokens, "rows": options.batch_rows}
+    opened = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig())
+    model: Any = None
     if tasks is not None:  # first, since it refuses tasks that cannot be answered
-        model = harness.make_model(opened, tasks, seed=options.seed, **sizes)
+        from zaya_jax.evaluate.lm_eval_model import ZayaLM
+
+        settings = {"seed": options.seed, "tokens": options.batch_tokens, "rows": options.batch_rows}
+        model = ZayaLM(opened, think_end=tasks.suite.think_end, **settings)
+        model.check(tasks.tasks, chat=tasks.suite.chat_template)
         model.progress = progress
     arrays = {**parameters(opened.model), **balancing_biases(opened.model)}
     record: dict[str, Any] = {"dtype": opened.model.dtype.name, "fingerprint": fingerprint(arrays)}
     if texts:
-        scorer = model and model.scorer
-        scorer = scorer or Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
+        scorer = model.scorer if model else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
         losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
         record["texts"] = {name: results.text_record(loss) for name, loss in losses.items()}
-    if tasks is not None and model is not None:
+    if tasks is not None:
         record["tasks"] = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
         record["truncated"] = model.truncated
         record["suite"], record["not_covered"] = to_dict(tasks.suite), list(tasks.suite.not_covered)

@@ -53,16 +53,10 @@ class ZayaLM(LM):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Open a model, see `open_text_model`. The parameters are what lm-eval's users write into --model_args.
 
-        Args:
-          path: of the model; or what `open_text_model` returns.
-          dtype: of the computation.
-          tokenizer: in place of the model's own.
-          max_length: longest input in tokens; None for the model's positions.
-          add_bos: begin contexts with the token that begins a document; None to do what the tokenizer says.
-          seed: of all samples.
-          tokens: tokens of a device in one forward pass.
-          rows: prompts of a device in one batch of continuations.
-          think_end: text after which an answer begins, such as </think>; None to return whole continuations.
+        A device gets so many `tokens` in a forward pass, and `rows` prompts in a batch of continuations, which `seed`
+        draws. Inputs have at most `max_length` tokens, by default the model's positions. Contexts begin with the token
+        that begins a document if `add_bos`, by default if `add_bos_token` of the tokenizer's configuration is not
+        false. Answers begin after the text `think_end`, such as </think>, or with the continuation if it is None.
         """
         super().__init__()
         opened = open_text_model(path, dtype, tokenizer, ParallelConfig()) if isinstance(path, str) else path

@@ -1,9 +1,8 @@
 """Score continuations: their log-likelihoods, many requests packed into rows of a few fixed lengths.
 
-Packed documents never see each other, so a request scores the same in every row. Rows have one of a few lengths, and
-all batches of a length have the same number of rows: any set of requests needs at most one compilation per length.
-Requests with the same input, such as the answers A, B, C and D to a question, are one document, and the head is applied
-only where a continuation is scored.
+Packed documents never see each other, so a request scores the same in every row. All batches of a length have the same
+number of rows: any set of requests needs at most one compilation per length. Requests with the same input, such as the
+answers A, B, C and D to a question, are one document, and the head is applied only where a continuation is scored.
 """
 
 import functools

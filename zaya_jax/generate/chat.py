@@ -37,10 +37,7 @@ class Chat:
         self.conversation = list(self._system)
 
     def prompt(self, message: str) -> list[int]:
-        """Return the tokens that the model continues after a message of the user.
-
-        InputError if the message, or the system's, contains a special token or the text that ends a turn.
-        """
+        """Return the tokens that the model continues after a message; InputError if that has text that ends a turn."""
         specials = self._opened.tokenizer.specials.union(self.stop)
         if special := find_special([*self._system, {"content": message}], specials):
             raise InputError(f"The message or --system has {special!r}, which would end a turn. Write it another way.")

@@ -90,7 +90,7 @@ def continuations(
         number of rows share their compilations. None for the smallest class.
 
     Raises:
-      InputError: a prompt is empty or contains a token outside the vocabulary, prompt and new tokens exceed
+      InputError: a prompt is empty or has a token outside the vocabulary, prompt and new tokens exceed
         `config.max_positions`, or a setting is out of range.
     """
     sampling = Sampling() if sampling is None else sampling
@@ -183,7 +183,7 @@ def _check(
     if len(seeds) != len(rows):
         raise InputError(f"There are {len(seeds)} seeds, but must be one for each of {len(rows)} prompts.")
     for what, tokens in (("A prompt contains", itertools.chain(*rows)), ("stop_tokens contains", stop_tokens)):
-        if (unknown := next((token for token in tokens if not 0 <= token < config.vocab_size), None)) is not None:
+        for unknown in (token for token in tokens if not 0 <= token < config.vocab_size):
             raise InputError(f"{what} token {unknown}, but tokens must be from 0 to {config.vocab_size - 1}.")
     if new < 1:
         raise InputError(f"max_new_tokens is {new}, but must be at least 1.")
@@ -247,7 +247,6 @@ def _place_like_results(model: Zaya, mesh: AnyMesh, tree: Any, specs: Any) -> An
 
 
 def _state_specs(config: ModelConfig, state: DecodeState) -> Any:
-    """Return the partition of every array of a state."""
     specs: Any = {"logits_bv": ROWS, "occurred_bv": None if state.occurred_bv is None else ROWS, "done_b": ROWS}
     return state._replace(cache=cache_specs(config, state.cache), step=REPLICATED, **specs)
 

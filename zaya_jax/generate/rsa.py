@@ -1,7 +1,6 @@
 """Markovian recursive self-aggregation: rounds of candidates, each written from the ends of some of the last round's.
 
-The method of ZAYA1-8B's best scores (docs/reference.md §13). Only the last `tail` tokens of a candidate are carried
-over, so prompts never have more than the question and `aggregated` · `tail` tokens, however long the candidates are.
+The method of ZAYA1-8B's best scores (docs/reference.md §13). Prompts have only the last `tail` tokens of candidates.
 """
 
 from collections.abc import Callable, Sequence

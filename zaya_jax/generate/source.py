@@ -24,7 +24,6 @@ from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.files import read_object, read_text
 from zaya_jax.run.tokenizer import GENERATION
 from zaya_jax.weights.load import is_transformers, open_weights
-from zaya_jax.weights.sources import Weights
 
 TEMPERATURE = 0.8  # of a model whose generation_config.json says nothing
 
@@ -68,7 +67,10 @@ def open_text_model(
     if parse_source(source).kind == "checkpoint" and is_transformers(source):
         source = f"{HF}{source}"
     weights = open_weights(source, "PATH")
-    path = _tokenizer_file(weights, source, tokenizer)
+    if tokenizer is not None:
+        path = tokenizer_path(tokenizer)
+    elif weights.tokenizer is None or not (path := weights.tokenizer / "tokenizer.json").is_file():
+        raise InputError(f"{source} has no tokenizer.json; name one with --tokenizer FOLDER.")
     special = find_special_tokens(path, chat=True, eot=None, bos=None)
     text = load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)
     check_vocabulary(text, weights.config.vocab_size, path)
@@ -83,21 +85,11 @@ def open_text_model(
     return TextModel(model, text, special, sorted(stops), sampling, template, placement, adds_bos, others)
 
 
-def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
-    if named is not None:
-        return tokenizer_path(named)
-    path = None if weights.tokenizer is None else weights.tokenizer / "tokenizer.json"
-    if path is None or not path.is_file():
-        raise InputError(f"{source} has no tokenizer.json; name one with --tokenizer FOLDER.")
-    return path
-
-
 def _sampling(path: Path) -> Sampling:
     """Read the settings of `generation_config.json` that are set."""
     tree: dict[str, Any] = read_beside(path)
     values = {name: tree[name] for name in Sampling._fields if isinstance(tree.get(name), int | float)}
-    if tree.get("do_sample") is False:
-        values["temperature"] = 0.0
+    values |= {"temperature": 0.0} if tree.get("do_sample") is False else {}
     sampling = Sampling(TEMPERATURE)._replace(**values)
     sampling.check(f"{path}: ")
     return sampling
