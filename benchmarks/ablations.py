@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark_command import command, flag, prepare_trainings
+from benchmarks.benchmark_command import command, flag
 from benchmarks.training_sweep import BATCH, CONTEXT, SEEDS, Curve, Trial, run_trials, small_config, start_result
 from zaya_jax.config import Config, ModelConfig, PhaseConfig, ScheduleConfig
 from zaya_jax.lab.result_plots import draw_spread
@@ -46,10 +46,9 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """
     from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 
-    prepare_trainings(parsed.steps)
     what = "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time, each at its best learning rates"
     size = f"{parsed.steps} steps of {BATCH:,} tokens of the text corpus for the whole model, cosine schedule"
-    result = start_result(what, size, "the whole model with the same seed")
+    result = start_result(what, size, "the whole model with the same seed", parsed.steps)
     with tempfile.TemporaryDirectory() as folder:
         models = variants(small_config(Path(folder), parsed.steps).model)
         flops = {name: training_flops_per_token(model, CONTEXT) for name, model in models.items()}
@@ -89,11 +88,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def tune(names: list[str], train: Callable[[list[Key]], dict[Key, Curve]]) -> dict[str, dict[float, float]]:
-    """Try multipliers of the learning rates for each variant, further ones while the best is at the edge.
-
-    Returns:
-      Held-out loss by variant and multiplier.
-    """
+    """Try multipliers of learning rates, further ones while the best is at the edge; returns loss by variant and it."""
     losses: dict[str, dict[float, float]] = {name: {} for name in names}
     keys = [(name, multiplier) for name in names for multiplier in MULTIPLIERS]
     for _ in range(1 + _MAX_EXTENSIONS):
@@ -118,11 +113,10 @@ def _further(losses: dict[float, float]) -> float | None:
 def _config(cache: Path, model: ModelConfig, steps: int, multiplier: float, seed: int) -> Config:
     phase = PhaseConfig(steps * BATCH, schedule=ScheduleConfig(final=0.1, warmup_tokens=20 * BATCH))
     config = small_config(cache, steps, seed, model=model, phases=(phase,))
-    muon, adamw = (
-        replace(rates, learning_rate=multiplier * rates.learning_rate)
-        for rates in (config.optimizer.muon, config.optimizer.adamw)
-    )
-    return replace(config, optimizer=replace(config.optimizer, muon=muon, adamw=adamw))
+    optimizer = config.optimizer
+    rates = {name: getattr(optimizer, name) for name in ("muon", "adamw")}
+    scaled = {name: replace(each, learning_rate=multiplier * each.learning_rate) for name, each in rates.items()}
+    return replace(config, optimizer=replace(optimizer, **scaled))
 
 
 STEPS = {"--steps": flag(200, "N", "number of training steps of the whole model, at least 20")}

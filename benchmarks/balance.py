@@ -3,11 +3,11 @@
 import argparse
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.benchmark_command import command, flag, prepare_trainings
+from benchmarks.benchmark_command import command, flag
 from benchmarks.training_sweep import SEEDS, Curve, Trial, median_or_never, run_trials, small_config, start_result
 from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.optimizer import BalanceRule
@@ -21,13 +21,6 @@ _HELD = 3  # steps in a row that must be even
 RATES = (0.003, 0.01, 0.03, 0.1)
 
 
-class StepsUntilEven(NamedTuple):
-    """Steps until the load was even, from the start and from the change of data; None if it never was."""
-
-    start: int | None
-    switch: int | None
-
-
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """Count the steps that each balancing rule needs to even out the expert load.
 
@@ -36,13 +29,13 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
     balance --steps 100 --png balance.png
     """
-    prepare_trainings(parsed.steps)
     steps: int = parsed.steps
     result = start_result(
         f"steps until the normalized expert-load entropy, mean over layers, stays at or above {EVEN} for {_HELD} steps",
         f"{steps} steps of {_BATCH:,} tokens of source code, then {steps} of character tables; "
         f"at the start {ROUTER_OFFSET:g} is added to the router logits of 2 of 8 experts",
         "bias update by sign at its best rate; no balancing",
+        steps,
     )
     with tempfile.TemporaryDirectory() as folder:
         sources = _prepare(Path(folder))
@@ -55,15 +48,16 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         tuned = run_trials({(rule, rate): trial(rule, rate, 0) for rule in rules for rate in RATES})
         tuning = {key: steps_until_even(curve, steps) for key, curve in tuned.items()}
         rates: dict[BalanceRule, float] = {
-            rule: min(RATES, key=lambda rate: _total_steps(tuning[rule, rate], steps)) for rule in rules
+            rule: min(RATES, key=lambda rate: sum(each or steps + 1 for each in tuning[rule, rate])) for rule in rules
         }
         rates["none"] = min(RATES)
         curves = run_trials({(rule, seed): trial(rule, rate, seed) for rule, rate in rates.items() for seed in SEEDS})
-    result["rates"] = [{"rule": rule, "rate": rate, **until._asdict()} for (rule, rate), until in tuning.items()]
+    keys = ("rule", "rate", "start", "switch")
+    result["rates"] = [dict(zip(keys, (*key, *until), strict=True)) for key, until in tuning.items()]
     result["results"] = {}
     for rule, rate in rates.items():
-        until = [steps_until_even(curves[rule, seed], steps) for seed in SEEDS]
-        counts = {what: [getattr(each, what) for each in until] for what in StepsUntilEven._fields}
+        until = zip(*(steps_until_even(curves[rule, seed], steps) for seed in SEEDS), strict=True)
+        counts = dict(zip(("start", "switch"), until, strict=True))
         start, switch = ("never" if (median := median_or_never(each)) is None else median for each in counts.values())
         print(f"{rule}: steps until the load is even: {start}; after the data changes: {switch} (medians over seeds)")
         result["results"][rule] = {
@@ -73,33 +67,22 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
             "heldout_loss": [round(curves[rule, seed].final, 4) for seed in SEEDS],
         }
     if parsed.png:
-        _draw(Path(parsed.png), curves, steps)
+        lines = {f"{rule} seed {s}": (range(1, 2 * steps + 1), curve.entropy) for (rule, s), curve in curves.items()}
+        title = "Expert load from a skewed router, by rule (mean and range over seeds)"
+        axes = {"x": "step", "y": "expert-load entropy (1 = uniform)"}
+        draw_lines(Path(parsed.png), lines, title=title, **axes, marks={steps: "other data"})
     return result
 
 
-def _draw(path: Path, curves: Mapping[tuple[BalanceRule, int], Curve], steps: int) -> None:
-    xs = range(1, 2 * steps + 1)
-    lines = {f"{rule} seed {seed}": (xs, curve.entropy) for (rule, seed), curve in curves.items()}
-    title, y = (
-        "Expert load from a skewed router, by rule (mean and range over seeds)",
-        "expert-load entropy (1 = uniform)",
-    )
-    draw_lines(path, lines, title=title, x="step", y=y, marks={steps: "other data"})
-
-
-def steps_until_even(curve: Curve, switch: int) -> StepsUntilEven:
+def steps_until_even(curve: Curve, switch: int) -> tuple[int | None, int | None]:
     """Count the steps until the load is even, from the start and from the change of data after `switch` steps."""
-    return StepsUntilEven(even_after(curve.entropy[:switch]), even_after(curve.entropy[switch:]))
+    return even_after(curve.entropy[:switch]), even_after(curve.entropy[switch:])
 
 
 def even_after(entropy: Sequence[float]) -> int | None:
     """Return the first of the `_HELD` steps in a row with an even load, from 1; None if there are none."""
     starts = range(len(entropy) - _HELD + 1)
     return next((step + 1 for step in starts if min(entropy[step : step + _HELD]) >= EVEN), None)
-
-
-def _total_steps(until_even: StepsUntilEven, steps: int) -> int:
-    return sum(steps + 1 if count is None else count for count in until_even)
 
 
 def _prepare(folder: Path) -> dict[str, Path]:

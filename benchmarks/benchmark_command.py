@@ -1,12 +1,18 @@
-"""What the benchmarks share: the command line, the header of a result, and timing of several sides in turn."""
+"""What the benchmarks share: the command line, the header of a result, timing of sides in turn, and training runs."""
 
+import contextlib
+import functools
 import os
+import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from zaya_jax.config.checks import require
-from zaya_jax.hardware.environment import keep_compilations
+from zaya_jax.errors import RunStopped
 from zaya_jax.lab.measure.timing import interleave_subprocesses
 from zaya_jax.lab.result import describe_run, rounded
 from zaya_jax.lab.verbs import Run, add_flags, help_texts, run_verb
@@ -26,10 +32,7 @@ def flag(default: Any, metavar: str, text: str) -> dict[str, Any]:
 
 
 # Flags of the benchmarks that train a configuration, and of those that compare one dtype.
-TRAINING: Flags = {
-    "--config": flag("configs/tiny.yaml", "FILE", "configuration to train"),
-    "overrides": OVERRIDES,
-}
+TRAINING: Flags = {"--config": flag("configs/tiny.yaml", "FILE", "configuration to train"), "overrides": OVERRIDES}
 DTYPE: Flags = {"--dtype": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "default: float32"}}
 
 
@@ -39,13 +42,8 @@ Main = Callable[[Sequence[str]], int]
 def command(run: Run, flags: Flags, *, repeats: int | None = None, png: str | None = None, output: bool = True) -> Main:
     """Make the `main` of a benchmark; it returns 0, 1 if the result says that something `failed`, or 2 for bad input.
 
-    Args:
-      run: from the parsed arguments, makes the result and draws `--png`. Its docstring is the help, see
-        `lab.verbs.add_verb`.
-      flags: of this benchmark.
-      repeats: see `lab.verbs.add_flags`, like `png`.
-      png: see `repeats`.
-      output: whether there is a flag `--output`.
+    `run` makes the result from the parsed arguments, and draws `--png`; its docstring is the help (`lab.verbs`). The
+    other flags are those of `lab.verbs.add_flags`, if there is an `output`.
     """
 
     def run_and_draw(parsed: Any) -> dict[str, Any]:
@@ -87,12 +85,29 @@ def time_sides(sides: Mapping[str, tuple[Any, ...]], repeats: int) -> tuple[dict
     return {name: rounded(each) for name, each in seconds.items()}, medians(seconds)
 
 
+def peak_memory() -> int:
+    """Return this process' peak resident memory in bytes: `ru_maxrss` may be that of the process that started it."""
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[0])
+
+
+@contextlib.contextmanager
+def training_process(
+    config: Any, *changes: str, program: Sequence[str] = ("-m", "zaya_jax.main"), ends: Sequence[int] = (0,), **env: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Train in another process, which is killed after the block; RunStopped if its status is not in `ends`."""
+    command = [sys.executable, *program, "--config", str(config), *changes]
+    with tempfile.TemporaryFile() as output:
+        started = functools.partial(subprocess.Popen, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        with started(command, env={**os.environ, **env}) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+        if process.returncode not in ends:
+            output.seek(0)
+            raise RunStopped(f"{' '.join(command)} failed: {output.read()[-500:].decode(errors='replace')}")
+
+
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the median of each side."""
     return {name: statistics.median(each) for name, each in seconds.items()}
-
-
-def prepare_trainings(steps: int) -> None:
-    """Check `--steps`, and keep compiled programs: the seeds of a variant run the same ones."""
-    require(steps >= 20, "--steps", steps, "at least 20: the warm-up takes 10 steps")
-    keep_compilations()

@@ -8,16 +8,16 @@ import math
 import os
 import pickle
 import random
-import re
 import shutil
 import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks.benchmark_command import command, flag
+from benchmarks.benchmark_command import command, flag, peak_memory
 from zaya_jax.config.checks import counted, require
 from zaya_jax.job.multihost import join
 from zaya_jax.lab.measure import storage
@@ -36,15 +36,21 @@ from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.run.files import sync_folder
 from zaya_jax.run.reserved_port import reserved_port
+from zaya_jax.run.table import format_table
 
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
 _DRAWS = 2000  # of the bootstrap
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
 _HEAD = (
-    ("medians, in seconds", "training", "durable", "restore", "restore", "peak", "step time"),
-    ("", "waits", "after", "from disk", "cached", "memory", "during a save"),
+    "medians, in seconds",
+    "training waits",
+    "durable after",
+    "restore from disk",
+    "restore cached",
+    "peak memory",
+    "step time during a save",
 )
-_NAMES = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
+_NAMES: dict[str, str] = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
 _SMALL = 1000  # number of arrays of 1 KiB, besides the large ones
 _WIDTH, _STEPS = 512, 20  # matrix width of a fake training step, and number of steps timed without saving
 
@@ -101,8 +107,9 @@ def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[
     work.mkdir()
     with reserved_port() as coordinator, restored_environment(), ExitStack() as stack:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-        jobs = [Job(work, coordinator, processes, process, size, repeats) for process in range(processes)]
-        steps = [stack.enter_context(run_in_subprocess(functools.partial, measure, job)) for job in jobs]
+        job = measure, work, size, repeats, coordinator, processes
+        started = [run_in_subprocess(functools.partial, *job, process) for process in range(processes)]
+        steps = [stack.enter_context(each) for each in started]
         with ThreadPoolExecutor(processes) as pool:  # concurrently, since the processes wait for each other
             rows, *_ = pool.map(lambda step: step(), steps)
     shutil.rmtree(work)
@@ -116,7 +123,11 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
         for key in _FIGURES:
             if not math.isnan(row.get(key, math.nan)):
                 ways.setdefault(row["way"], {}).setdefault(key, []).append(row[key])
-    table = {way: {key: _statistics(values) for key, values in figures.items()} for way, figures in ways.items()}
+    statistic = {"median": statistics.median, "least": min, "most": max}
+    table = {
+        way: {key: {name: each(values) for name, each in statistic.items()} for key, values in figures.items()}
+        for way, figures in ways.items()
+    }
 
     def ratio(key: str, way: str, other: str) -> float:
         return table[way][key]["median"] / table[other][key]["median"]
@@ -134,10 +145,6 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
     }
 
 
-def _statistics(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
-
-
 def interval(numerators: list[float], denominators: list[float]) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the ratio of two medians."""
     drawn = random.Random(0)
@@ -153,28 +160,29 @@ def print_table(job: dict[str, Any]) -> None:
     """Print the figures of one job as a table. Memory is the increase during a save in the largest process."""
     (low, high), count = job["stall_interval"], job["processes"]
     durable, restored = f"{job['commit_ratio']:.2f}× as fast", f"{job['restore_ratio']:.2f}× as fast"
+    blocks = f"{job['stall_ratio']:.1f}× as long as zaya_jax (95 % interval {low:.1f} to {high:.1f})"
     print(f"{job['gib']:g} GiB, {counted(count, 'process', 'es')}:")
-    print(f"  {PEER} blocks training {job['stall_ratio']:.1f}× as long as zaya_jax", end=" ")
-    print(f"(95 % interval {low:.1f} to {high:.1f})")
+    print(f"  {PEER} blocks training {blocks}")
     print(f"  compared with it, zaya_jax makes the checkpoint durable {durable}", end=", ")
     print(f"and restores it with checksums {restored}")
     print(f"  checksums add {100 * job['digest_share']:.1f} % to the time until the checkpoint is durable")
-    for first, *cells in _HEAD:
-        print(f"  {first:<24}" + "".join(f"{cell:>14}" for cell in cells))
+    lines: list[Sequence[str]] = [_HEAD]
     for way, figures in job["ways"].items():
         median = {key: each["median"] for key, each in figures.items()}
         cells = [f"{median[key]:.3f}" for key in ("stall", "commit", "restore_cold", "restore_warm")]
-        cells += [f"{median['memory'] / 2**20:.0f} MiB"]
-        cells += [f"{median['step_inflation']:.2f}×"] if "step_inflation" in median else []
-        print(f"  {_NAMES.get(way, way):<24}" + "".join(f"{cell:>14}" for cell in cells))
+        inflation = f"{median['step_inflation']:.2f}×" if "step_inflation" in median else ""
+        lines.append([_NAMES.get(way, str(way)), *cells, f"{median['memory'] / 2**20:.0f} MiB", inflation])
+    print("\n".join(format_table(lines)))
 
 
 def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
     jobs = [job for job in results if job["gib"] == size]
-    counts, lines = [job["processes"] for job in jobs], {}
-    for key, what in (("stall", "training waits"), ("commit", "durable after")):
-        for way in jobs[0]["ways"]:
-            lines[f"{way}: {what}"] = counts, [job["ways"][way][key]["median"] for job in jobs]
+    counts, times = [job["processes"] for job in jobs], {"stall": "training waits", "commit": "durable after"}
+    lines = {
+        f"{way}: {what}": (counts, [job["ways"][way][key]["median"] for job in jobs])
+        for key, what in times.items()
+        for way in jobs[0]["ways"]
+    }
     title = f"Saving {size:g} GiB: how long training waits, and when the checkpoint is durable"
     draw_lines(path, lines, title=title, x="number of processes", y="time (s)", logarithmic="y")
 
@@ -182,32 +190,23 @@ def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
 # --- one process of a job that saves the same state with several methods, in turn, and times each ----------------
 
 
-class Job(NamedTuple):
-    """A job, and the index of this process."""
-
-    folder: Path
-    coordinator: str
-    processes: int
-    process: int
-    size: int  # bytes of a state
-    repeats: int
-
-
-def measure(job: Job) -> list[dict[str, Any]]:
-    """Save and restore together with the other processes; returns one row for each method and turn."""
-    if job.processes > 1:
-        join((job.coordinator, job.processes, job.process), 120, 600.0)
-    state = storage.make_state(job.size, _SMALL, jax.devices())
-    methods = make_methods(job.folder, state)
+def measure(
+    folder: Path, size: int, repeats: int, coordinator: str, processes: int, process: int
+) -> list[dict[str, Any]]:
+    """Save and restore a state of `size` bytes with the other processes; returns one row for each method and turn."""
+    if processes > 1:
+        join((coordinator, processes, process), 120, 600.0)
+    state = storage.make_state(size, _SMALL, jax.devices())
+    methods = make_methods(folder, state)
     rows: list[dict[str, Any]] = []
-    for turn in range(job.repeats + 1):
+    for turn in range(repeats + 1):
         for name, method in methods.items():
             row = {"way": name, "turn": turn, **timed_save(method, turn)}
-            if turn == job.repeats:
-                row |= storage.time_restores(method, job.folder, state) | timed_steps(method, turn + 1)
+            if turn == repeats:
+                row |= storage.time_restores(method, folder, state) | timed_steps(method, turn + 1)
             if turn:  # the first turn is a warm-up
                 rows.append(row)
-    if job.processes > 1:
+    if processes > 1:
         jax.distributed.shutdown()  # together, since the processes are ended one after the other
     return rows
 
@@ -285,15 +284,9 @@ def restart_peak() -> int:
     return peak_memory()
 
 
-def peak_memory() -> int:
-    """Return this process' peak resident memory in bytes, as the kernel counts it."""
-    return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[0])
-
-
 def timed_steps(method: Method, step: int) -> dict[str, float]:
     """Return the duration of a step during a save, relative to one without, in the slowest process; NaN if none ran."""
-    multiply = jax.jit(lambda x: x @ x)
-    x = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
+    multiply, x = jax.jit(lambda x: x @ x), jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
 
     def one_step() -> None:
         multiply(x).block_until_ready()
@@ -307,7 +300,6 @@ def timed_steps(method: Method, step: int) -> dict[str, float]:
     beside = []
     while finishing.is_alive():
         beside.append(elapsed(one_step))
-    finishing.join()
     return {"step_inflation": storage.largest(statistics.mean(beside) / alone if beside else math.nan)}
 
 

@@ -79,13 +79,12 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Time both sides, and print the speed of each and the relative speed; InputError if a peer is not installed."""
     require_packages("bench", "datasets")
-    result = describe_run(
-        "packing and preparing data",
-        f"packing {sizes.tokens:,} tokens in windows of {sizes.context}, batch {sizes.batch}, {sizes.batches} batches "
-        f"a pass; preparing {sizes.text_bytes:,} bytes of JSONL by {WORKERS} processes",
-        "Grain's ConcatThenSplitIterDataset; datasets' load_dataset and map with the tokenizers library",
-        ("grain", "array_record", "numpy", "tokenizers", "datasets", "pyarrow"),
-    )
+    batches = f"batch {sizes.batch}, {sizes.batches} batches a pass"
+    packed = f"packing {sizes.tokens:,} tokens in windows of {sizes.context}, {batches}"
+    prepared = f"preparing {sizes.text_bytes:,} bytes of JSONL by {WORKERS} processes"
+    peer = "Grain's ConcatThenSplitIterDataset; datasets' load_dataset and map with the tokenizers library"
+    packages = ("grain", "array_record", "numpy", "tokenizers", "datasets", "pyarrow")
+    result = describe_run("packing and preparing data", f"{packed}; {prepared}", peer, packages)
     with tempfile.TemporaryDirectory() as folder:
         inputs = make_inputs(Path(folder), sizes)
         result["results"] = {
@@ -108,10 +107,11 @@ def make_inputs(folder: Path, sizes: Sizes) -> Inputs:
 
 def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int) -> dict[str, Any]:
     """Measure tokens/s of packing, with the fastest of Grain's settings."""
-    best, tried = fastest_settings(inputs, sizes, [GrainSettings(threads) for threads in _THREADS])
+    tried = grain_speeds(inputs, sizes, [GrainSettings(threads) for threads in _THREADS])
+    best = max(tried, key=tried.__getitem__)
     if workers:
-        candidates = [GrainSettings(best.threads, workers, buffer) for buffer in _BUFFERS]
-        best, tried = fastest_settings(inputs, sizes, candidates)
+        tried = grain_speeds(inputs, sizes, [GrainSettings(best.threads, workers, buffer) for buffer in _BUFFERS])
+        best = max(tried, key=tried.__getitem__)
     ours = our_packing, inputs.drawn, inputs.folder / "cache", sizes, workers
     passes = interleave_subprocesses({"ours": ours, "peer": _grain(inputs, sizes, best, sizes.batches)}, repeats)
     seconds = {name: timed.results for name, timed in passes.items()}  # without start-up, unlike `timed.seconds`
@@ -182,15 +182,11 @@ def our_preparing(lines: Path, tokenizer: Path, scratch: Path) -> Callable[[], N
     return step
 
 
-def fastest_settings(
-    inputs: Inputs, sizes: Sizes, candidates: Sequence[GrainSettings]
-) -> tuple[GrainSettings, dict[GrainSettings, int]]:
-    """Return the fastest of Grain's settings, and tokens/s with each."""
+def grain_speeds(inputs: Inputs, sizes: Sizes, candidates: Sequence[GrainSettings]) -> dict[GrainSettings, int]:
+    """Return tokens/s with each of Grain's settings."""
     sides = {settings: _grain(inputs, sizes, settings, sizes.tried) for settings in candidates}
-    seconds = {settings: timed.results for settings, timed in interleave_subprocesses(sides, _TRIES).items()}
-    tokens = sizes.tried * sizes.batch_tokens
-    speeds = {settings: round(tokens / statistics.median(each)) for settings, each in seconds.items()}
-    return max(speeds, key=speeds.__getitem__), speeds
+    passes, tokens = interleave_subprocesses(sides, _TRIES), sizes.tried * sizes.batch_tokens
+    return {settings: round(tokens / statistics.median(timed.results)) for settings, timed in passes.items()}
 
 
 def _grain(inputs: Inputs, sizes: Sizes, settings: GrainSettings, batches: int) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """The other sides of the data benchmark: Grain's packing, and `datasets` with the `tokenizers` library."""
 
+import functools
 import importlib
 import os
 import tempfile
@@ -38,11 +39,11 @@ def grain_packing(
 
     shards = sorted(str(path) for path in folder.glob("train-*.arrayrecord"))
     source: Any = ArrayRecordDataSource(shards)  # Any: a parameter is named differently in Grain
-    decode = Decode(open_manifest(folder).dtype)
+    decode_record = functools.partial(decode, open_manifest(folder).dtype)
 
     def step() -> float:
         read = grain.ReadOptions(settings.threads, _READ_AHEAD if settings.threads else 0)
-        documents = grain.MapDataset.source(source).seed(0).shuffle().repeat().map(decode)
+        documents = grain.MapDataset.source(source).seed(0).shuffle().repeat().map(decode_record)
         rows = experimental.ConcatThenSplitIterDataset(
             documents.to_iter_dataset(read), length_struct={"tokens": context}
         )
@@ -60,14 +61,9 @@ def grain_packing(
     return step
 
 
-class Decode(NamedTuple):
-    """Decodes a record for Grain."""
-
-    dtype: str
-
-    def __call__(self, record: bytes) -> dict[str, np.ndarray]:
-        """Return the record's tokens, int32 [n]."""
-        return {"tokens": np.frombuffer(record, self.dtype).astype(np.int32)}
+def decode(dtype: str, record: bytes) -> dict[str, np.ndarray]:
+    """Return the `tokens` of a record, int32 [n]."""
+    return {"tokens": np.frombuffer(record, dtype).astype(np.int32)}
 
 
 def time_batches(iterator: Any, skipped: int, batches: int) -> float:

@@ -40,20 +40,18 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     for batch in parsed.batch:
         prompts, seconds, medians = np.random.default_rng(0).integers(0, config.vocab_size, (batch, PROMPT)), {}, {}
         for new in (1, NEW):
-            ours, theirs = (config, dtype, prompts, new), (config, dtype, prompts, new, peer_device(), threads)
-            sides = {"ours": (our_decode, *ours), "peer": (peer_decode, *theirs)}
+            work = config, dtype, prompts, new
+            sides = {"ours": (our_decode, *work), "peer": (peer_decode, *work, peer_device(), threads)}
             seconds[new], medians[new] = time_sides(sides, parsed.repeats)
-        with run_in_subprocess(compile_seconds, config, dtype, prompts) as ask:
-            compilation = ask()
+        with run_in_subprocess(our_decode, config, dtype, prompts, NEW) as step:
+            first_call, second = time_calls(step, 2, warm_up=0).seconds
+        compilation = first_call - second
         speeds = {side: batch * NEW / median for side, median in medians[NEW].items()}
         ratio = speeds["ours"] / speeds["peer"]
         first = {side: round(1e3 * median) for side, median in medians[1].items()}
-        print(
-            f"batch {batch}: zaya_jax {speeds['ours']:,.0f} new tokens/s, transformers {speeds['peer']:,.0f}; "
-            f"zaya_jax is {ratio:.2f}× as fast; first token after {first['ours']} and {first['peer']} ms; "
-            f"our compilation {compilation:.1f} s",
-            flush=True,
-        )
+        speed = f"zaya_jax {speeds['ours']:,.0f} new tokens/s, transformers {speeds['peer']:,.0f}"
+        times = f"first token after {first['ours']} and {first['peer']} ms; our compilation {compilation:.1f} s"
+        print(f"batch {batch}: {speed}; zaya_jax is {ratio:.2f}× as fast; {times}", flush=True)
         result["results"][str(batch)] = {
             "tokens_per_second": {side: round(speed, 1) for side, speed in speeds.items()},
             "ratio": round(ratio, 3),
@@ -72,17 +70,6 @@ def our_decode(config: ModelConfig, dtype: str, prompts: np.ndarray, new: int) -
         return generate_tokens(model, prompts, new)[-1].tokens[-1]
 
     return step
-
-
-def compile_seconds(config: ModelConfig, dtype: str, prompts: np.ndarray) -> Callable[[], float]:
-    """Make a function that returns the time of the first call less that of the second."""
-    step = our_decode(config, dtype, prompts, NEW)
-
-    def seconds() -> float:
-        first, second = time_calls(step, 2, warm_up=0).seconds
-        return first - second
-
-    return seconds
 
 
 main = command(run, {"--batch": flag([1, 8], "N", "numbers of prompts")} | DTYPE, repeats=5)

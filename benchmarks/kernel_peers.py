@@ -1,5 +1,6 @@
 """PyTorch counterparts of the kernels, at the sizes of `kernel_cases`."""
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -16,26 +17,21 @@ def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, C
     """Make a function that runs a case of `kernel_cases.cases` in PyTorch, and one that waits for all its calls.
 
     On a GPU ('cuda', ROCm devices, too), norms are compiled with `torch.compile`, and attention uses the flash kernel
-    of `scaled_dot_product_attention`; on a CPU both use PyTorch's defaults.
-
-    Raises:
-      InputError: PyTorch is not installed.
+    of `scaled_dot_product_attention`. InputError if PyTorch is not installed.
     """
     require_packages("parity", "torch")
     torch: Any = importlib.import_module("torch")  # an optional dependency, imported by name
     torch.manual_seed(0)
-    make, backward = PEERS[name], name.endswith(" backward")
     with torch.device(device):
-        function, arrays = make(torch, sizes, getattr(torch, dtype), device == "cuda")
-        call = _pulled(torch, function, arrays) if backward else _without_gradient(torch, function, arrays)
+        function, arrays = PEERS[name](torch, sizes, getattr(torch, dtype), device == "cuda")
+        if name.endswith(" backward"):
+            call = _backward(torch, function, arrays)
+        else:
+            call = functools.partial(torch.no_grad()(function), *arrays)
     return call, torch.cuda.synchronize if device == "cuda" else lambda: None  # calls on a CPU are synchronous
 
 
-def _without_gradient(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
-    return functools.partial(torch.no_grad()(function), *arrays)
-
-
-def _pulled(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
+def _backward(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
     for array in arrays:
         array.requires_grad_()
     # Otherwise a compiled backward pass reuses the memory of saved tensors, and could be called only once.
@@ -58,46 +54,28 @@ def _residual_norm(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
     return torch.compile(function) if gpu else function, arrays
 
 
-def _attention(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
-    rows, length = sizes.tokens // sizes.sequence, sizes.sequence
-    return _attend(torch, gpu, causal=True), _heads(torch, sizes, dtype, rows, length, length)
-
-
-def _decode(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
-    rows, keys = sizes.decoded
-    return _attend(torch, gpu, causal=False), _heads(torch, sizes, dtype, rows, 1, keys)
-
-
-def _attend(torch: Any, gpu: bool, *, causal: bool) -> Callable[..., Any]:
-    attend = torch.nn.functional.scaled_dot_product_attention
+def _attention(torch: Any, sizes: Sizes, dtype: Any, gpu: bool, *, decode: bool = False) -> Made:
+    """Attend with queries, keys and values [b, h, s, c]: all queries of a causal sequence, or one of a `decode`."""
+    rows, keys = sizes.decoded if decode else (sizes.tokens // sizes.sequence, sizes.sequence)
+    heads = ((sizes.query_heads, 1 if decode else keys), *[(sizes.kv_heads, keys)] * 2)
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
     backends: Any = importlib.import_module("torch.nn.attention")
 
     def function(q: Any, k: Any, v: Any) -> Any:
-        if not gpu:
-            return attend(q, k, v, is_causal=causal, enable_gqa=True)
-        with backends.sdpa_kernel(backends.SDPBackend.FLASH_ATTENTION):
-            return attend(q, k, v, is_causal=causal, enable_gqa=True)
+        with backends.sdpa_kernel(backends.SDPBackend.FLASH_ATTENTION) if gpu else contextlib.nullcontext():
+            return attend(q, k, v, is_causal=not decode, enable_gqa=True)
 
-    return function
+    return function, [torch.randn(rows, *head, sizes.channels, dtype=dtype) for head in heads]
 
 
-def _heads(torch: Any, sizes: Sizes, dtype: Any, rows: int, queries: int, keys: int) -> list[Any]:
-    """Draw queries, keys and values [b, h, s, c]."""
-    heads = ((sizes.query_heads, queries), (sizes.kv_heads, keys), (sizes.kv_heads, keys))
-    return [torch.randn(rows, *head, sizes.channels, dtype=dtype) for head in heads]
-
-
-def _grouped(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
-    del gpu
+def _grouped(torch: Any, sizes: Sizes, dtype: Any, _: bool) -> Made:
     e, d, q = sizes.experts, sizes.width, 2 * sizes.expert_width
     ends = torch.arange(1, e + 1, dtype=torch.int32) * sizes.per_expert
     arrays = [torch.randn(e * sizes.per_expert, d, dtype=dtype), torch.randn(e, d, q, dtype=dtype)]
     return lambda x, w: torch._grouped_mm(x, w, offs=ends), arrays
 
 
-def _gram_polynomial(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
-    del gpu
-
+def _gram_polynomial(torch: Any, sizes: Sizes, dtype: Any, _: bool) -> Made:
     def function(x: Any) -> Any:
         gram = x @ x.mT
         return torch.baddbmm(gram, gram, gram, beta=0.5, alpha=0.5)
@@ -105,9 +83,8 @@ def _gram_polynomial(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
     return function, [torch.randn(*sizes.matrices, dtype=dtype)]
 
 
-def _muon(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> Made:
-    del dtype, gpu  # torch's Muon always iterates in bf16
-    n, p, q = sizes.matrices
+def _muon(torch: Any, sizes: Sizes, *_: Any) -> Made:
+    n, p, q = sizes.matrices  # torch's Muon always iterates in bf16
     matrices = [torch.nn.Parameter(torch.randn(q, p)) for _ in range(n)]
     for matrix in matrices:
         matrix.grad = torch.randn(q, p)
@@ -121,7 +98,7 @@ PEERS: dict[str, Callable[..., Made]] = {
     "residual_norm backward": _residual_norm,
     "attention": _attention,
     "attention backward": _attention,
-    "attention of a decode": _decode,
+    "attention of a decode": functools.partial(_attention, decode=True),
     "grouped_matmul": _grouped,
     "grouped_matmul backward": _grouped,
     "gram_polynomial": _gram_polynomial,

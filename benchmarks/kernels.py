@@ -1,12 +1,8 @@
-"""Time each kernel against XLA's compilation of its reference, against PyTorch, and against the device's peak.
-
-Each side runs in its own process, in turn. A pass queues many calls before it waits, to time the device and not the
-launch overhead.
-"""
+"""Time each kernel against XLA's compilation of its reference, against PyTorch, and against the device's peak."""
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.benchmark_command import command, medians, share_device, start_result
@@ -23,6 +19,13 @@ from zaya_jax.ops.target import Target, current_target
 Limits = Mapping[str, float]  # see `rooflines`
 Row = dict[str, Any]  # see `row`
 _ROOFLINES = {"copy": "memory", "dense": "matmul"}  # names of the probes that measure them
+_QUANTITIES = {
+    "copy": "fraction of the copy bandwidth",
+    "dense": "fraction of the dense matmul rate",
+    "roofline": "fraction of the roofline",
+    "tflops": "TFLOP/s",
+    "reference": "speed relative to XLA",
+}
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -36,14 +39,10 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict[str, Any]:
-    """Time all cases, or those in `only`, on this process' first device; prints and writes a row for each.
+    """Time all cases, or those in `only`, on this process' first device; prints and writes to `output` a row for each.
 
-    Returns:
-      What was written to `output`: the measured `rooflines`, and `results` by case (`row`). `failed`: a sentence, if a
-      kernel that the device supports did not run.
-
-    Raises:
-      InputError: `only` contains an unknown name.
+    Returns the measured `rooflines`, and `results` by case (`row`). `failed`: a sentence, if a kernel that the device
+    supports did not run. InputError for unknown names.
     """
     share_device()
     target = current_target()
@@ -61,7 +60,7 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
     copy, dense = f"{limits['copy'] / 1e9:,.0f} GB/s in copies", f"{limits['dense'] / 1e12:,.3g} TFLOP/s"
     print(f"{target.device_kind}: measured {copy} and {dense} in dense bf16 matmuls.", flush=True)
     rows: dict[str, Any] = {}
-    result |= {"rooflines": {name: _short(value) for name, value in limits.items()}, "results": rows}
+    result |= {"rooflines": {name: short(value) for name, value in limits.items()}, "results": rows}
     supported, broken = _selection(sizes, dtype, emulated).chosen.keys(), []
     for name in only or chosen:
         try:
@@ -100,32 +99,21 @@ def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int
     makers: dict[str, tuple[Any, ...]] = {
         side: (our_side, name, sizes, dtype, side == "kernel", emulated) for side in ("kernel", "reference")
     }
-    makers["peer"] = (peer_side, name, sizes, dtype, "cpu" if emulated else "cuda")
-    missing = {} if name in PEERS else {"peer": "PyTorch has no counterpart."}
-    steps = {}
+    steps, missing = {}, {"peer": "PyTorch has no counterpart."}
+    if name in PEERS:
+        makers["peer"] = (peer_side, name, sizes, dtype, "cpu" if emulated else "cuda")
+        del missing["peer"]
     with contextlib.ExitStack() as stack:
-        for side in [side for side in makers if side not in missing]:
+        for side, maker in makers.items():
             try:
-                steps[side] = stack.enter_context(run_in_subprocess(*makers[side]))
+                steps[side] = stack.enter_context(run_in_subprocess(*maker))
             except (InputError, RuntimeError) as error:
                 missing[side] = str(error)
         return interleave(steps, repeats), missing
 
 
-@contextlib.contextmanager
-def _errors_as_sentences() -> Iterator[None]:
-    """Raise every error as an `InputError`, since not every error can be sent to another process."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{type(error).__name__}: {str(error)[:500]}") from error
-
-
-@_errors_as_sentences()
 def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) -> Callable[[], int]:
-    """Make a pass of a case with its kernel or its reference; InputError if it does not compile or run."""
+    """Make a pass of a case with its kernel or its reference; InputError if the device has no such kernel."""
     case, kernels = cases(sizes, dtype)[name], _selection(sizes, dtype, emulated)
     if kernel and not kernels.chosen.keys() & set(case.operations):
         raise InputError(f"{name} has no kernel for this device. {kernels}")
@@ -133,9 +121,8 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
     return Queue(function, arguments, case.held).make_pass()
 
 
-@_errors_as_sentences()
 def peer_side(name: str, sizes: Sizes, dtype: str, device: str) -> Callable[[], int]:
-    """Make a pass of a case in PyTorch; InputError if that is not installed, or does not support the case."""
+    """Make a pass of a case in PyTorch; InputError if that is not installed."""
     return repeated(*peer_call(name, sizes, dtype, device), 1)
 
 
@@ -147,58 +134,40 @@ def per_call(passes: Passes) -> list[float]:
 def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], limits: Limits, device: str) -> Row:
     """Summarize the passes of a case.
 
-    Returns:
-      `seconds`: seconds per call in every pass of each side; `median_seconds`: their medians. `reference`, `peer`: how
-      many times as fast the kernel is. `bytes_per_second`, `flops_per_second`: speed of the kernel. `aim`: the goal,
-      the value `reached`, and whether it is `met` (None on devices other than an H200). `missing`: sides without times,
-      and why.
+    `seconds` are those per call, `reference` and `peer` how many times as fast the kernel is. `aim` is `met` or not on
+    an H200, and None on other devices. `missing` has the sides without times, and why.
     """
     seconds = {side: per_call(timed) for side, timed in passes.items()}
     typical = medians(seconds)
     summary: Row = {
         "bytes": case.bytes,
         "flops": case.flops,
-        "median_seconds": {side: _short(time) for side, time in typical.items()},
-        "seconds": {side: [_short(time) for time in times] for side, times in seconds.items()},
+        "median_seconds": {side: short(time) for side, time in typical.items()},
+        "seconds": {side: [short(time) for time in times] for side, times in seconds.items()},
         "missing": dict(missing),
     }
     if "kernel" not in typical:
         return summary
     kernel = typical.pop("kernel")
     summary |= {side: float(f"{time / kernel:.3g}") for side, time in typical.items()}
-    summary |= {"bytes_per_second": _short(case.bytes / kernel), "flops_per_second": _short(case.flops / kernel)}
+    summary |= {"bytes_per_second": short(case.bytes / kernel), "flops_per_second": short(case.flops / kernel)}
     if case.aim:
         reached = reach(case, case.aim, kernel, typical, limits)
         met = reached is not None and reached >= case.aim.least if "H200" in device else None
-        value = None if reached is None else float(f"{reached:.3g}")
-        summary["aim"] = {"of": case.aim.of, "least": case.aim.least, "met": met, "reached": value}
+        summary["aim"] = case.aim._asdict() | {"met": met, "reached": reached and float(f"{reached:.3g}")}
     return summary
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
+    """Round to four digits."""
     return float(f"{value:.4g}")
 
 
 def reach(case: Case, aim: Aim, kernel: float, others: Mapping[str, float], limits: Limits) -> float | None:
     """Return the value to compare with the goal, for a call of `kernel` seconds; None if the reference is missing."""
     copy, dense = case.bytes / limits["copy"], case.flops / limits["dense"]
-    reached = {
-        "copy": copy / kernel,
-        "dense": dense / kernel,
-        "roofline": max(copy, dense) / kernel,
-        "tflops": case.flops / kernel / 1e12,
-        "reference": others["reference"] / kernel if "reference" in others else None,
-    }
-    return reached[aim.of]
-
-
-_QUANTITIES = {
-    "copy": "fraction of the copy bandwidth",
-    "dense": "fraction of the dense matmul rate",
-    "roofline": "fraction of the roofline",
-    "tflops": "TFLOP/s",
-    "reference": "speed relative to XLA",
-}
+    times = {"copy": copy, "dense": dense, "roofline": max(copy, dense), "tflops": case.flops / 1e12} | dict(others)
+    return times[aim.of] / kernel if aim.of in times else None
 
 
 def sentence(summary: Row) -> str:

@@ -7,7 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from benchmarks.benchmark_command import command, flag, prepare_trainings
+import numpy as np
+
+from benchmarks.benchmark_command import command, flag
 from benchmarks.training_sweep import SEEDS, Curve, Trial, median_or_never, run_trials, small_config, start_result
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
 from zaya_jax.errors import InputError
@@ -38,20 +40,11 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
     optimizer --steps 100 --png optimizer.png
     """
-    prepare_trainings(parsed.steps)
-    return bench_optimizer(parsed.steps, parsed.png, parsed.tuned)
-
-
-def bench_optimizer(steps: int, png: str | None, tuned: str | None) -> dict[str, Any]:
-    """Tune both optimizers on one seed with the same number of trials, then compare them on three seeds.
-
-    Raises:
-      InputError: `tuned` is not a result of this benchmark.
-    """
+    steps: int = parsed.steps
     size = f"{steps} steps of 2,048 tokens of the text corpus, rates constant after 10 steps"
-    result = start_result("steps to the final held-out loss of AdamW", size, "AdamW for all parameters")
+    result = start_result("steps to the final held-out loss of AdamW", size, "AdamW for all parameters", steps)
     kinds: tuple[Kind, ...] = get_args(Kind)
-    grid = None if tuned is None else read_grid(tuned)
+    grid = None if parsed.tuned is None else read_grid(parsed.tuned)
     with tempfile.TemporaryDirectory() as folder:
 
         def trial(kind: Kind, rates: Rates, seed: int, evaluation_interval: int) -> Trial:
@@ -59,20 +52,13 @@ def bench_optimizer(steps: int, png: str | None, tuned: str | None) -> dict[str,
             return Trial(f"{kind} {rates[0]:g} {rates[1]:g} seed {seed}", config, evaluation_interval)
 
         if grid is None:
-            pairs: list[tuple[Kind, Rates]] = [
-                (kind, rates) for kind in kinds for rates in itertools.product(MATRICES[kind], OTHERS)
-            ]
-            curves = run_trials({(kind, rates): trial(kind, rates, 0, steps) for kind, rates in pairs})
-            grid = {
-                kind: _grid_rows(
-                    {rates: curves[kind, rates].final for each, rates in pairs if each == kind}, MATRICES[kind]
-                )
-                for kind in kinds
-            }
+            tried = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}
+            curves = run_trials({(kind, pair): trial(kind, pair, 0, steps) for kind in kinds for pair in tried[kind]})
+            grid = {kind: make_grid({pair: curves[kind, pair].final for pair in tried[kind]}) for kind in kinds}
         best = {kind: (grid[kind]["best"]["matrices"], grid[kind]["best"]["others"]) for kind in kinds}
         curves = run_trials({(seed, kind): trial(kind, best[kind], seed, 5) for seed in SEEDS for kind in kinds})
     named = {f"{kind} seed {seed}": curve for (seed, kind), curve in curves.items()}
-    result |= {"tuned": tuned, "grid": grid, "curves": {name: curve.heldout for name, curve in named.items()}}
+    result |= {"tuned": parsed.tuned, "grid": grid, "curves": {name: curve.heldout for name, curve in named.items()}}
     result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in SEEDS})
     for kind, row in grid.items():
         if not row["interior"]:
@@ -82,20 +68,20 @@ def bench_optimizer(steps: int, png: str | None, tuned: str | None) -> dict[str,
         print(f"Muon did not reach {target}.")
     else:
         print(f"Muon reaches {target} in {share:.0%} of its steps (median of {len(SEEDS)} seeds).")
-    if png:
+    if parsed.png:
         lines = {name: tuple(zip(*curve.heldout, strict=True)) for name, curve in named.items()}
         title = "Optimizers at their best learning rates (mean and range over seeds)"
-        draw_lines(Path(png), lines, title=title, x="step", y="held-out loss (nats/token)")
+        draw_lines(Path(parsed.png), lines, title=title, x="step", y="held-out loss (nats/token)")
     return result
 
 
-def _grid_rows(losses: dict[Rates, float], matrices: tuple[float, ...]) -> dict[str, Any]:
-    """Return the final losses of a grid of learning rates, and the best, for JSON."""
-    best = min(losses, key=losses.__getitem__)
+def make_grid(losses: dict[Rates, float]) -> dict[str, Any]:
+    """Describe a grid of learning rates: the losses, the best rates, and whether these are inside, not at the edge."""
+    best, axes = min(losses, key=losses.__getitem__), zip(*losses, strict=True)
     return {
         "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in losses.items()],
         "best": {"matrices": best[0], "others": best[1]},
-        "interior": _interior(best, matrices, OTHERS),
+        "interior": all(min(axis) < rate < max(axis) for rate, axis in zip(best, axes, strict=True)),
     }
 
 
@@ -132,20 +118,12 @@ def steps_to(curve: Curve, target: float) -> float | None:
     before: tuple[float, float] | None = None
     for step, loss in curve.heldout:
         if loss <= target:
-            if before is None:
-                return step
-            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+            return step if before is None else float(np.interp(-target, (-before[1], -loss), (before[0], step)))
         before = (step, loss)
     return None
 
 
-def _interior(best: Rates, *axes: tuple[float, ...]) -> bool:
-    return all(min(axis) < value < max(axis) for value, axis in zip(best, axes, strict=True))
-
-
-TUNED = (
-    "use the best learning rates of an earlier --output instead of tuning them, such as benchmarks/optimizer_cpu.json"
-)
+TUNED = "use the best learning rates of an earlier --output, such as benchmarks/optimizer_cpu.json, without tuning"
 FLAGS = {
     "--steps": flag(150, "N", "number of training steps, at least 20"),
     "--tuned": {"metavar": "FILE", "help": TUNED},

@@ -1,6 +1,9 @@
 """The other side of the step benchmarks: the ZAYA model of `transformers`, in PyTorch."""
 
+import contextlib
+import functools
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +50,7 @@ def peer_device() -> str:
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:
-    """Make a function that runs one forward and backward pass on `device` ('cpu', 'cuda') and returns the loss.
-
-    The model has the defaults of `transformers` (scaled-dot-product attention, default experts), but key temperatures
-    of 1, since with their initial value of 0 all keys would vanish.
-    """
+    """Make a function that runs one forward and backward pass on `device` ('cpu', 'cuda') and returns the loss."""
     torch, model = _make_model(config, dtype, device, threads)
     tokens = torch.tensor(tokens_bs, device=device)
 
@@ -65,11 +64,10 @@ def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: st
 
 
 def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, repeats: int) -> dict[str, Any]:
-    """Time optimizer steps of `peer_step`'s model on all of `tokens_bs`, after one warm-up step.
+    """Time steps of PyTorch's fused AdamW on all of `tokens_bs`, after one warm-up step, all in the compute dtype.
 
-    Parameters, gradients and moments are in the compute dtype; gradients are clipped, and PyTorch's fused AdamW updates
-    the parameters. Micro-batch size and activation checkpointing are those of the fastest pass that fits; InputError if
-    none does. Returns seconds, losses, memory, and the settings that were used.
+    Gradients are clipped. Micro-batch size and activation checkpointing are those of the fastest pass that fits;
+    InputError if none does. Returns seconds, losses, memory, and the settings that were used.
     """
     torch, model = _make_model(config.model, config.train.compute_dtype, device, threads)
     adamw = config.optimizer.adamw
@@ -111,7 +109,10 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
 
 
 def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> tuple[Any, Any]:
-    """Return the module torch, and the model."""
+    """Return the module torch, and the model with the defaults of `transformers`: sdpa, default experts.
+
+    Key temperatures are 1, since with their initial value of 0 all keys would vanish.
+    """
     # Optional dependencies, imported by name.
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     torch.set_num_threads(threads)
@@ -129,31 +130,21 @@ def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> t
 
 def _fastest(torch: Any, model: Any, tokens: Any, one_pass: Pass, update: Wait, wait: Wait) -> tuple[bool, int]:
     """Return the fastest settings that fit: whether to checkpoint activations, and the micro-batch size."""
-    speeds: dict[tuple[bool, int], float] = {}
+    speeds: dict[tuple[bool, int], float] = {}  # in sequences/s
     _set_checkpointing(model, True)
-    try:
+    with contextlib.suppress(torch.OutOfMemoryError):
         one_pass(tokens[:1], 1)
         update()  # allocates the moments before trying what else fits
-    except torch.OutOfMemoryError as error:
-        raise InputError(_TOO_LARGE) from error
-    for checkpointing in (False, True):
-        _set_checkpointing(model, checkpointing)
-        for rows in ROWS:
-            if len(tokens) % rows == 0 and (speed := _speed(torch, tokens[:rows], one_pass, wait)) is not None:
-                speeds[checkpointing, rows] = speed
+        for checkpointing, rows in itertools.product((False, True), ROWS):
+            if len(tokens) % rows == 0:
+                _set_checkpointing(model, checkpointing)
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    one = functools.partial(one_pass, tokens[:rows], rows)
+                    speeds[checkpointing, rows] = rows / time_calls(lambda one=one: (one(), wait()), 1).median
     model.zero_grad(set_to_none=True)
     if not speeds:
         raise InputError(_TOO_LARGE)
     return max(speeds, key=speeds.__getitem__)
-
-
-def _speed(torch: Any, rows: Any, one_pass: Pass, wait: Wait) -> float | None:
-    """Return sequences/s of a pass, after one warm-up pass; None if it does not fit."""
-    try:
-        seconds = time_calls(lambda: (one_pass(rows, len(rows)), wait()), 1).median
-    except torch.OutOfMemoryError:
-        return None
-    return len(rows) / seconds
 
 
 def _set_checkpointing(model: Any, checkpointing: bool) -> None:

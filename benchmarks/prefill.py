@@ -37,9 +37,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """
     for length in parsed.lengths:
         require(1 <= length <= CCA.max_positions, "--lengths", length, f"between 1 and {CCA.max_positions}")
-    heads = "; ".join(
-        f"{name}: {config.num_query_heads} query and {config.num_kv_heads} key heads" for name, config in KINDS.items()
-    )
+    heads = "; ".join(f"{name}: {c.num_query_heads} query and {c.num_kv_heads} key heads" for name, c in KINDS.items())
     size = f"width {CCA.hidden_size:,}, heads of {CCA.head_dim}, {parsed.dtype}, one prompt; {heads}"
     result = start_result("prefill of one attention layer", size, "grouped-query and full attention", ("flax",))
     for length in parsed.lengths:
@@ -47,11 +45,8 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         seconds, medians = time_sides(sides, parsed.repeats)
         ratios = {name: each / medians["cca"] for name, each in medians.items()}
         cca, gqa, full = (f"{1e3 * each:,.0f} ms" for each in medians.values())
-        print(
-            f"{length:,} tokens: CCA {cca}, GQA {gqa} ({ratios['gqa']:.2f}×), full attention {full} "
-            f"({ratios['full']:.2f}×)",
-            flush=True,
-        )
+        others = f"GQA {gqa} ({ratios['gqa']:.2f}×), full attention {full} ({ratios['full']:.2f}×)"
+        print(f"{length:,} tokens: CCA {cca}, {others}", flush=True)
         result["results"][str(length)] = {
             name: {
                 "seconds": seconds[name],

@@ -2,18 +2,18 @@
 
 import argparse
 import os
-import subprocess
-import sys
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark_command import TRAINING, command, medians
+from benchmarks.benchmark_command import TRAINING, command, medians, training_process
 from zaya_jax.config import load_config
 from zaya_jax.errors import RunStopped
 from zaya_jax.lab.result import describe_run, rounded
+from zaya_jax.lab.subprocesses import restored_environment
 from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, Phase, Progress, read_progress
 
 _STARTS = {"cold": "nothing prepared or compiled", "warm": "data prepared, programs compiled"}
@@ -32,15 +32,11 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
     startup --config configs/tiny.yaml --output startup.json
     """
-    load_config(parsed.config, parsed.overrides)  # so that a mistake is named before anything runs
-    return bench_startup(parsed.config, parsed.overrides, parsed.repeats)
-
-
-def bench_startup(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Time starts with and without empty caches; RunStopped if one ends before its first step."""
+    config, overrides = parsed.config, parsed.overrides
+    load_config(config, overrides)  # so that a mistake is named before anything runs
     result = describe_run("start-up", f"{config} {' '.join(overrides)}".strip(), "", ())
     starts: dict[str, list[dict[str, float]]] = {name: [] for name in _STARTS}
-    for _ in range(repeats):
+    for _ in range(parsed.repeats):
         with tempfile.TemporaryDirectory() as folder:
             for name in _STARTS:
                 starts[name].append(_start(Path(folder), name, config, overrides))
@@ -55,31 +51,22 @@ def bench_startup(config: str, overrides: Sequence[str], repeats: int) -> dict[s
 
 
 def _start(folder: Path, name: str, config: str, overrides: Sequence[str]) -> dict[str, float]:
-    """Start a run, and end it after its first step; return the seconds of each part."""
-    record = os.memfd_create(NAME, os.MFD_CLOEXEC)  # training writes to no other file than one in memory
-    os.truncate(record, SIZE)
+    """Start a run, and kill it after its first step; return the seconds of each part. RunStopped if it ends earlier."""
     changes = [*overrides, f"run_dir={folder / name}", f"data.cache_dir={folder / 'data'}"]
-    training = [sys.executable, "-m", "zaya_jax.main", "--config", config, *changes]
-    environment = {**os.environ, VARIABLE: f"/proc/{os.getpid()}/fd/{record}", "XDG_CACHE_HOME": str(folder / "cache")}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    begun = time.monotonic()
-    with (
-        (folder / "output").open("w+b") as output,
-        subprocess.Popen(training, env=environment, stdout=output, stderr=output) as process,  # noqa: S603
-    ):  # fmt: skip
-        try:
-            while read_progress(record) is None and process.poll() is None:
+    # Training writes its progress to no other file than one in memory.
+    with os.fdopen(os.memfd_create(NAME, os.MFD_CLOEXEC), "r+b") as record, restored_environment():
+        record.truncate(SIZE)
+        os.environ |= {VARIABLE: f"/proc/{os.getpid()}/fd/{record.fileno()}", "XDG_CACHE_HOME": str(folder / "cache")}
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+        begun = before = time.monotonic()
+        with training_process(config, *changes, ends=(0, -signal.SIGKILL)) as process:
+            while process.poll() is None:
                 time.sleep(0.01)
-            before = time.monotonic() - begun  # the process keeps its record
-            while (progress := read_progress(record)) is None or progress.step < 1:
-                if process.poll() is not None:
-                    output.seek(0)
-                    raise RunStopped(f"{' '.join(training)} failed: {output.read()[-300:].decode(errors='replace')}")
-                time.sleep(0.01)
-            return _parts(progress, before, time.monotonic() - begun)
-        finally:
-            process.kill()
-            os.close(record)
+                if (progress := read_progress(record.fileno())) is None:
+                    before = time.monotonic()
+                elif progress.step >= 1:
+                    return _parts(progress, before - begun, time.monotonic() - begun)
+    raise RunStopped(f"Training with {config} ended before its first step.")
 
 
 def _parts(progress: Progress, before: float, total: float) -> dict[str, float]:

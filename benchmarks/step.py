@@ -1,17 +1,15 @@
 """Time a training step against `transformers`: the forward and backward pass, or the whole optimizer step.
 
-Passes are interleaved on the same machine. Whole steps are timed one side after the other, since both do not fit one
-device. Ours is the program that `zaya_jax.main` trains with: gradient accumulation, clipping, Muon, AdamW and
-balancing; the optimizer's part is also timed separately, since several devices would share it.
+Passes are interleaved. Whole steps are timed one side after the other, since both do not fit one device. Ours is the
+program that `zaya_jax.main` trains with; its optimizer is also timed alone, since several devices would share it.
 """
 
 import argparse
-import dataclasses
 import functools
 import os
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +44,18 @@ from zaya_jax.train.program import Programs
 
 SHARED = (8, 1024)  # devices that would share the optimizer's work
 _GB = 1e9
+_PEER = "transformers ZayaForCausalLM (sdpa, default experts)"
 
 
-def default_config() -> Config:
-    """Make a configuration with 52.75M parameters, and four sequences of 512 tokens."""
+def default_config(sequences: int = 4, micro_batch: int | None = None) -> Config:
+    """Make a configuration with 52.75M parameters, and sequences of 512 tokens."""
     model = ModelConfig(
         vocab_size=16384, hidden_size=384, num_layers=8, num_query_heads=6, num_kv_heads=2, head_dim=64,
         num_experts=12, expert_size=384, router_size=64, max_positions=2048,
     )  # fmt: skip
-    train = TrainConfig(batch=BatchConfig(tokens=4 * 512))  # keeps what the peer keeps
-    return Config(model, (PhaseConfig(tokens=4 * 512),), data=DataConfig(context=512), train=train)
+    tokens = sequences * 512
+    train = TrainConfig(batch=BatchConfig(tokens=tokens, micro_batch=micro_batch))  # keeps what the peer keeps
+    return Config(model, (PhaseConfig(tokens),), data=DataConfig(context=512), train=train)
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -73,23 +73,18 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         return bench_step(config or default_config(), dtypes, parsed.repeats)
     if parsed.dtype:
         raise InputError("--dtype cannot be combined with --whole. Use --config FILE train.compute_dtype=bfloat16.")
-    return bench_whole_step(config or default_whole_config(), parsed.repeats, parsed.output)
+    return bench_whole_step(config or default_config(sequences=16, micro_batch=4), parsed.repeats, parsed.output)
 
 
 def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Time both sides with model, batch, context and remat of the first step of `config`.
-
-    Raises:
-      InputError: PyTorch or `transformers` cannot be imported.
-    """
+    """Time both sides with model, batch, context and remat of the first step of `config`."""
     require_peer()
     tokens_bs, threads = random_tokens(config), len(os.sched_getaffinity(0))
     batch, context = tokens_bs[:, 1:].shape
     tokens = batch * context
     flops = tokens * training_flops_per_token(config.model, context)
     size = f"{total_parameters(config.model):,} parameters, batch {batch} x {context}"
-    peer = "transformers ZayaForCausalLM (sdpa, default experts)"
-    result = start_result("forward and backward pass", size, peer, ("flax", "torch", "transformers"))
+    result = start_result("forward and backward pass", size, _PEER, ("flax", "torch", "transformers"))
     for dtype in dtypes:
         theirs = (config.model, dtype, tokens_bs[:, :context], peer_device(), threads)
         sides = {"ours": (forward_backward, config, dtype, tokens_bs), "peer": (peer_step, *theirs)}
@@ -107,35 +102,22 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str,
 # --- the whole step -------------------------------------------------------------------------------------------
 
 
-def default_whole_config() -> Config:
-    """Make `step.default_config` with 16 sequences a step in micro-batches of 4."""
-    config = default_config()
-    batch = BatchConfig(tokens=16 * config.data.context, micro_batch=4)
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch=batch))
-
-
 def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[str, Any]:
     """Time the first step of `config` on one device; print tokens/s, MFU and memory, and write them after each side.
 
     MFU does not count the FLOPs of Newton–Schulz. The relative speed is reported only if both sides do the same work:
-    AdamW on all parameters in fp32.
-
-    Raises:
-      InputError: the step or its peer does not fit the device, the peer cannot be imported, or `config` has adapters.
+    AdamW on all parameters in fp32. InputError if a side does not fit, or `config` has adapters.
     """
     require_peer()
     require(config.lora is None, "lora", "a section", "left out, because transformers trains all parameters")
-    dtype, first = config.train.compute_dtype, stages(config)[0]
+    dtype, first, cpus = config.train.compute_dtype, stages(config)[0], len(os.sched_getaffinity(0))
     require(dtype != "float64", "train.compute_dtype", dtype, "float32 or bfloat16")
     context, tokens, tokens_bs = first.context, first.tokens, random_tokens(config)
     model = f"{total_parameters(config.model):,} parameters in {config.model.num_layers} layers"
-    result = describe_run(
-        "whole optimizer step",
-        f"{model}, {dtype}, {first.sequences} x {context} tokens a step",
-        f"transformers ZayaForCausalLM (sdpa, default experts), all in {dtype}, torch.optim.AdamW(fused=True)",
-        ("flax", "optax", "torch", "transformers"),
-    )
-    waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    size = f"{model}, {dtype}, {first.sequences} x {context} tokens a step"
+    peer = f"{_PEER}, all in {dtype}, torch.optim.AdamW(fused=True)"
+    result = describe_run("whole optimizer step", size, peer, ("flax", "optax", "torch", "transformers"))
+    waiting = os.getloadavg()[0]
     result["hardware"]["load"] = f"load average over the preceding minute: {waiting:.1f} on {cpus} CPUs"
     with restored_environment():
         apply_preset(select_preset(config.preset))  # like zaya_jax.main
@@ -165,19 +147,6 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
 # --- our side, in its own process ------------------------------------------------------------------------------
 
 
-class CompiledParts(NamedTuple):
-    """The compiled step, and the optimizer's part of it, with and without Newton–Schulz."""
-
-    step: Any
-    optimizer: Any
-    without_newton_schulz: Any
-
-    @property
-    def bytes(self) -> int:
-        """Device memory of the largest program."""
-        return max(peak_bytes(program_memory(program)) for program in self)
-
-
 def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, Any]:
     """Time steps on the same rows, and the optimizer's part of them; InputError if the device has too little memory."""
     for platform in ("cuda", "rocm"):  # the peer has one device too
@@ -185,10 +154,11 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     stage, device = stages(config)[0], jax.devices()[0]
     programs = Programs(config, validated_kernels(config))
     compiled = compile_parts(programs)
-    check_memory(config, compiled.bytes)
-    seconds_of_step, losses, state = time_train_steps(programs[0], compiled.step, stage, tokens_bs, repeats)
+    check_memory(config, max(peak_bytes(program_memory(program)) for program in compiled.values()))
+    whole = compiled.pop("step")
+    seconds_of_step, losses, state = time_train_steps(programs[0], whole, stage, tokens_bs, repeats)
     seconds = {"step": seconds_of_step}
-    peak = peak_memory(device, compiled.step)  # before timing the optimizer, which needs extra gradients
+    peak = peak_memory(device, whole)  # before timing the optimizer, which needs extra gradients
     params, opt_state = state.params, state.opt_state
     del state  # the calls below donate its buffers
     gradients = jax.tree.map(jnp.copy, params)
@@ -197,8 +167,8 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
         nonlocal params, opt_state
         params, opt_state = jax.block_until_ready(program(params, opt_state, gradients))
 
-    for name in ("optimizer", "without_newton_schulz"):
-        seconds[name] = time_calls(functools.partial(move, getattr(compiled, name)), repeats).seconds
+    for name, program in compiled.items():
+        seconds[name] = time_calls(functools.partial(move, program), repeats).seconds
     return {
         "device": device.device_kind,
         "platform": programs.kernels.target.platform,
@@ -210,8 +180,8 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     }
 
 
-def compile_parts(programs: Programs) -> CompiledParts:
-    """Compile the programs of the first stage for the first device, without allocating arrays."""
+def compile_parts(programs: Programs) -> dict[str, Any]:
+    """Compile the first step, and the optimizer's part of it with and without Newton–Schulz; allocates no arrays."""
     program = programs[0]
     state, placement, optimizer = program.abstract_state, program.placement, skippable(program.optimizer)
 
@@ -224,7 +194,8 @@ def compile_parts(programs: Programs) -> CompiledParts:
         return jax.jit(move, donate_argnums=(0, 1)).lower(state.params, state.opt_state, state.params).compile()
 
     step = program.compile(stages(programs.config)[0])
-    return CompiledParts(step, compiled(placement.on_matrices), compiled(_momentum_alone))
+    parts = {"optimizer": placement.on_matrices, "without_newton_schulz": _momentum_alone}
+    return {"step": step} | {name: compiled(on_matrices) for name, on_matrices in parts.items()}
 
 
 def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, function: Any) -> tuple[Any, Any]:
@@ -234,8 +205,7 @@ def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, func
 
 def check_memory(config: Config, needed: int) -> None:
     """Raise `InputError` if the device has less than `needed` bytes; it names a smaller step that should fit."""
-    limit = available_memory()
-    if limit is None or needed <= limit:
+    if (limit := available_memory()) is None or needed <= limit:
         return
     # The estimate must shrink by as much as memory is short.
     fitting = reduce_to_fit(config, 1, limit / needed * estimated_bytes(config, 1))
@@ -256,9 +226,8 @@ def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) 
     step, optimizer, rest = (statistics.median(seconds) for seconds in measured["seconds"].values())
     shared = {}
     for n in SHARED:
-        seconds = step - optimizer + optimizer / n
-        share = {"optimizer_share": round(optimizer / n / seconds, 5)}
-        shared[f"1/{n}"] = throughput(seconds, tokens, flops, kind) | share
+        seconds, share = step - optimizer + optimizer / n, optimizer / n
+        shared[f"1/{n}"] = throughput(seconds, tokens, flops, kind) | {"optimizer_share": round(share / seconds, 5)}
     return {
         **measured,
         **throughput(step, tokens, flops, kind),

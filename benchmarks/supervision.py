@@ -3,7 +3,6 @@
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -11,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark_command import TRAINING, command, medians
+from benchmarks.benchmark_command import TRAINING, command, medians, training_process
 from zaya_jax.config import load_config
-from zaya_jax.errors import RunStopped
 from zaya_jax.lab.result import describe_run, rounded
 from zaya_jax.run.folder import TIMINGS
 from zaya_jax.run.metrics import read_rows
@@ -38,7 +36,8 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(repeats):
             for side in sorted(seconds, reverse=turn % 2 == 1):
-                seconds[side].append(_train(Path(folder), f"{side}-{turn}", side == "supervised", config, overrides))
+                run_dir = Path(folder, f"{side}-{turn}")
+                seconds[side].append(_train(run_dir, side == "supervised", config, overrides))
     step = medians(seconds)
     ratio = step["supervised"] / step["alone"]
     spread = (max(seconds["alone"]) - min(seconds["alone"])) / step["alone"]
@@ -67,15 +66,13 @@ def _time_record() -> float:
     return 1e6 * (time.perf_counter() - begun) / _WRITES
 
 
-def _train(folder: Path, name: str, supervised: bool, config: str, overrides: Sequence[str]) -> float:
+def _train(run_dir: Path, supervised: bool, config: str, overrides: Sequence[str]) -> float:
     """Train once, and return the median seconds of a step; RunStopped if the run failed."""
-    run_dir = folder / name
-    training = [sys.executable, "-m", "zaya_jax.main", "--config", config, *overrides, f"run_dir={run_dir}"]
-    supervisor = [sys.executable, "-m", "zaya_jax.aegis", "run", "--"] if supervised else []
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **os.environ}
-    done = subprocess.run([*supervisor, *training], env=environment, capture_output=True, text=True, check=False)  # noqa: S603
-    if done.returncode:
-        raise RunStopped(f"{' '.join(training)} failed: {done.stderr[-300:]}")
+    supervisor = ("-m", "zaya_jax.aegis", "run", "--", sys.executable) if supervised else ()
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(run_dir.parent / "compiled"))
+    settings: dict[str, Any] = {"program": (*supervisor, "-m", "zaya_jax.main"), "JAX_COMPILATION_CACHE_DIR": kept}
+    with training_process(config, *overrides, f"run_dir={run_dir}", **settings) as process:
+        process.wait()
     return statistics.median(row["seconds"] for row in read_rows(run_dir / TIMINGS)[_WARM_UP:])
 
 

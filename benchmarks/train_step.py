@@ -6,6 +6,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -42,8 +43,7 @@ from zaya_jax.train.program import Programs
 
 Layout = Literal["data", "fsdp"]
 EIGHT_B = shipped("bench_8b.yaml")
-# Fractions of a device's memory that the estimate may take. A smaller one is tried if the compiled step needs more
-# memory than the device has.
+# Fractions of a device's memory that the estimate may take; the next one is tried if the compiled step does not fit.
 FRACTIONS = (0.85, 0.6, 0.4)
 _MOVES = 20  # costliest fusions and copies in the result
 _TRACED = ProfileConfig(1, steps=2)
@@ -53,17 +53,9 @@ _INSTRUCTIONS = 60  # in the result
 def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, Any]:
     """Time the first step of `config` on random tokens, on all devices, and trace two further ones.
 
-    Each device gets the tokens of `config`, so the batch grows with the number of devices, which lie along the mesh
-    axis `layout`. Depth and micro-batch are reduced until the step fits. One step warms up before the timed ones.
-
-    Returns:
-      For JSON: seconds of each step, losses, speed and peak memory; the step's size; what its compiled program
-      contains and the time `predicted` from it (None, and a sentence in `not_predicted`, if there is none); the dry
-      run's estimate; and of the trace, what `trace_rows` returns.
-      `failed`: a sentence, if a loss is not finite.
-
-    Raises:
-      InputError: no depth fits the memory of the devices.
+    Each device, along the mesh axis `layout`, gets the tokens of `config`. Depth and micro-batch are reduced until the
+    step fits; InputError if none does. Returns what was measured, the compiled program and the time `predicted` from it
+    (or `not_predicted`, a sentence), and what `trace_rows` returns. `failed`: a sentence, if a loss is not finite.
     """
     kind, devices = jax.devices()[0].device_kind, jax.device_count()
     hardware = find_hardware(kind)
@@ -110,12 +102,10 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
 
 def spread(config: Config, layout: Layout, devices: int) -> Config:
     """Give each of `devices` the tokens per step of `config`, in the given layout."""
-    phase = config.phases[0]
+    phase, parallel = config.phases[0], ParallelConfig(fsdp=devices if layout == "fsdp" else 1)
     batch = config.batch_for(phase)
     batch = replace(batch, tokens=batch.tokens * devices)
-    parallel = ParallelConfig(fsdp=devices if layout == "fsdp" else 1)
-    phase = replace(phase, tokens=phase.tokens * devices, batch=batch, parallel=parallel)
-    return replace(config, phases=(phase,))
+    return replace(config, phases=(replace(phase, tokens=phase.tokens * devices, batch=batch, parallel=parallel),))
 
 
 class Fitting(NamedTuple):
@@ -129,11 +119,7 @@ class Fitting(NamedTuple):
 
 
 def compile_fitting(config: Config, devices: int, hardware: Hardware | None, limit: int | None) -> Fitting:
-    """Compile the largest step of `config` that needs at most `limit` bytes of each device; None if that is unknown.
-
-    Raises:
-      InputError: no depth fits.
-    """
+    """Compile the largest step of `config` that needs at most `limit` bytes of each device; InputError if none fits."""
     kernels, refused, before = validated_kernels(config), "", None
     for fraction in FRACTIONS:
         try:
@@ -157,28 +143,27 @@ def compile_fitting(config: Config, devices: int, hardware: Hardware | None, lim
 
 
 def reduce_to_fit(config: Config, devices: int, limit: float) -> Config:
-    """Reduce depth, then the micro-batch, until the dry run estimates at most `limit` bytes of each device.
-
-    Raises:
-      InputError: one layer with a micro-batch of one sequence does not fit.
-    """
+    """Reduce depth, then the micro-batch, until the dry run estimates at most `limit` bytes; InputError if none is."""
     if estimated_bytes(config, devices) <= limit:
         return config
-    phase, period = config.phases[0], len(config.model.period)
-    depths = range(period, config.model.num_layers + 1, period)
-    batch, micro = config.batch_for(phase), micro_batch(config, stages(config)[0], devices)
-
-    def with_depth(depth: int) -> Config:
-        phases = (replace(phase, batch=replace(batch, micro_batch=micro)),)
-        return replace(config, model=replace(config.model, num_layers=depth), phases=phases)
-
+    phase, period, micro = config.phases[0], len(config.model.period), micro_batch(config, stages(config)[0], devices)
     while micro:
-        fitting = bisect.bisect_right(depths, limit, key=lambda depth: estimated_bytes(with_depth(depth), devices))
-        if fitting:
-            return with_depth(depths[fitting - 1])
+        batch = replace(config.batch_for(phase), micro_batch=micro)
+        tried = replace(config, phases=(replace(phase, batch=batch),))
+        if fitting := deepest(tried, limit, lambda config: estimated_bytes(config, devices)):
+            return fitting
         micro //= 2
     step, available = f"A step with {period} of the {config.model.num_layers} layers", gigabytes(int(limit))
     raise InputError(f"{step} does not fit: the devices have {available} each for it.")
+
+
+def deepest(config: Config, limit: float, size: Callable[[Config], int]) -> Config | None:
+    """Return `config` with the most layers, in whole periods, with which its `size` is in the limit; None for none."""
+    period, layers = len(config.model.period), config.model.num_layers
+    models = (replace(config.model, num_layers=depth) for depth in range(period, layers + 1, period))
+    configs = [replace(config, model=model) for model in models]
+    count = bisect.bisect_right(configs, limit, key=size)
+    return configs[count - 1] if count else None
 
 
 def estimated_bytes(config: Config, devices: int) -> int:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.config import Config, load_config
+from zaya_jax.config.checks import require
 from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import stages
 from zaya_jax.data.prepare.workers import end_with_parent
+from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.lab.result import describe_run
 
 CONTEXT = 128
@@ -23,8 +25,8 @@ SEEDS = (0, 1, 2)
 class Trial(NamedTuple):
     """A training to run."""
 
-    name: str  # name in the result
-    config: Config  # configuration; its `run_dir` is not used
+    name: str
+    config: Config  # its `run_dir` is not used
     evaluation_interval: int = 10  # steps between evaluations of the held-out loss
     router_offset: float = 0.0  # initial offset of the router's logits of the first two experts
 
@@ -61,8 +63,10 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
     return config
 
 
-def start_result(what: str, size: str, peer: str) -> dict[str, Any]:
-    """Make the header of a result of trainings with `small_config`."""
+def start_result(what: str, size: str, peer: str, steps: int) -> dict[str, Any]:
+    """Make the header of a result of trainings with `small_config`; InputError if --steps are too few."""
+    require(steps >= 20, "--steps", steps, "at least 20: the warm-up takes 10 steps")
+    keep_compilations()  # the seeds of a variant run the same programs
     return describe_run(what, f"1.65M parameters, {size}", peer, ("optax",))
 
 
@@ -123,8 +127,8 @@ def run_trial(trial: Trial) -> Curve:
                 entropy.append(float(metrics["load_entropy"].mean()))
                 if step % trial.evaluation_interval == 0:
                     loss_sums = compiled.evaluation(stage.phase)
-                    evaluator.evaluate(ModelSnapshot(state.params, state.balance, {}, placement, loss_sums,
-                                                     stage.phase))  # fmt: skip
+                    arrays = state.params, state.balance, {}
+                    evaluator.evaluate(ModelSnapshot(*arrays, placement, loss_sums, stage.phase))
                     heldout.append((step, evaluator.total.nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - start, 1))
 

@@ -46,11 +46,8 @@ _SIDES = {
 def measure_determinism(small: bool) -> dict[str, Any]:
     """Repeat the same step ten times in each of several processes, which compile without a cache.
 
-    A CPU (`small`) does not choose algorithms by time: a small model in two processes.
-
-    Returns:
-      For JSON: which tensors `differ` in each process and between processes, by name; and `figures`. `failed`: a
-      sentence, if they differ in a process, in one that resumes, or with `train.deterministic`.
+    A CPU (`small`) does not choose algorithms by time: a small model in two processes. Returns which tensors `differ`
+    in each process and between them, and `figures`; `failed`: a sentence, if they differ but where XLA chose again.
     """
     config = small_config() if small else large_config()
     digests, seconds = {}, {}
@@ -87,10 +84,7 @@ def differing(processes: Sequence[Digests]) -> list[str]:
 
 
 def repeat_step(config: Config, folder: str) -> tuple[Digests, list[float]]:
-    """Repeat the first step from the same state; return digests of all results, and the seconds of each repetition.
-
-    XLA's choices are kept in `folder`, as in a run folder.
-    """
+    """Repeat the first step; return digests of all results, and seconds. XLA's choices are kept in `folder`."""
     jax.config.update("jax_enable_compilation_cache", False)  # each process compiles
     chooses = current_target().platform in GPU_PLATFORMS and not config.train.deterministic
     kept = Autotuning(Path(folder), chooses, True, lambda: None, print)

@@ -1,21 +1,20 @@
 """Train like `zaya_jax.main`, note times and memory, and kill this process in the middle of the run.
 
-`python -m benchmarks.gpu_report.observed_training NOTES CHECKPOINT -- …`, where `…` are the arguments of
-`zaya_jax.main`. The process dies after step 2, once the checkpoint of step 1 is saved. What it has seen is in NOTES.
+`python -m benchmarks.gpu_report.observed_training NOTES CHECKPOINT -- ARGUMENTS` writes what it has seen to NOTES. It
+dies after step 2, once the checkpoint of step 1 is saved.
 """
 
 import json
 import os
-import re
 import runpy
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.benchmark_command import peak_memory
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 
@@ -24,11 +23,9 @@ _PATIENCE = 600.0  # seconds that saving may take after the last step
 
 
 def observe(output: Path, checkpoint: Path) -> None:
-    """Note what the progress record of this process says; all times are of `time.monotonic`.
+    """Note what the progress record of this process says in the JSON file `output`; times are of `time.monotonic`.
 
-    Args:
-      output: JSON file for the notes.
-      checkpoint: folder of the checkpoint of step `SAVED`, which appears when it is durable.
+    The folder of the checkpoint of step `SAVED` appears when it is durable.
     """
     notes: dict[str, Any] = {}
     enter, complete_step = ProgressRecord.enter, ProgressRecord.complete_step
@@ -59,7 +56,7 @@ def observe(output: Path, checkpoint: Path) -> None:
             threading.Thread(target=note_commit, name="commit", daemon=True).start()
         if step == LAST:
             notes["loss"], notes["grad_norm"] = loss, grad_norm
-            notes["device_peak"], notes["host_peak"] = device_peak(), host_peak()
+            notes["device_peak"], notes["host_peak"] = device_peak(), peak_memory()
             deadline = time.monotonic() + _PATIENCE
             while "step_1" in notes and "committed" not in notes and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -76,18 +73,8 @@ def device_peak() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def host_peak() -> int:
-    """Return the peak resident memory of this process, in bytes."""
-    return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[0])
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Train, and note what is seen."""
-    output, checkpoint, _, *trainer = arguments
+if __name__ == "__main__":
+    _, output, checkpoint, _, *trainer = sys.argv
     observe(Path(output), Path(checkpoint))
     sys.argv = ["zaya_jax.main", *trainer]
     runpy.run_module("zaya_jax.main", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

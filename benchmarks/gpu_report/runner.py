@@ -1,8 +1,4 @@
-"""Run the parts of the report, each in its own process, and write a JSON file for each as it ends.
-
-A part that fails, crashes or hangs leaves the others to run. A second call goes on with the parts that the first one
-left.
-"""
+"""Run the parts of the report, each in its own process: one that fails, crashes or hangs leaves the others to run."""
 
 import functools
 import re
@@ -13,14 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.benchmark_command import share_device
+from benchmarks.gpu_report import speed
 from benchmarks.gpu_report.determinism import measure_determinism
-from benchmarks.gpu_report.speed import (
-    measure_decode,
-    measure_kernels,
-    measure_step,
-    measure_tuned_step,
-    measure_tuning,
-)
 from benchmarks.gpu_report.state import measure_state
 from benchmarks.gpu_report.supervisor import measure_supervisor
 from benchmarks.gpu_report.training import measure_training
@@ -37,7 +27,7 @@ from zaya_jax.ops.registry import OPERATIONS, check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.files import expanded, read_json
-from zaya_jax.run.table import Table, make_table, number
+from zaya_jax.run.table import Table, number
 from zaya_jax.run.writing import make_folder
 
 _PACKAGES = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
@@ -62,21 +52,21 @@ def make_parts(small: bool, devices: int, folder: Path) -> dict[str, Part]:
     parts = {
         "operations": Part(60, _check_operations, (small,)),
         "determinism": Part(110, measure_determinism, (small,)),
-        "step": Part(100, measure_step, (small, "data")),
+        "step": Part(100, speed.measure_step, (small, "data")),
         "training": Part(170, measure_training, (small,)),
         "supervisor": Part(150, measure_supervisor, (small, 145)),
         "state": Part(230, measure_state, (small, 220)),
-        "kernels": Part(90, measure_kernels, (small,)),
-        "tune": Part(270, measure_tuning, (small, 240)),
-        "step_tuned": Part(100, measure_tuned_step, (small, folder / "tune.json")),
-        "decode": Part(70, measure_decode, (small,)),
+        "kernels": Part(90, speed.measure_kernels, (small,)),
+        "tune": Part(270, speed.measure_tuning, (small, 240)),
+        "step_tuned": Part(100, speed.measure_tuned_step, (small, folder / "tune.json")),
+        "decode": Part(70, speed.measure_decode, (small,)),
     }
     if not small:  # on a CPU it is the same program
-        parts["step_deterministic"] = Part(100, measure_step, (small, "data", True))
+        parts["step_deterministic"] = Part(100, speed.measure_step, (small, "data", True))
     if devices > 1:
         sizes = context.Sizes((512,), "float32", degrees=(1, 4)) if small else context.GPU
         parts["collectives"] = Part(60, check_collectives)
-        parts["step_fsdp"] = Part(100, measure_step, (small, "fsdp"))
+        parts["step_fsdp"] = Part(100, speed.measure_step, (small, "fsdp"))
         parts["context"] = Part(180, context.measure_context, (sizes, 2 if small else 5))
     return parts
 
@@ -92,13 +82,7 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
     """Run the parts, print a table of their figures, and write each part to `FOLDER/DEVICE/PART.json`.
 
     These are the parts in `only`, or those that are not yet recorded for this code and device. No part starts that
-    might end after so many minutes.
-
-    Returns:
-      The recordings of all `parts` by name, the names of those that `failed`, and of those that are `left`.
-
-    Raises:
-      InputError: `only` contains an unknown name, or FOLDER cannot be written.
+    might end after so many minutes. Returns the recordings of all `parts`, and the names of those `failed` and `left`.
     """
     end = time.monotonic() + 60 * minutes
     require(minutes > 0, "--minutes", minutes, "above 0")
@@ -176,11 +160,9 @@ def figures_table(recordings: Mapping[str, Mapping[str, Any]]) -> Table:
         for figure, (value, unit, *predicted) in part.get("figures", {}).items():
             last = before.get(figure, [None])[0]
             ratio = value / last if value is not None and last else None
-            values = {"measured": value, "predicted": next(iter(predicted), None), "last time": last}
-            numbers = {key: number(each) for key, each in (values | {"measured/last": ratio}).items()}
-            rows.append({"part": name, "figure": figure, "unit": unit} | numbers)
-    names = ("part", "figure", "unit", "measured", "predicted", "last time", "measured/last")
-    return make_table("Figures", rows, {name: name for name in names})
+            numbers = map(number, (value, next(iter(predicted), None), last, ratio))
+            rows.append([name, figure, unit, *numbers])
+    return Table("Figures", ["part", "figure", "unit", "measured", "predicted", "last time", "measured/last"], rows)
 
 
 def summary(recordings: Mapping[str, Mapping[str, Any]], left: Sequence[str]) -> list[str]:

@@ -77,9 +77,6 @@ def folder_of_runs(part: str) -> Iterator[Path]:
     """Make a `temporary_folder`, and an environment for runs on one device, like that of `zaya_jax.main`."""
     with temporary_folder(part) as folder, restored_environment():
         apply_preset(select_preset(None))
-        cache = {
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        os.environ |= ONE_DEVICE | cache
+        os.environ |= {**ONE_DEVICE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
         yield folder

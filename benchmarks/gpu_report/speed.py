@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.decode import NEW, PROMPT, our_decode
 from benchmarks.gpu_report.runs import small_config
-from benchmarks.kernels import bench_kernels
+from benchmarks.kernels import bench_kernels, short
 from benchmarks.step import default_config
 from benchmarks.train_step import EIGHT_B, Layout, time_train_step
 from zaya_jax.config import load_config
@@ -32,23 +32,14 @@ _GB, _MS = 1e9, 1e-3
 
 
 def measure_step(small: bool, layout: Layout, deterministic: bool = False) -> dict[str, Any]:
-    """Time and trace the step of configs/bench_8b.yaml, with as many layers as fit; or of a small model.
-
-    All devices lie along the mesh axis `layout`; `train.deterministic` is `deterministic`.
-
-    Returns:
-      For JSON: the result of `time_train_step`, and `figures`.
-    """
+    """Time and trace the step of configs/bench_8b.yaml, or of a small model; see `time_train_step`."""
     config = small_config() if small else load_config(EIGHT_B, [f"train.deterministic={str(deterministic).lower()}"])
     result = time_train_step(config, layout, 2 if small else 5)
     return result | {"figures": step_figures(result, jax.devices()[0].device_kind)}
 
 
 def step_figures(part: Mapping[str, Any], kind: str) -> Figures:
-    """Return time, speed and memory of a step from `train_step.time_train_step`, and the times of its parts.
-
-    Predicted are the time from the compiled program, and the compiler's memory.
-    """
+    """Return time, speed, memory and parts of a step, beside those predicted from the compiled program."""
     predicted = None if part["predicted"] is None else part["predicted"]["seconds"]
     measured, hardware = statistics.median(part["step_seconds"]), find_hardware(kind)
 
@@ -77,10 +68,7 @@ def measure_kernels(small: bool) -> dict[str, Any]:
 
 
 def kernel_figures(part: Mapping[str, Any], kind: str) -> Figures:
-    """Return the times of kernels from `kernels.bench_kernels`, and their speed relative to XLA and PyTorch.
-
-    Predicted is the time of a kernel's FLOPs or bytes at fractions of the data sheet's peaks.
-    """
+    """Return the times of kernels, beside those predicted from the data sheet, and their relative speeds."""
     hardware, figures = find_hardware(kind), Figures()
     for name, row in part["results"].items():
         if (seconds := row["median_seconds"].get("kernel")) is None:
@@ -93,19 +81,8 @@ def kernel_figures(part: Mapping[str, Any], kind: str) -> Figures:
     return figures
 
 
-def short(value: float) -> float:
-    """Round to four digits."""
-    return float(f"{value:.4g}")
-
-
 def measure_tuning(small: bool, seconds: float) -> dict[str, Any]:
-    """Time the implementations of all operations at the sizes of configs/bench_8b.yaml, or of one at a small size.
-
-    After `seconds` no further operation is timed.
-
-    Returns:
-      For JSON: the `table`, and `figures`: the time of the fastest implementation, of the default and of XLA.
-    """
+    """Time the implementations of all operations, or of one at a small size; after `seconds` no further one."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # this process' table is the report's, not the user's own
         table = tune(None, [], 1 if small else 3, seconds, ("residual_norm",) if small else DECIDING)
@@ -136,13 +113,7 @@ def measure_tuned_step(small: bool, recording: Path) -> dict[str, Any]:
 
 
 def measure_decode(small: bool) -> dict[str, Any]:
-    """Trace decode steps of the 8B's layers in bf16, and time prompts of a model of 52.75M parameters.
-
-    On a CPU (`small`) of the tiny model, and one prompt.
-
-    Returns:
-      For JSON: the times of `machine step --work decode` by batch size, and `figures`.
-    """
+    """Trace decode steps of the 8B's layers in bf16, or of the tiny model, and time the prompts of `decode`."""
     prompt, new, repeats, rows = (32, 8, 1, 1) if small else (PROMPT, NEW, 3, 8)
     dtype, batches, config = "float32" if small else "bfloat16", (1,) if small else (1, 64), default_config().model
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (rows, prompt))

@@ -1,18 +1,15 @@
 """Save and restore the whole state of a training run on one device: how long training waits, and what memory it takes.
 
-A process that trains the layers of ZAYA1-8B saves and is killed; another one resumes on the same machine, whose page
-cache still has the checkpoint. Then one process saves a smaller state with this project, with Orbax and with a plain
-gather, in turn, and restores it from the disk.
+A process that trains layers of ZAYA1-8B saves and is killed; another one resumes, from the page cache. Then one process
+saves a smaller state with each method of the benchmark `checkpoint`, in turn, and restores it from the disk.
 """
 
-import bisect
 import dataclasses
 import functools
 import math
 import shutil
+import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,18 +18,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.benchmark_command import training_process
 from benchmarks.checkpoint import describe_disk, make_methods, timed_save
 from benchmarks.data import write_drawn
 from benchmarks.gpu_report.observed_training import SAVED
 from benchmarks.gpu_report.runs import CONTEXT, SMALL_TEXT, TINY, folder_of_runs, make_config
-from benchmarks.gpu_report.speed import Figures, short
-from benchmarks.train_step import EIGHT_B, compile_fitting
+from benchmarks.gpu_report.speed import Figures
+from benchmarks.kernels import short
+from benchmarks.train_step import EIGHT_B, compile_fitting, deepest
 from zaya_jax.config import Config, from_dict, load_config, to_dict, to_yaml
 from zaya_jax.data.loading.text_corpus import find_corpus
 from zaya_jax.data.tokenizer import train_tokenizer
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.hardware.data_sheets import find_hardware
-from zaya_jax.lab.measure.storage import Method, drop_cached, make_state
+from zaya_jax.lab.measure.storage import make_state, time_restores
 from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.lab.subprocesses import run_in_subprocess
 from zaya_jax.parallel.placement import device_bytes
@@ -51,6 +50,7 @@ _SPARE = 1.1  # free disk space over the bytes of a state
 _HOST_COPIES = 1.5  # host memory for a save, over the bytes of a state
 _ROUNDING = 1.001  # peaks differ by what the allocator rounds up
 _GB = 1e9
+_SECONDS = {"stall": "stall", "commit": "until durable", "restore": "restore"}
 
 
 class Room(NamedTuple):
@@ -69,11 +69,8 @@ class Room(NamedTuple):
 def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
     """Measure saves and restores of a run and of each method, on a CPU of a tiny model and state (`small`).
 
-    On a GPU the states are reduced to what can be saved in about so many seconds.
-
-    Returns:
-      For JSON: results of the `training`, of the `methods` and of the `disk`, `figures` (value and unit by name), and
-      `notes`, sentences on what was reduced or could not be measured. `failed`: a sentence, if something is wrong.
+    On a GPU the states are reduced to what can be saved in about so many seconds. Returns the `training`, the `methods`
+    and the `disk`, `figures`, and `notes`, sentences on what was reduced. `failed`: a sentence, if something is wrong.
     """
     deadline = math.inf if small else time.monotonic() + seconds
     result: dict[str, Any] = {"figures": {}, "notes": []}
@@ -83,7 +80,7 @@ def measure_state(small: bool, seconds: float = 120.0) -> dict[str, Any]:
         for name, measure in {"training": _measure_training, "methods": _measure_methods}.items():
             try:
                 part = measure(folder, small, disk["mb_per_second"] * 1e6, deadline)
-            except (InputError, RuntimeError) as error:
+            except (InputError, RunStopped, RuntimeError) as error:
                 problems.append(f"{name.capitalize()}: {error}")
                 continue
             result["figures"] |= part.pop("figures")
@@ -127,23 +124,17 @@ def _make_config(folder: Path, small: bool) -> Config:
 
 
 def fit(config: Config, room: Room) -> dict[str, Any]:
-    """Compile the deepest step of `config` whose state has `room` and which fits the first device.
-
-    Returns its configuration as YAML, and what it is; InputError if no depth fits.
-    """
-    period = len(config.model.period)
-    depths = range(period, config.model.num_layers + 1, period)
-
-    def deep(depth: int) -> Config:
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=depth))
+    """Compile and describe the deepest step whose state has `room` and which fits a device; InputError if none does."""
 
     def size(config: Config) -> int:
         return device_bytes(simulated_programs(config, 1)[0].abstract_state)
 
-    if not (count := bisect.bisect_right(depths, min(room), key=lambda depth: size(deep(depth)))):
-        needed, allowed = gigabytes(size(deep(period))), gigabytes(int(min(room)))
-        raise InputError(f"A state of {period} layers has {needed}, but {room.bound} allows {allowed}.")
-    stored, kind = deep(depths[count - 1]), jax.devices()[0].device_kind
+    if (stored := deepest(config, min(room), size)) is None:
+        shallow = dataclasses.replace(config.model, num_layers=len(config.model.period))
+        needed, allowed = size(dataclasses.replace(config, model=shallow)), gigabytes(int(min(room)))
+        state = f"A state of {shallow.num_layers} layers has {gigabytes(needed)}"
+        raise InputError(f"{state}, but {room.bound} allows {allowed}.")
+    kind = jax.devices()[0].device_kind
     fitting = compile_fitting(stored, 1, find_hardware(kind), available_memory())
     layers, wanted = fitting.config.model.num_layers, config.model.num_layers
     limit = room.bound if layers == stored.model.num_layers else "device memory"
@@ -160,20 +151,15 @@ def fit(config: Config, room: Room) -> dict[str, Any]:
 def _train(folder: Path, config: Path, name: str) -> dict[str, Any]:
     """Train in a new process, which kills itself; return its notes, and when it `started`."""
     output, checkpoint = folder / f"{name}.json", folder / "run" / CHECKPOINTS / str(SAVED)
-    arguments = [str(output), str(checkpoint), "--", "--config", str(config)]
-    command = [sys.executable, "-m", "benchmarks.gpu_report.observed_training", *arguments]
+    program = ("-m", "benchmarks.gpu_report.observed_training", str(output), str(checkpoint), "--")
     started = time.monotonic()
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # noqa: S603
-    if not output.exists():
-        raise RuntimeError(f"The {name} process ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
+    with training_process(config, program=program, ends=(-signal.SIGKILL,)) as process:
+        process.wait()
     return {"started": started, **read_json(output)}
 
 
 def describe_training(first: Mapping[str, Any], second: Mapping[str, Any], fitted: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe what the process that saved and the one that resumed have noted (`observed_training.observe`).
-
-    They trained what `fit` returned (`fitted`).
-    """
+    """Describe what the process that saved and the one that resumed have noted; they trained what `fit` returned."""
     seconds = {
         "training waits for the save": first["training_continued"] - first["step_1"],
         "until durable": first.get("committed", float("nan")) - first["step_1"],
@@ -225,10 +211,9 @@ def _measure_methods(folder: Path, small: bool, speed: float, deadline: float) -
     with run_in_subprocess(functools.partial, compare_methods, folder, size, deadline) as ask:
         rows = ask()
     for method, row in rows.items():
-        for key, name in (("stall", "stall"), ("commit", "until durable"), ("restore", "restore")):
-            figures[f"{_TITLES.get(method, method)}: {name}"] = [short(statistics.median(row[key])), "s"]
-        memory = short(statistics.median(row["memory"]) / _GB)
-        figures[f"{_TITLES.get(method, method)}: host memory of a save"] = [memory, "GB"]
+        title, median = _TITLES.get(method, method), {key: statistics.median(values) for key, values in row.items()}
+        figures |= {f"{title}: {name}": [short(median[key]), "s"] for key, name in _SECONDS.items()}
+        figures[f"{title}: host memory of a save"] = [short(median["memory"] / _GB), "GB"]
     saved = f"The methods saved {gigabytes(size)} in place of {gigabytes(wanted)}, because of {room.bound}."
     notes = [] if size == wanted else [saved]
     return {"bytes": size, "rows": rows, "figures": figures, "notes": notes, "problems": []}
@@ -237,8 +222,8 @@ def _measure_methods(folder: Path, small: bool, speed: float, deadline: float) -
 def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[str, list[float]]]:
     """Save and restore with each of `METHODS` in turn, after a warm-up with a small state, on the first device.
 
-    No further turn starts after the `deadline` of `time.monotonic`. Returns for each method the figures of
-    `checkpoint.timed_save` and seconds to `restore` from the disk, by turn; RuntimeError if a restored array differs.
+    No turn starts after the `deadline`. Returns for each method the figures of `checkpoint.timed_save` and the seconds
+    to `restore` from the disk, by turn; RuntimeError if a restored array differs.
     """
     rows: dict[str, dict[str, list[float]]] = {}
     for title, count, turns in (("warm-up", _WARM_UP, 1), ("measured", size, _TURNS)):
@@ -253,24 +238,12 @@ def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[
                 for key, value in timed_save(methods[each], turn).items():
                     rows[each][key].append(value)
             for each in METHODS:
-                rows[each]["restore"].append(_time_restore(methods[each], work, state))
+                restored = time_restores(methods[each]._replace(verify=None), work, state, ("cold",))
+                rows[each]["restore"].append(restored["restore_cold"])
             if time.monotonic() + (time.monotonic() - start) > deadline:
                 break
         shutil.rmtree(work)
     return rows
 
 
-def _time_restore(method: Method, folder: Path, state: dict[str, jax.Array]) -> float:
-    """Restore from the disk, return the seconds, and compare on the device."""
-    drop_cached(folder)
-    start = time.perf_counter()
-    restored = jax.block_until_ready(method.restore())
-    seconds = time.perf_counter() - start
-    for name, x in state.items():
-        if not bool(_equal(x, restored[name])):
-            raise RuntimeError(f"{name} was restored from {folder} with wrong values.")
-    return seconds
-
-
 _copied: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
-_equal: Callable[[jax.Array, jax.Array], jax.Array] = jax.jit(jnp.array_equal)

@@ -1,7 +1,6 @@
 """Make faults in a run under the real supervisor, on the device that trains: what it detects, and how long that takes.
 
-A drill kills the process, lets the device compute for ever, and lets the host's memory run out; the run must end as an
-undisturbed one, bit for bit. A second run needs more memory than the device has, and must be stopped.
+The run must end as an undisturbed one, bit for bit. A second one needs more memory than the device has, and must stop.
 """
 
 import itertools
@@ -44,11 +43,6 @@ def measure_supervisor(small: bool, seconds: float = 105.0) -> dict[str, Any]:
     """Make the faults, each once, in a tiny run on a CPU (`small`), whose memory is that of the host.
 
     On a GPU this takes at most so many seconds; if the drill takes them, device memory does not run out.
-
-    Returns:
-      For JSON: the score-card of the `drill`, the end of the run without device memory (`device_memory`), the
-      `counters` of the GPUs afterwards, what the supervisor said of them (`gpu_events`), `figures` (value and unit by
-      name), and `notes`, sentences on what could not be measured. `failed`: a sentence, if something is wrong.
     """
     start = time.monotonic()
     with folder_of_runs("supervisor") as folder:
@@ -128,7 +122,8 @@ def _events(run_dir: Path) -> list[dict[str, Any]]:
 def describe(card: Card, alone: Card | str, events: Sequence[Card], before: Gpus, after: Gpus) -> dict[str, Any]:
     """Describe a drill by its score-card and events, and the run without device memory; a sentence if it was not made.
 
-    The GPUs were read before the drill and after everything.
+    Returns the card, the `counters` of the GPUs afterwards, what the supervisor said of them (`gpu_events`), `figures`,
+    and `notes` on what could not be measured. `failed`: a sentence, if something is wrong.
     """
     figures: dict[str, Any] = {}
     for row in card["times"]:
@@ -145,13 +140,13 @@ def describe(card: Card, alone: Card | str, events: Sequence[Card], before: Gpus
             problems.append(f"Without device memory the supervisor ended with {end}.")
     if not isinstance(before, str) and not isinstance(after, str):
         for field, allowed in (("memory_used", _FREED), ("processes", 0)):
-            left = _left(field, before, after)
-            name = f"{field.replace('_', ' ')} left on the GPU"
-            if left is None:
+            counts: list[list[Any]] = [[gpu.get(field) for gpu in gpus] for gpus in (before, after)]
+            if None in itertools.chain(*counts):
                 notes.append(f"The GPU does not report {field}.")
-            else:
-                figures[name] = [left, "bytes" if field == "memory_used" else ""]
-            if left is not None and left > allowed:
+                continue
+            left, name = sum(counts[1]) - sum(counts[0]), f"{field.replace('_', ' ')} left on the GPU"
+            figures[name] = [left, "bytes" if field == "memory_used" else ""]
+            if left > allowed:
                 problems.append(f"There is {name}: {left:,}.")
     said = [f"{event['code']}: {event['text']}" for event in events if event.get("fault") == "gpu"]
     result = {"drill": card, "device_memory": alone, "figures": figures, "notes": notes, "gpu_events": said}
@@ -159,20 +154,12 @@ def describe(card: Card, alone: Card | str, events: Sequence[Card], before: Gpus
     return result | ({"failed": " ".join(problems)} if problems else {})
 
 
-def _left(field: str, before: Sequence[Card], after: Sequence[Card]) -> int | None:
-    """Return how much more of a field all GPUs have after than before; None if one does not report it."""
-    counts: list[list[Any]] = [[gpu.get(field) for gpu in gpus] for gpus in (before, after)]
-    return None if None in itertools.chain(*counts) else sum(counts[1]) - sum(counts[0])
-
-
 def _drill_problems(card: Card) -> list[str]:
     """Return what is wrong with a score-card, as sentences."""
-    problems = []
-    if card["made"] != card["faults"]:
-        problems.append(f"Only {card['made']} of {card['faults']} faults were made.")
-    problems += [f"{row['fault']} was taken for {row['said']}." for row in card["missed"]]
-    if card["false_alarms"]:
-        problems.append(f"There were {card['false_alarms']} false alarms.")
-    if not card["identical"]:
-        problems.append("The disturbed run is not bitwise the undisturbed one.")
-    return problems
+    checks = [
+        (card["made"] != card["faults"], f"Only {card['made']} of {card['faults']} faults were made."),
+        *((True, f"{row['fault']} was taken for {row['said']}.") for row in card["missed"]),
+        (card["false_alarms"], f"There were {card['false_alarms']} false alarms."),
+        (not card["identical"], "The disturbed run is not bitwise the undisturbed one."),
+    ]
+    return [sentence for wrong, sentence in checks if wrong]

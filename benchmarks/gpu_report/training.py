@@ -1,19 +1,17 @@
 """A real run: it learns, keeps its data coming, and comes to the same loss as on a CPU."""
 
 import contextlib
-import os
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.benchmark_command import training_process
 from benchmarks.gpu_report.runs import LARGE_EVERY, ONE_DEVICE, large_config, small_config
-from benchmarks.gpu_report.speed import Figures
 from zaya_jax.config import Config, to_yaml
+from zaya_jax.errors import ExitCode
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import read_rows
@@ -27,12 +25,8 @@ Rows = list[dict[str, Any]]
 def measure_training(small: bool) -> dict[str, Any]:
     """Train on the source of Python's standard library: 116M parameters for 100 s, and a small model on GPU and CPU.
 
-    On a CPU (`small`) the small model only.
-
-    Returns:
-      For JSON: losses of every tenth step and held-out losses, which are what this kind of device should repeat; the
-      share of the step that waits for data; and `figures`. `failed`: a sentence, if the loss does not fall, or differs
-      from the CPU's.
+    On a CPU (`small`) the small model only. Returns losses, which such a device should repeat, and `figures`; `failed`:
+    a sentence, if the loss does not fall, or differs from the CPU's.
     """
     config = small_config() if small else large_config()
     rows, timings, seconds = _train(config, None if small else SECONDS)
@@ -45,7 +39,15 @@ def measure_training(small: bool) -> dict[str, Any]:
         "losses": {row["step"]: round(row["loss"], 4) for row in rows if row["step"] % 10 == 0},
         "heldout": heldout,
     }
-    figures = result["figures"] = _figures(timings[1:], config.train.batch.tokens, seconds) | {"steps": [len(rows), ""]}
+    timings, tokens = timings[1:], config.train.batch.tokens
+    waiting = sum(row["data_wait"] for row in timings) / sum(row["seconds"] for row in timings)
+    speed = statistics.median(row["tokens_per_second"] for row in timings)
+    result["figures"] = figures = {
+        "speed without evaluation": [round(speed), "tokens/s"],
+        "speed with evaluation and saves": [round(len(timings) * tokens / seconds), "tokens/s"],
+        "waiting for data": [round(100 * waiting, 2), "% of the step"],
+        "steps": [len(rows), ""],
+    }
     for step in sorted(heldout.keys() & {LARGE_EVERY, 2 * LARGE_EVERY, 5 * LARGE_EVERY, max(heldout, default=0)}):
         figures[f"held-out loss, step {step}"] = [round(heldout[step], 4), "nats/token"]
     first, last = statistics.mean(losses[:5]), statistics.mean(losses[-5:])
@@ -53,8 +55,8 @@ def measure_training(small: bool) -> dict[str, Any]:
         change = f"The loss went from {first:.2f} to {last:.2f}"
         result["failed"] = f"{change}, but should fall by at least {FALL:g} nats/token."
     if not small:
-        environments = ({}, {"JAX_PLATFORMS": "cpu"})
-        here, cpu = (_train(small_config(), None, each)[0][-1]["heldout_loss"] for each in environments)
+        runs = _train(small_config(), None), _train(small_config(), None, JAX_PLATFORMS="cpu")
+        here, cpu = (rows[-1]["heldout_loss"] for rows, *_ in runs)
         result |= {"small_heldout": here, "small_heldout_on_cpu": cpu}
         figures["held-out loss, less the CPU's"] = [round(here - cpu, 6), "nats/token"]
         if not abs(here - cpu) <= BOUND:
@@ -63,46 +65,19 @@ def measure_training(small: bool) -> dict[str, Any]:
     return result
 
 
-def _figures(timings: Rows, tokens: int, seconds: float) -> Figures:
-    """Return speeds, and the share of waiting for data, of steps of so many tokens that took `seconds` in all."""
-    waiting = sum(row["data_wait"] for row in timings) / sum(row["seconds"] for row in timings)
-    speed = statistics.median(row["tokens_per_second"] for row in timings)
-    return {
-        "speed without evaluation": [round(speed), "tokens/s"],
-        "speed with evaluation and saves": [round(len(timings) * tokens / seconds), "tokens/s"],
-        "waiting for data": [round(100 * waiting, 2), "% of the step"],
-    }
-
-
-def _train(
-    config: Config, seconds: float | None, environment: dict[str, str] | None = None
-) -> tuple[Rows, Rows, float]:
-    """Train with `zaya_jax.main`, and stop it `seconds` after its first step; None to let it end.
-
-    Returns:
-      Rows of `metrics.jsonl` and of `timings.jsonl`, and the seconds from the first row to the last.
-
-    Raises:
-      RuntimeError: training failed.
-    """
+def _train(config: Config, seconds: float | None, **environment: str) -> tuple[Rows, Rows, float]:
+    """Train, and stop `seconds` after the first step; returns metrics, timings, and seconds from first to last row."""
     with tempfile.TemporaryDirectory() as folder:
         run, file = Path(folder, "run"), Path(folder, "config.yaml")
         file.write_text(to_yaml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "zaya_jax.main", "--config", str(file)]
-        command += [f"run_dir={run}", f"data.cache_dir={folder}/data"]
-        with open(Path(folder, "output"), "w+b") as output:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            variables = {**os.environ, **ONE_DEVICE, **(environment or {})}
-            process = subprocess.Popen(command, env=variables, **streams)  # noqa: S603
+        changes, env = (f"run_dir={run}", f"data.cache_dir={folder}/data"), {**ONE_DEVICE, **environment}
+        with training_process(file, *changes, ends=(0, ExitCode.TERMINATED), **env) as process:
             while process.poll() is None and not ((run / METRICS).exists() and (run / METRICS).stat().st_size):
                 time.sleep(0.05)
             first = time.time()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # it saves, and ends
-            if process.wait() not in (0, 128 + signal.SIGTERM):
-                output.seek(0)
-                raise RuntimeError(f"Training failed: {output.read()[-500:].decode(errors='replace')}")
+            process.terminate()  # it saves, and ends
+            process.wait()
         last = (run / METRICS).stat().st_mtime
         return read_rows(run / METRICS), read_rows(run / TIMINGS), last - first

@@ -15,7 +15,7 @@ from benchmarks import __main__ as command
 from benchmarks import data as bench
 from benchmarks import data_peers
 from benchmarks.data import Sizes, bench_data, make_inputs, our_packing, our_preparing, write_drawn, write_lines
-from benchmarks.data_peers import Decode, GrainSettings, datasets_preparing, grain_packing, time_batches
+from benchmarks.data_peers import GrainSettings, datasets_preparing, decode, grain_packing, time_batches
 from zaya_jax.config import DataConfig
 from zaya_jax.data.loading.batches import train_batches
 from zaya_jax.data.prepare.preparation import open_manifest, prepare
@@ -141,7 +141,7 @@ def test_grain_packs_the_shards(inputs, batches, settings, turns):
 
 
 def test_a_record_is_decoded():
-    tokens = Decode("<u2")(np.array([1, 65535], "<u2").tobytes())["tokens"]
+    tokens = decode("<u2", np.array([1, 65535], "<u2").tobytes())["tokens"]
     assert tokens.tolist() == [1, 65535]
     chex.assert_type(tokens, np.int32)
 

@@ -220,7 +220,7 @@ def test_a_step_whose_bits_vary_fails_the_part(monkeypatch):
 def test_a_run_that_does_not_learn_or_differs_from_the_cpu_fails_the_part(monkeypatch):
     falls, on_cpu = [5 - 0.1 * step for step in range(20)], [3.0]
 
-    def train(config, seconds, environment=None):
+    def train(config, seconds, **environment):
         rows = [{"step": index + 1, "loss": loss} for index, loss in enumerate(falls)]
         rows[-1]["heldout_loss"] = on_cpu[0] if environment else 3.0
         timings = [{"seconds": 2.0, "data_wait": 0.5, "tokens_per_second": 100.0} for _ in rows]

@@ -1,12 +1,13 @@
 """Starts are split into parts that add up, from real runs that end after their first step."""
 
 import math
+from argparse import Namespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.startup import _parts, bench_startup
+from benchmarks.startup import _parts, _start, run
 from zaya_jax.errors import RunStopped
 from zaya_jax.run.progress_record import Phase, Progress
 
@@ -28,7 +29,7 @@ def test_the_parts_add_up_to_the_whole(phases, before, rest):
 
 @pytest.mark.soak
 def test_a_second_start_compiles_and_prepares_nothing(capsys):
-    results = bench_startup("configs/tiny.yaml", SMALL, 1)["results"]
+    results = run(Namespace(config="configs/tiny.yaml", overrides=SMALL, repeats=1))["results"]
     cold, warm = ({part: times[0] for part, times in results[name].items()} for name in ("cold", "warm"))
     assert cold.keys() == warm.keys() == {"imports", "data", "parameters", "compilation", "first step", "total"}
     assert warm["data"] < cold["data"] / 2
@@ -36,6 +37,6 @@ def test_a_second_start_compiles_and_prepares_nothing(capsys):
     assert capsys.readouterr().out.startswith("cold start")
 
 
-def test_a_run_that_does_not_start_is_told():
+def test_a_run_that_does_not_start_is_told(tmp_path):
     with pytest.raises(RunStopped, match=r"failed: .*no_such"):
-        bench_startup("configs/tiny.yaml", ["no_such=1"], 1)
+        _start(tmp_path, "cold", "configs/tiny.yaml", ["no_such=1"])

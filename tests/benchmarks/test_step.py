@@ -20,7 +20,6 @@ from benchmarks.step import (
     bench_whole_step,
     check_memory,
     default_config,
-    default_whole_config,
     our_figures,
     time_ours,
 )
@@ -92,7 +91,7 @@ def test_both_sides_get_the_same_tokens_and_the_result_has_their_ratio(monkeypat
 
 
 def test_the_defaults_are_of_the_size_that_the_benchmark_names():
-    for config, sequences in ((default_config(), 4), (default_whole_config(), 16)):
+    for config, sequences in ((default_config(), 4), (default_config(16, 4), 16)):
         config.check()
         assert round(total_parameters(config.model) / 1e6, 2) == 52.75
         first = stages(config)[0]
@@ -205,7 +204,8 @@ def test_what_a_program_returns_goes_into_the_next_call(monkeypatch):
         seen.append((float(params["w"]), opt_state))
         return {"w": params["w"] + 10}, opt_state + 1
 
-    parts = bench.CompiledParts(*(Program(run=run) for run in (step, move, move)))
+    names = ("step", "optimizer", "without_newton_schulz")
+    parts = {name: Program(run=run) for name, run in zip(names, (step, move, move), strict=True)}
     monkeypatch.setattr(bench, "compile_parts", lambda _: parts)
     monkeypatch.setattr(step_module, "initialize", lambda *_: SimpleNamespace(params={"w": np.zeros(())}))
     measured = time_ours(CONFIG, np.arange(4 * 33).reshape(4, 33), 2)
@@ -233,7 +233,9 @@ def test_a_step_that_does_not_fit_is_told_with_a_depth_that_does_before_anything
     def needs(config, _devices=1):
         return estimate * 1000 * config.model.num_layers
 
-    monkeypatch.setattr(bench, "compile_parts", lambda programs: SimpleNamespace(bytes=needs(programs.config)))
+    monkeypatch.setattr(bench, "compile_parts", lambda programs: {"step": needs(programs.config)})
+    monkeypatch.setattr(bench, "peak_bytes", int)
+    monkeypatch.setattr(bench, "program_memory", int)
     monkeypatch.setattr(bench, "available_memory", lambda: 1500 * estimate)
     monkeypatch.setattr(bench, "time_train_steps", lambda *_: pytest.fail("allocated"))
     for module in (bench, train_step):
@@ -346,7 +348,7 @@ def test_the_command_takes_a_configuration_or_the_default(sides):
     assert command.main(["step", "--whole", "--repeats", "2", *TINY]) == 0
     assert stages(sides["ours"][0])[0].sequences == 2
     assert command.main(["step", "--whole"]) == 0
-    assert sides["ours"][0] == default_whole_config()
+    assert sides["ours"][0] == default_config(16, 4)
 
 
 def test_the_configuration_for_a_gpu_has_the_8bs_layers_and_what_is_asked_of_the_step():

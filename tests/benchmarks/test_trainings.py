@@ -1,9 +1,11 @@
 """Small trainings that are compared: whole, repeatable, on a core each; and what is concluded from their curves."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import sysconfig
+from argparse import Namespace
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ from benchmarks import optimizer
 from benchmarks import training_sweep as sweep
 from benchmarks.ablations import MULTIPLIERS, tune, variants
 from benchmarks.balance import EVEN, _prepare, even_after, steps_until_even
-from benchmarks.optimizer import _interior, compare, optimizer_config, steps_to
+from benchmarks.optimizer import compare, make_grid, optimizer_config, steps_to
 from benchmarks.training_sweep import CONTEXT, Curve, Trial, median_or_never, run_trial, run_trials, small_config
 from tests.train_helpers import compile_once
 from zaya_jax.config import BatchConfig, ModelConfig, PhaseConfig, ScheduleConfig, TrainConfig
@@ -171,7 +173,7 @@ def test_the_best_rates_of_an_earlier_result_are_used(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizer, "run_trials", run)
     recorded = Path("benchmarks/optimizer_cpu.json")
     best = {kind: grid["best"] for kind, grid in json.loads(recorded.read_text())["grid"].items()}
-    result = optimizer.bench_optimizer(20, None, str(recorded))
+    result = optimizer.run(Namespace(steps=20, png=None, tuned=str(recorded)))
     assert len(ran) == 1  # without a grid
     assert ran[0] == {(seed, kind): optimizer_config(kind, rates["matrices"], rates["others"])
                       for seed in (0, 1, 2) for kind, rates in best.items()}  # fmt: skip
@@ -184,13 +186,13 @@ def test_the_best_rates_of_an_earlier_result_are_used(tmp_path, monkeypatch):
     for text in ("{}", json.dumps({"grid": {"muon": rates}}), json.dumps({"grid": {"muon": rates, "adamw": nan}})):
         again.write_text(text)
         with pytest.raises(InputError, match=r"--tuned is '.*again\.json', but must be a result"):
-            optimizer.bench_optimizer(20, None, str(again))
+            optimizer.run(Namespace(steps=20, png=None, tuned=str(again)))
 
 
 def test_an_optimum_at_the_edge_of_the_grid_is_told():
-    assert _interior((2, 2), (1, 2, 3), (1, 2, 3))
-    assert not _interior((1, 2), (1, 2, 3), (1, 2, 3))
-    assert not _interior((2, 3), (1, 2, 3), (1, 2, 3))
+    for best, inside in (((2, 2), True), ((1, 2), False), ((2, 3), False)):
+        losses = {rates: float(rates != best) for rates in itertools.product((1, 2, 3), repeat=2)}
+        assert make_grid(losses)["interior"] == inside
 
 
 def test_both_optimizers_take_the_two_rates():

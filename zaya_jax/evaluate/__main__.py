@@ -90,18 +90,15 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _parser() -> Parser:
     description = "Score a model. Without --text, --tasks and --config: the held-out loss of a run."
-    formatter, prog = argparse.RawDescriptionHelpFormatter, "python -m zaya_jax.evaluate"
-    parser = Parser(prog=prog, description=description, epilog=_EXAMPLES, formatter_class=formatter)
+    texts = {"prog": "python -m zaya_jax.evaluate", "description": description, "epilog": _EXAMPLES}
+    parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     for name, (text, settings) in _FLAGS.items():
         parser.add_argument(name, help=text, **settings)
     return parser
 
 
 def _check(options: argparse.Namespace, unset: Callable[[str], object]) -> None:
-    """Raise `InputError` for options that do not go together, before jax is imported; else set the defaults.
-
-    `unset` returns the value of an option that the user did not set.
-    """
+    """Raise `InputError` for options that do not go together; else set defaults. `unset` has the values before that."""
     tasks = options.tasks is not None or options.config is not None
     if options.tasks is not None and options.config is not None:
         raise InputError("--tasks and --config do not go together: name the tasks in the file, or remove one.")

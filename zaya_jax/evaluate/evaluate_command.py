@@ -43,16 +43,17 @@ class _Subject(NamedTuple):
 
 def evaluate(options: argparse.Namespace) -> None:
     """Run the command; InputError before anything is compiled if an input cannot be used."""
-    suite, texts = _suite(options), {path: read_text(path, "--text") for path in options.text}
+    suite, texts = None, {path: read_text(path, "--text") for path in options.text}
+    if options.config is not None:
+        suite = load_suite(options.config)
+    elif options.tasks is not None:
+        suite = named_tasks(options.tasks)
     for path in (path for path, text in texts.items() if not text):
         raise InputError(f"--text {path} is empty, but must have text to score.")
     if suite is not None:
         harness.require_lm_eval()
-    name = _name(options, suite, texts)
-    if options.follow:
-        _follow(options, suite, texts, name)
-    else:
-        _evaluate_once(options, suite, texts, name)
+    run = _follow if options.follow else _evaluate_once
+    run(options, suite, texts, _name(options, suite, texts))
 
 
 def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
@@ -92,9 +93,9 @@ def _require_all(failed: Sequence[str]) -> None:
 
 
 def _follow(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
-    if jax.process_count() > 1:
-        count = f"but this job has {jax.process_count()}. Start one process, or remove --follow."
-        raise InputError(f"--follow runs in one process, {count}")
+    if (count := jax.process_count()) > 1:
+        advice = "Start one process, or remove --follow."
+        raise InputError(f"--follow runs in one process, but this job has {count}. {advice}")
     run = expanded(options.path).resolve()
     check_followed(run)
     output = options.output or run / results.FOLDER / f"{name}.jsonl"
@@ -122,12 +123,6 @@ def _load_tasks(options: argparse.Namespace, suite: SuiteConfig | None) -> harne
     return harness.load_tasks(suite, folder=folder, runs_code=runs_code, seed=options.seed)
 
 
-def _suite(options: argparse.Namespace) -> SuiteConfig | None:
-    if options.config is not None:
-        return load_suite(options.config)
-    return None if options.tasks is None else named_tasks(options.tasks)
-
-
 def _name(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str]) -> str:
     """Return the NAME of this evaluation in files, see `results.evaluation_name`."""
     scored = ["text"] if texts else []
@@ -152,15 +147,14 @@ def _subject(source: str) -> _Subject:
 def _score(
     options: argparse.Namespace, subject: _Subject, tasks: Any, texts: dict[str, str], heldout: OpenHeldout
 ) -> dict[str, Any]:
-    """Score one model; returns the record."""
     started, now = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     record: dict[str, Any] = {"model": subject.source, "step": subject.step, "time": now}
     if tasks is None and not texts:
         record |= _score_heldout(subject, heldout)
     else:
         record |= _score_texts_and_tasks(options, subject, tasks, texts)
-    packages = {name: package_version(name) for name in _PACKAGES}
-    record["versions"] = versions() | {name: version for name, version in packages.items() if version is not None}
+    packages = {name: version for name in _PACKAGES if (version := package_version(name)) is not None}
+    record["versions"] = versions() | packages
     return record | {"environment": environment(), "seconds": round(time.monotonic() - started, 3)}
 
 
@@ -180,20 +174,22 @@ def _score_texts_and_tasks(
     options: argparse.Namespace, subject: _Subject, tasks: harness.LoadedTasks | None, texts: dict[str, str]
 ) -> dict[str, Any]:
     progress = functools.partial(results.report_progress, show=is_primary())
-    opened, model = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig()), None
-    sizes = {"tokens": options.batch_tokens, "rows": options.batch_rows}
+    opened = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig())
+    model: Any = None
     if tasks is not None:  # first, since it refuses tasks that cannot be answered
-        model = harness.make_model(opened, tasks, seed=options.seed, **sizes)
+        from zaya_jax.evaluate.lm_eval_model import ZayaLM
+
+        settings = {"seed": options.seed, "tokens": options.batch_tokens, "rows": options.batch_rows}
+        model = ZayaLM(opened, think_end=tasks.suite.think_end, **settings)
+        model.check(tasks.tasks, chat=tasks.suite.chat_template)
         model.progress = progress
     arrays = {**parameters(opened.model), **balancing_biases(opened.model)}
     record: dict[str, Any] = {"dtype": opened.model.dtype.name, "fingerprint": fingerprint(arrays)}
     if texts:
-        scorer = (
-            model.scorer if model is not None else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
-        )
+        scorer = model.scorer if model else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
         losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
         record["texts"] = {name: results.text_record(loss) for name, loss in losses.items()}
-    if tasks is not None and model is not None:
+    if tasks is not None:
         record["tasks"] = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
         record["truncated"] = model.truncated
         record["suite"], record["not_covered"] = to_dict(tasks.suite), list(tasks.suite.not_covered)

@@ -28,13 +28,9 @@ class ModelSnapshot:
     phase: int | None = None
 
     def loss(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Compute the summed loss of a batch, without waiting for the devices.
+        """Sum the `loss` in nats, and the `tokens` predicted, of a batch, without waiting for the devices.
 
-        Args:
-          batch: arrays [b, s] by name, see `data.rows.Packing.row`.
-
-        Returns:
-          `loss`, summed cross-entropy in nats, and `tokens`, the number of tokens predicted.
+        It has arrays [b, s] by name, see `data.rows.Packing.row`.
         """
         missing = -len(batch["tokens"]) % batch_shards(self.placement.mesh)  # padding rows, for equal shards
         full = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
@@ -52,7 +48,6 @@ class Evaluator(Protocol):
     def evaluate(self, model: ModelSnapshot) -> Mapping[str, Any]:
         """Score the model. All processes of the job call it, and must get the same scores.
 
-        Returns:
-          What to add to the step's row in `metrics.jsonl`: a number under `name`, and any other values for JSON.
+        Returns what to add to the step's row in `metrics.jsonl`: a number under `name`, and any other values for JSON.
         """
         ...

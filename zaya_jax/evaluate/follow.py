@@ -21,18 +21,9 @@ def follow(
 ) -> None:  # fmt: skip
     """Score the checkpoints of a run until its training ends; it runs, has ended, or has not started yet.
 
-    Args:
-      run: the run folder, see `check_followed`.
-      path: JSONL file of the scores, one line for each checkpoint. It may also have scores of other evaluations.
-      name: of the evaluation, see `results.evaluation_name`; the steps that `path` has under it are not scored again.
-      score: scores the checkpoint of a step, and compares its checksums. A checkpoint for which it raises is left out
-        if it is gone or damaged.
-      seconds: to wait between checks of the run folder.
-      say: prints a line.
-      sleep: waits.
-
-    Raises:
-      InputError: an intact checkpoint cannot be scored.
+    Each adds a line to the JSONL file `path`, which may have other evaluations, too; steps that it has under `name` are
+    not scored again. `score` scores a step, and compares its checksums. If it raises, the checkpoint is left out if it
+    is gone or damaged; InputError if it is intact. The run folder is checked every so many `seconds`.
     """
     if not (run / CONFIG).exists():
         say(printable(f"Waiting for a training to start in {run}."))

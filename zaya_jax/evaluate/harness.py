@@ -22,7 +22,6 @@ import numpy as np
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, as_sentence, did_you_mean
 from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig
-from zaya_jax.generate.source import TextModel
 
 HF_PEER = "hf:"
 _ALLOW = "HF_ALLOW_CODE_EVAL"  # what the metric of HumanEval asks for
@@ -32,7 +31,7 @@ _PEER_PACKAGES = ("torch", "transformers", "accelerate")
 class LoadedTasks(NamedTuple):
     """The tasks of a suite."""
 
-    suite: SuiteConfig  # the suite
+    suite: SuiteConfig
     tasks: dict[str, Any]  # lm-eval's tasks by name; those of groups and tags, too
     groups: dict[str, Any]  # lm-eval's groups by name
     entries: dict[str, TaskConfig]  # name of a task → the entry of the suite that named it
@@ -59,13 +58,10 @@ def require_peer(peer: str) -> str:
 def load_tasks(
     suite: SuiteConfig, *, folder: Path | None = None, own_only: bool = False, runs_code: bool = False, seed: int = 0
 ) -> LoadedTasks:
-    """Load the tasks of a suite with their data.
+    """Load the tasks of a suite with their data; InputError if one is unknown or executes code, or its data is missing.
 
     A `folder` has more tasks, as YAML files; lm-eval's own, which take seconds to list, are left out with `own_only`.
     With `runs_code`, tasks may execute code that a model wrote. Examples in prompts are chosen with `seed`.
-
-    Raises:
-      InputError: a task is unknown or executes code, or its data or a package is missing.
     """
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
@@ -131,13 +127,10 @@ def _members(name: str, index: Mapping[str, Any], seen: set[str]) -> Iterator[tu
 
 
 def _apply(entry: TaskConfig, task: Any, seed: int) -> None:
-    """Apply the settings of a suite to a task."""
     generates = task.get_config("output_type") == "generate_until"
     if not generates and (entry.generation or entry.samples > 1):
-        keys = "samples, temperature, top_p, top_k or max_new_tokens"
-        raise InputError(
-            f"The task {task.task_name} writes no continuations, so tasks.{entry.name} must not set {keys}."
-        )
+        what, keys = f"The task {task.task_name}", "samples, temperature, top_p, top_k or max_new_tokens"
+        raise InputError(f"{what} writes no continuations, so tasks.{entry.name} must not set {keys}.")
     if generates and entry.generation:
         task.set_config(key="generation_kwargs", value=entry.generation, update=True)
     if generates and entry.samples > 1 and not (task.get_config("generation_kwargs") or {}).get("do_sample"):
@@ -151,12 +144,10 @@ def _apply(entry: TaskConfig, task: Any, seed: int) -> None:
 def score_tasks(model: Any, loaded: LoadedTasks, *, seed: int, limit: int | None = None) -> dict[str, Any]:
     """Score an lm-eval model on tasks, or on so many items of each (`limit`); `seed` is that of everything random.
 
-    With `samples: k`, a task is scored k times, and its scores are means over them (avg@k).
-
-    Returns:
-      For each task, and each group that lm-eval averages: `version`, `fewshot`, `samples`, `items`, `prompts` (sha256
-      of all prompts and targets), `metrics`: name → `value`, `stderr`, `higher_is_better`. A task with requests that
-      cannot be answered has no metrics, but a sentence about each in `failed`; groups with such a task are left out.
+    With `samples: k`, a task is scored k times, and its scores are means over them (avg@k). Returns for each task, and
+    each group that lm-eval averages: `version`, `fewshot`, `samples`, `items`, `prompts` (sha256 of all prompts and
+    targets), `metrics`: name → `value`, `stderr`, `higher_is_better`. A task with requests that cannot be answered has
+    no metrics, but a sentence about each in `failed`; groups with such a task are left out.
     """
     from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 
@@ -241,19 +232,9 @@ def _standard_error(rounds: Sequence[Sequence[Mapping[str, Any]]], metric: str, 
 
 
 def _digest(samples: Iterable[Mapping[str, Any]]) -> str:
-    """Return the sha256 of the prompts and targets of a task."""
     keys = ("doc_id", "doc_hash", "prompt_hash", "target_hash")
     lines = {" ".join(str(sample[key]) for key in keys) + "\n" for sample in samples}
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
-
-
-def make_model(opened: TextModel, loaded: LoadedTasks, **settings: Any) -> Any:
-    """Make the lm-eval model of an opened model, see `ZayaLM`; InputError if it cannot answer a task."""
-    from zaya_jax.evaluate.lm_eval_model import ZayaLM
-
-    model: Any = ZayaLM(opened, think_end=loaded.suite.think_end, **settings)
-    model.check(loaded.tasks, chat=loaded.suite.chat_template)
-    return model
 
 
 def make_peer(name: str, suite: SuiteConfig, *, dtype: str, rows: int) -> Any:

@@ -78,10 +78,7 @@ class HeldoutEvaluator:
 
     @property
     def compressors(self) -> dict[str, float]:
-        """Nats per held-out token that compressors need for the text corpus, by name.
-
-        {} before the first evaluation and for other sources.
-        """
+        """Nats per held-out token of the text corpus by compressor; {} before an evaluation and for other sources."""
         if not self._prepared.baselines or not self.total.tokens:
             return {}
         return {name: nats / self.total.tokens for name, nats in self._compressed_nats(self._phase).items()}

@@ -51,19 +51,14 @@ class RunHeldout:
         return stage_at(self._config, max(step - 1, first_step(self._config))).phase
 
     def _measure_texts(self, phase: int) -> dict[str, HeldoutText]:
-        limit = self._config.evaluation.batches
-        texts = (
-            (name, heldout_text(self._config, self._prepared, name, limit, phase)) for name in self._prepared.sources
-        )
-        return {name: text for name, text in texts if text is not None}
+        config, prepared = self._config, self._prepared
+        measure = functools.partial(heldout_text, config, prepared, limit=config.evaluation.batches, phase=phase)
+        return {name: text for name in prepared.sources if (text := measure(name)) is not None}
 
     def losses(self, weights: Weights, step: int) -> dict[str, TextLoss]:
-        """Compute the loss of each source that has held-out text, with a checkpoint's weights and step.
+        """Compute the loss of each source with held-out text; InputError if a checkpoint's weights are damaged.
 
         Adapters are merged into their base first.
-
-        Raises:
-          InputError: the weights are damaged.
         """
         placement, loss_sums = self._program(weights.config)
         values = weights.load(_abstract(weights, placement))

@@ -51,22 +51,12 @@ class ZayaLM(LM):  # type: ignore[misc]
         max_length: int | None = None, add_bos: bool | None = None, seed: int = 0, tokens: int = TOKENS,
         rows: int = ROWS, think_end: str | None = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Open a model. The parameters are what lm-eval's users write into --model_args.
+        """Open a model, see `open_text_model`. The parameters are what lm-eval's users write into --model_args.
 
-        Args:
-          path: see `open_text_model`, like the next two; or what it returns.
-          dtype: of the computation.
-          tokenizer: in place of the model's own.
-          max_length: longest input in tokens; None for the model's positions.
-          add_bos: whether contexts begin with the token that begins a document; None unless `add_bos_token` of the
-            tokenizer's configuration is false.
-          seed: of all samples.
-          tokens: tokens of a device in one forward pass.
-          rows: prompts of a device in one batch of continuations.
-          think_end: text after which an answer begins, such as </think>; None to return whole continuations.
-
-        Raises:
-          InputError: see `open_text_model`.
+        A device gets so many `tokens` in a forward pass, and `rows` prompts in a batch of continuations, which `seed`
+        draws. Inputs have at most `max_length` tokens, by default the model's positions. Contexts begin with the token
+        that begins a document if `add_bos`, by default if `add_bos_token` of the tokenizer's configuration is not
+        false. Answers begin after the text `think_end`, such as </think>, or with the continuation if it is None.
         """
         super().__init__()
         opened = open_text_model(path, dtype, tokenizer, ParallelConfig()) if isinstance(path, str) else path
@@ -231,12 +221,9 @@ class ZayaLM(LM):  # type: ignore[misc]
         return Prompt(tokens, seed, new, sampling, stop)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render messages as they are with the model's chat template, up to the assistant's next turn.
+        """Render messages with the model's chat template, up to the assistant's next turn; InputError if it cannot.
 
         Without `add_generation_prompt` the model continues the last message, so what the template adds after it is cut.
-
-        Raises:
-          InputError: a message is not text with a role, or the template cannot render them.
         """
         for number, message in enumerate(chat_history, 1):
             where = f"Message {number} of a task's chat"

@@ -45,10 +45,8 @@ def text_table(records: Mapping[str, Mapping[str, Any]]) -> str:
     lines += [
         [printable(name), *(format(row[key], kind) for key, kind in _FORMATS.items())] for name, row in records.items()
     ]
-    lost = {name: row["lost_bytes"] for name, row in records.items() if row["lost_bytes"]}
-    remarks = (
-        f"{name}: {count:,} more bytes have no token in the tokenizer, and do not count" for name, count in lost.items()
-    )
+    why = "more bytes have no token in the tokenizer, and do not count"
+    remarks = [f"{name}: {row['lost_bytes']:,} {why}" for name, row in records.items() if row["lost_bytes"]]
     return "\n".join([*format_table(lines), *remarks])
 
 
@@ -75,8 +73,7 @@ def task_table(models: Mapping[str, Mapping[str, Any]]) -> str:
 def evaluation_name(scored: Sequence[str], settings: Mapping[str, Any]) -> str:
     """Return the NAME of an evaluation in `RUN_DIR/evaluations/`, from what is scored; [] for the held-out data.
 
-    It ends with 8 digits of the sha256 of all settings that change a score, so that an evaluation with other settings
-    neither replaces a file nor counts as done.
+    It ends with a digest of all settings that change a score: with others, no file is replaced or counts as done.
     """
     if not scored:
         return "heldout"

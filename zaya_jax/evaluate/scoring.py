@@ -1,9 +1,8 @@
 """Score continuations: their log-likelihoods, many requests packed into rows of a few fixed lengths.
 
-Packed documents never see each other, so a request scores the same in every row. Rows have one of a few lengths, and
-all batches of a length have the same number of rows: any set of requests needs at most one compilation per length.
-Requests with the same input, such as the answers A, B, C and D to a question, are one document, and the head is applied
-only where a continuation is scored.
+Packed documents never see each other, so a request scores the same in every row. All batches of a length have the same
+number of rows: any set of requests needs at most one compilation per length. Requests with the same input, such as the
+answers A, B, C and D to a question, are one document, and the head is applied only where a continuation is scored.
 """
 
 import functools
@@ -76,13 +75,10 @@ class Scorer:
     def __init__(
         self, model: Zaya, placement: Placement, *, max_length: int | None = None, tokens: int = TOKENS
     ) -> None:
-        """Prepare to score.
+        """Prepare to score with a model as stored: one that is `unrolled` takes long to compile.
 
-        Args:
-          model: the model, as stored: one that is `unrolled` takes long to compile.
-          placement: see `generate.placement.decode_placement`.
-          max_length: longest input in tokens; longer ones lose their beginning. None for the model's positions.
-          tokens: tokens of a device in one forward pass.
+        A device gets so many `tokens` in one forward pass. Inputs longer than `max_length` tokens, by default the
+        model's positions, lose their beginning. See `generate.placement.decode_placement`.
         """
         self.model, self.placement = place(placement.mesh, model, REPLICATED), placement
         self.max_length = min(max_length or model.config.max_positions, model.config.max_positions)
@@ -96,13 +92,8 @@ class Scorer:
     ) -> list[Score]:
         """Score requests; each process of a job must pass the same ones, and scores its share.
 
-        Args:
-          requests: inputs longer than `max_length` are truncated from the left.
-          grouped: process the input of requests that share it only once.
-          progress: called after each batch.
-
-        Raises:
-          InputError: a request is empty, or its continuation is longer than `max_length`.
+        Input that several requests share is processed once if `grouped`. InputError if a request is empty, or its
+        continuation is longer than `max_length`.
         """
         count, part = jax.process_count(), jax.process_index()
         own = range(part, len(requests), count)
@@ -267,7 +258,7 @@ def text_losses(
         except InputError as error:
             raise InputError(f"--text {name} cannot be scored. {error}") from error
     nats = window_sums(scorer, [tokens for tokens, _ in encoded.values()], prefix_token(tokenizer), progress)
-    losses = {}
-    for logprob, (name, (tokens, lost)) in zip(nats, encoded.items(), strict=True):
-        losses[name] = TextLoss(0.0 - logprob, len(tokens), len(texts[name].encode()) - lost, lost)
-    return losses
+    return {
+        name: TextLoss(0.0 - logprob, len(tokens), len(texts[name].encode()) - lost, lost)
+        for logprob, (name, (tokens, lost)) in zip(nats, encoded.items(), strict=True)
+    }

@@ -41,10 +41,7 @@ class Writer:
     def __init__(
         self, model: Zaya, tokenizer: Tokenizer, stop_tokens: Sequence[int], placement: Placement, rows: int = ROWS
     ) -> None:
-        """Prepare to continue in batches with so many `rows` a device; `stop_tokens` end a continuation.
-
-        The model is as stored, on every device of the placement, see `generate.placement.decode_placement`.
-        """
+        """Prepare to continue in batches with so many `rows` a device; the model is as stored, on every device."""
         self.model, self.placement, self.rows = model, placement, rows
         self._tokenizer, self._stops = tokenizer, stop_tokens
 

@@ -74,8 +74,7 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _parser() -> Parser:
     texts = {"description": "Continue texts with a model, or chat with it.", "epilog": _EXAMPLES}
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="python -m zaya_jax.generate", formatter_class=formatter, **texts)
+    parser = Parser(prog="python -m zaya_jax.generate", formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     for name, (text, settings) in _FLAGS.items():
         parser.add_argument(name, help=text, **settings)
     for name, text in _SAMPLING.items():
@@ -85,7 +84,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
     if not sys.stdout.isatty():  # a file or program gets the text as the model wrote it
         sys.stdout = Unescaped(sys.stdout)
@@ -106,9 +105,9 @@ def _run(options: argparse.Namespace) -> int:
     encode: Encode = functools.partial(encode_prompt, opened.tokenizer)
     if options.chat or options.message:
         chat = Chat(opened, opened.sampling, options.max_new_tokens, options.seed, options.system)
+        encode, options.stop = chat.prompt, [*options.stop, *chat.stop]
         if options.chat:
             return _chat(chat)
-        encode, options.stop = chat.prompt, [*options.stop, *chat.stop]
     if options.rsa is not None:
         return _rsa(options, opened, prompts, encode)
     return _continue(options, opened, [prompt for prompt in prompts for _ in range(options.samples)], encode)
@@ -142,7 +141,7 @@ def _undecoded(text: str) -> int:
     return len(text[: wrong.start()].encode(sys.stdin.encoding)) + 1 if wrong else 0
 
 
-def _continue(options: argparse.Namespace, opened: Any, prompts: list[str], encode: Encode) -> int:
+def _continue(options: argparse.Namespace, opened: Any, prompts: list[str], encode: Encode) -> None:
     from zaya_jax.run.progress import show_status
 
     shown = [""] * len(prompts) if options.message else prompts
@@ -153,14 +152,14 @@ def _continue(options: argparse.Namespace, opened: Any, prompts: list[str], enco
         first = next(blocks)
     for rows in itertools.chain([first], blocks):
         if not is_output_read():
-            return 0
+            return
         if alone:
             text = shown[0] + rows[0].text
             _print(text[printed:])
             printed = len(text)
     if alone:
         print()
-        return 0
+        return
     for prompt, start, row in zip(prompts, shown, rows, strict=True):
         print(f"=== {prompt!r}")
         if not options.logprobs:
@@ -168,10 +167,9 @@ def _continue(options: argparse.Namespace, opened: Any, prompts: list[str], enco
             continue
         for token, logprob in zip(row.tokens, row.logprobs, strict=True):
             print(f"{logprob:9.4f}  {opened.tokenizer.decode([token])!r}")
-    return 0
 
 
-def _rsa(options: argparse.Namespace, opened: Any, prompts: list[str], encode: Encode) -> int:
+def _rsa(options: argparse.Namespace, opened: Any, prompts: list[str], encode: Encode) -> None:
     from zaya_jax.generate.rsa import MarkovianRSA, aggregate_recursively
 
     settings = MarkovianRSA(*options.rsa)
@@ -189,17 +187,16 @@ def _rsa(options: argparse.Namespace, opened: Any, prompts: list[str], encode: E
     for prompt in prompts:
         aggregate_recursively(write, opened.tokenizer, prompt, settings, options.seed)
         print(finished[-settings.candidates])
-    return 0
 
 
-def _chat(chat: Any) -> int:
+def _chat(chat: Any) -> None:
     print(_CHAT_HELP)
     while True:
         try:
             message = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             print()
-            return 0
+            return
         if wrong := _undecoded(message):
             print(f"Error: The message is not {sys.stdin.encoding}: byte {wrong} cannot be read. Type it again.")
         elif message == "/reset":

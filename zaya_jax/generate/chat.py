@@ -22,17 +22,9 @@ class Chat:
     def __init__(
         self, opened: TextModel, sampling: Sampling, max_new_tokens: int, seed: int = 0, system: str | None = None
     ) -> None:
-        """Start a conversation.
+        """Start a conversation, perhaps with a `system` message; InputError if the template does not render one.
 
-        Args:
-          opened: the model with its tokenizer and template.
-          sampling: how to draw tokens.
-          max_new_tokens: largest number of tokens of an answer.
-          seed: seed of the first answer; each later answer has the next one.
-          system: system message; None for none.
-
-        Raises:
-          InputError: the template does not render a conversation.
+        `seed` is that of the first answer; each later answer has the next one.
         """
         self._opened, self._max_new_tokens, self._seed = opened._replace(sampling=sampling), max_new_tokens, seed
         self._system: Conversation = [] if system is None else [{"role": "system", "content": system}]
@@ -45,11 +37,7 @@ class Chat:
         self.conversation = list(self._system)
 
     def prompt(self, message: str) -> list[int]:
-        """Return the tokens that the model continues after a message of the user.
-
-        Raises:
-          InputError: the message, or the system's, contains a special token or the text that ends a turn.
-        """
+        """Return the tokens that the model continues after a message; InputError if that has text that ends a turn."""
         specials = self._opened.tokenizer.specials.union(self.stop)
         if special := find_special([*self._system, {"content": message}], specials):
             raise InputError(f"The message or --system has {special!r}, which would end a turn. Write it another way.")
@@ -59,8 +47,7 @@ class Chat:
     def ask(self, message: str) -> Iterator[TextContinuation]:
         """Yield the answer to a message as it grows; what was yielded last becomes part of the conversation.
 
-        Raises:
-          InputError: conversation and answer exceed the model's positions, or see `prompt`.
+        InputError if the conversation leaves no room in the model's positions, or see `prompt`.
         """
         opened, tokens = self._opened, self.prompt(message)
         room = opened.model.config.max_positions - len(tokens)

@@ -82,16 +82,15 @@ def continuations(
       sampling: how to draw tokens; None takes the most likely one.
       seeds: seed of each row's random stream; None for 0, 1, …. A row's text depends on its own prompt and seed only.
       stop_tokens: each ends a row when it is drawn; not part of the result.
-      placement: the devices, `placement.decode_placement` or, after training, `Placement.replicated`; in the model's
-        dtypes. Several processes that hold the model together must pass the same one. None to use the first device,
-        with kernels validated at the first call.
+      placement: `decode_placement` or, after training, `Placement.replicated`, in the model's dtypes; the same one in
+        all processes that hold the model together. None for the first device.
       stopped: called with a row's index and new tokens after each block; True ends the row.
       block: decode steps per compiled call.
       capacity: slots of the cache, at least `cache_capacity` of the longest prompt; calls with the same capacity and
         number of rows share their compilations. None for the smallest class.
 
     Raises:
-      InputError: a prompt is empty or contains a token outside the vocabulary, prompt and new tokens exceed
+      InputError: a prompt is empty or has a token outside the vocabulary, prompt and new tokens exceed
         `config.max_positions`, or a setting is out of range.
     """
     sampling = Sampling() if sampling is None else sampling
@@ -152,10 +151,7 @@ def compile_generation(
     """Compile greedy generation after `batch` prompts of token 0 on the first device, with compiler options.
 
     Prompts are rounded up to whole chunks. The cache has room for so many blocks of `BLOCK` steps; without blocks,
-    `prefill` alone is compiled.
-
-    Raises:
-      InputError: prompt and blocks exceed `config.max_positions`.
+    `prefill` alone is compiled. InputError if both exceed `config.max_positions`.
     """
     config, chunk = model.config, min(CHUNK, _length_class(prompt))
     padded, new = -(-prompt // chunk) * chunk, blocks * BLOCK
@@ -187,7 +183,7 @@ def _check(
     if len(seeds) != len(rows):
         raise InputError(f"There are {len(seeds)} seeds, but must be one for each of {len(rows)} prompts.")
     for what, tokens in (("A prompt contains", itertools.chain(*rows)), ("stop_tokens contains", stop_tokens)):
-        if (unknown := next((token for token in tokens if not 0 <= token < config.vocab_size), None)) is not None:
+        for unknown in (token for token in tokens if not 0 <= token < config.vocab_size):
             raise InputError(f"{what} token {unknown}, but tokens must be from 0 to {config.vocab_size - 1}.")
     if new < 1:
         raise InputError(f"max_new_tokens is {new}, but must be at least 1.")
@@ -251,7 +247,6 @@ def _place_like_results(model: Zaya, mesh: AnyMesh, tree: Any, specs: Any) -> An
 
 
 def _state_specs(config: ModelConfig, state: DecodeState) -> Any:
-    """Return the partition of every array of a state."""
     specs: Any = {"logits_bv": ROWS, "occurred_bv": None if state.occurred_bv is None else ROWS, "done_b": ROWS}
     return state._replace(cache=cache_specs(config, state.cache), step=REPLICATED, **specs)
 

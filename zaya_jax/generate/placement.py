@@ -22,18 +22,11 @@ FIRST_DEVICE = ParallelConfig(data=1)
 
 
 def decode_placement(model: Zaya, parallel: ParallelConfig, pinned: Mapping[str, str] | None = None) -> Placement:
-    """Make the placement of generation on devices of this process, with kernels validated there.
+    """Make the placement of generation on devices of this process, with kernels validated there, or `pinned` ones.
 
-    Every device has all parameters. The rows of a batch are split over `data`. The cache of each row is split over
-    `context`, except for layers with a window.
-
-    Args:
-      model: the model to generate with.
-      parallel: sizes of `data` (None for all devices that `context` leaves) and `context`; the others must be 1.
-      pinned: implementations of operations, as in the key `ops`.
-
-    Raises:
-      InputError: there are not as many devices, or another axis is not 1.
+    Every device has all parameters. The rows of a batch are split over `parallel.data` (None for all devices that
+    `context` leaves). The cache of each row is split over `context`, except for layers with a window. InputError if
+    there are not as many devices, or another axis is not 1.
     """
     config, dtype, mesh = model.config, model.dtype.name, decode_mesh(parallel)
     dtypes, kernels = compute_dtypes(roles(abstract_model(config)), dtype), generation_kernels(config, dtype, pinned)

@@ -1,7 +1,6 @@
 """Markovian recursive self-aggregation: rounds of candidates, each written from the ends of some of the last round's.
 
-The method of ZAYA1-8B's best scores (docs/reference.md §13). Only the last `tail` tokens of a candidate are carried
-over, so prompts never have more than the question and `aggregated` · `tail` tokens, however long the candidates are.
+The method of ZAYA1-8B's best scores (docs/reference.md §13). Prompts have only the last `tail` tokens of candidates.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,12 +44,9 @@ WriteCandidates = Callable[[Sequence[str], Sequence[int]], list[list[int]]]
 def aggregate_recursively(
     write: WriteCandidates, tokenizer: Tokenizer, question: str, settings: MarkovianRSA, seed: int = 0
 ) -> list[list[int]]:
-    """Return the tokens of the last round's candidates, which `write` generates.
+    """Return the tokens of the last round's candidates, which `write` generates; InputError for invalid settings.
 
     `seed` is that of the choice of candidates, and of the first candidate; each further one has the next seed.
-
-    Raises:
-      InputError: a setting is out of range.
     """
     settings.check("")
     count, draw = settings.candidates, np.random.default_rng(seed)

@@ -58,17 +58,10 @@ class Branches(NamedTuple):
 def draw(
     logits_bv: jax.Array, keys_b: jax.Array, sampling: Sampling, branches: Branches, occurred_bv: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token for each row.
+    """Draw a token for each row of fp32 logits, with its random key; the values of `sampling` may be traced.
 
-    Args:
-      logits_bv: fp32.
-      keys_b: a random key for each row.
-      sampling: values, which may be traced.
-      branches: `Sampling.branches` of them.
-      occurred_bv: bool, whether a token occurred in the row; None without a repetition penalty.
-
-    Returns:
-      int32 [b] tokens, and their fp32 [b] log-probabilities under the model (of `logits_bv` as they are).
+    `occurred_bv`, bool, says which tokens occurred in the row; None without a repetition penalty. Returns int32 [b]
+    tokens, and their fp32 [b] log-probabilities under the model (of `logits_bv` as they are).
     """
     scores = logits_bv
     if occurred_bv is not None:

@@ -13,7 +13,6 @@ from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, end_tokens, load_tokenizer, read_beside, tokenizer_path
 from zaya_jax.errors import InputError
-from zaya_jax.generate.decode import BLOCK
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.text import TextContinuation, stream_text
@@ -25,7 +24,6 @@ from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.files import read_object, read_text
 from zaya_jax.run.tokenizer import GENERATION
 from zaya_jax.weights.load import is_transformers, open_weights
-from zaya_jax.weights.sources import Weights
 
 TEMPERATURE = 0.8  # of a model whose generation_config.json says nothing
 
@@ -44,17 +42,10 @@ class TextModel(NamedTuple):
     others: dict[str, str] | None = None  # more special tokens that templates receive, by name
 
     def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        seeds: Sequence[int],
-        stop: Sequence[str],
-        block: int = BLOCK,
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
     ) -> Iterator[list[TextContinuation]]:
-        """Continue prompts with the model's sampling, see `text.stream_text`."""
-        ends: dict[str, Any] = {"stop": stop, "stop_tokens": self.stop_tokens}
-        options: dict[str, Any] = {"seeds": seeds, "placement": self.placement, "block": block, **ends}
+        """Continue prompts with the model's sampling; `options` are the other arguments of `text.stream_text`."""
+        options |= {"stop_tokens": self.stop_tokens, "placement": self.placement}
         return stream_text(self.model, self.tokenizer, prompts, max_new_tokens, self.sampling, **options)
 
 
@@ -76,7 +67,10 @@ def open_text_model(
     if hf_folder(source) is None and is_transformers(source):
         source = f"{HF}{source}"
     weights = open_weights(source, "PATH")
-    path = _tokenizer_file(weights, source, tokenizer)
+    if tokenizer is not None:
+        path = tokenizer_path(tokenizer)
+    elif weights.tokenizer is None or not (path := weights.tokenizer / "tokenizer.json").is_file():
+        raise InputError(f"{source} has no tokenizer.json; name one with --tokenizer FOLDER.")
     special = find_special_tokens(path, chat=True, eot=None, bos=None)
     text = load_tokenizer(path, special.eot, special.bos, eos_text=special.eos)
     check_vocabulary(text, weights.config.vocab_size, path)
@@ -91,21 +85,11 @@ def open_text_model(
     return TextModel(model, text, special, sorted(stops), sampling, template, placement, adds_bos, others)
 
 
-def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
-    if named is not None:
-        return tokenizer_path(named)
-    path = None if weights.tokenizer is None else weights.tokenizer / "tokenizer.json"
-    if path is None or not path.is_file():
-        raise InputError(f"{source} has no tokenizer.json; name one with --tokenizer FOLDER.")
-    return path
-
-
 def _sampling(path: Path) -> Sampling:
     """Read the settings of `generation_config.json` that are set."""
     tree: dict[str, Any] = read_beside(path)
     values = {name: tree[name] for name in Sampling._fields if isinstance(tree.get(name), int | float)}
-    if tree.get("do_sample") is False:
-        values["temperature"] = 0.0
+    values |= {"temperature": 0.0} if tree.get("do_sample") is False else {}
     sampling = Sampling(TEMPERATURE)._replace(**values)
     sampling.check(f"{path}: ")
     return sampling

@@ -49,20 +49,9 @@ def stream_text(
 ) -> Iterator[list[TextContinuation]]:  # fmt: skip
     """Yield the continuations so far, after each block of tokens, until all have ended.
 
-    Args:
-      model: the model.
-      tokenizer: its tokenizer.
-      prompts: token ids of each prompt, see `encode_prompt`.
-      max_new_tokens: largest number of tokens of a continuation.
-      sampling: how to draw tokens; None takes the most likely one.
-      seeds: seed of each prompt; None for 0, 1, ….
-      stop: texts that end a continuation before them.
-      stop_tokens: tokens that end a continuation; None for the tokenizer's end of a document.
-      placement: see `decode.continuations`.
-      block: tokens between two results.
-
-    Raises:
-      InputError: a stop string is empty, or see `decode.continuations`.
+    The arguments are those of `decode.continuations`, which says what raises `InputError`; prompts are token ids, see
+    `encode_prompt`. Texts in `stop`, none of them empty, end a continuation before them, and so do `stop_tokens`, by
+    default the tokenizer's end of a document.
     """
     if not all(stop):
         raise InputError("A stop string is empty, but must have at least one character.")

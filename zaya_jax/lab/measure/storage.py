@@ -240,26 +240,30 @@ def time_save(method: Method, step: int) -> dict[str, float]:
     return {"stall": largest(stall), "commit": largest(commit)}
 
 
-def time_restores(method: Method, folder: Path, state: dict[str, jax.Array]) -> dict[str, float]:
+def time_restores(
+    method: Method, folder: Path, state: dict[str, jax.Array], kinds: Sequence[str] = ("cold", "warm")
+) -> dict[str, float]:
     """Return the seconds to restore and to verify, from a cold and a warm page cache; RuntimeError for wrong values."""
     seconds, arrays = dict[str, float](), dict[str, jax.Array]()
 
     def restore() -> None:
         arrays.update(jax.block_until_ready(method.restore()))
 
-    for kind in ("cold", "warm"):
+    for kind in kinds:
         if kind == "cold":
             drop_cached(folder)
         multihost_utils.sync_global_devices("restore")
         seconds[f"restore_{kind}"] = largest(elapsed(restore))
         for name, x in state.items():
-            for saved, read in zip(x.addressable_shards, arrays[name].addressable_shards, strict=True):
-                if not np.array_equal(saved.data, read.data):
-                    raise RuntimeError(f"{name} was restored from {folder} with wrong values.")
+            if not _equal(x, arrays[name]):
+                raise RuntimeError(f"{name} was restored from {folder} with wrong values.")
         arrays.clear()
         if method.verify is not None:
             seconds[f"verify_{kind}"] = largest(elapsed(method.verify))
     return seconds
+
+
+_equal: Callable[[jax.Array, jax.Array], jax.Array] = jax.jit(jnp.array_equal)  # compares on the devices
 
 
 def largest(value: float) -> float:
