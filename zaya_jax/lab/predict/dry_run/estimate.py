@@ -87,12 +87,25 @@ def estimate_phase(
     model = model_flops(config.model, stage.context, config.lora is not None)
     flops = {**{part: tokens * each for part, each in model.items()}, "newton_schulz": _newton_schulz(config, {})}
     remat_key = "train" if phase_config.remat is None else config.phase_key(phase)
-    keys = {"batch": config.batch_key(phase_config), "remat": f"{remat_key}.remat"}
-    keys["parallel"] = config.parallel_key(phase_config)
-    sizes = dict(mesh.shape), sequences, micro_batches, tokens, math.ceil(phase_config.tokens / tokens)
-    policies = program.remat, parallel.gradient_reduction
     estimate = PhaseEstimate(
-        phase_config.name, *sizes, *policies, memory, flops, moved, bounds={}, keys=keys, seconds={}
+        phase=phase_config.name,
+        axes=dict(mesh.shape),
+        sequences=sequences,
+        micro_batches=micro_batches,
+        tokens=tokens,
+        steps=math.ceil(phase_config.tokens / tokens),
+        remat=program.remat,
+        reduce=parallel.gradient_reduction,
+        memory=memory,
+        flops=flops,
+        transfers=moved,
+        bounds={},
+        keys={
+            "batch": config.batch_key(phase_config),
+            "remat": f"{remat_key}.remat",
+            "parallel": config.parallel_key(phase_config),
+        },
+        seconds={},
     )
     return estimate if hardware is None else _with_times(estimate, program, hardware)
 

@@ -302,11 +302,17 @@ def _sizes(config: Config, index: int, devices: int, hardware: Hardware, measure
 
     twice = dataclasses.replace(config.batch_for(phase), micro_batch=2 * estimate.sequences)
     unsharded = dataclasses.replace(config.parallel_for(phase), data=None, fsdp=1)
-    fits_twice = fits(batch=twice) if estimate.micro_batches > 1 else None
-    fits_unsharded, message = (fits(parallel=unsharded), shard * mesh.shape["fsdp"]) if sharded else (None, 0)
-    tokens = estimate.sequences * largest_stage(config, index).context // mesh.shape["context"]
-    layout = dict(mesh.shape), in_node
-    return Sizes(config.model, tokens, *layout, hardware, fits_twice, fits_unsharded, message, measured)
+    return Sizes(
+        model=config.model,
+        tokens=estimate.sequences * largest_stage(config, index).context // mesh.shape["context"],
+        axes=dict(mesh.shape),
+        in_node=in_node,
+        hardware=hardware,
+        fits_twice=fits(batch=twice) if estimate.micro_batches > 1 else None,
+        fits_unsharded=fits(parallel=unsharded) if sharded else None,
+        message=shard * mesh.shape["fsdp"] if sharded else 0,
+        measured=measured,
+    )
 
 
 def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
