@@ -147,6 +147,16 @@ def test_a_large_file_is_read_in_bounded_pieces(tmp_path):
     log.close()
 
 
+def test_the_middle_of_a_long_line_is_no_message(tmp_path):
+    path = tmp_path / "kernel.log"
+    path.touch()
+    log = KernelLog(path)
+    append(path, "x" * 2**17)
+    assert [len(line) for line in log.read()] == [LONGEST_LINE]
+    append(path, "NVRM: Xid (PCI:0000:3b:00): 79\nnext\n")
+    assert log.read() == ["next"]
+
+
 @pytest.mark.parametrize("kind", ["folder", "fifo"])
 def test_another_kind_of_file_is_refused_without_waiting(tmp_path, kind):
     path = tmp_path / "log"

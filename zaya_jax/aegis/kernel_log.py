@@ -25,7 +25,7 @@ class KernelLog:
         self.path = path
         self.problem = ""  # sentence that says why nothing can be read
         self._fd: int | None = None
-        self._is_device, self._lines = False, LineBuffer()
+        self._is_device, self._lines, self._in_line = False, LineBuffer(), False
         self._may_appear = not path.is_relative_to("/dev") and not path.exists()
         if not self._may_appear:
             self._open(os.SEEK_END)
@@ -36,7 +36,9 @@ class KernelLog:
             if self._is_device and self._fd is not None:
                 return self._read_device(self._fd)
             self._reopen()
-            lines = [] if self._fd is None else self._lines.add(os.read(self._fd, _MOST_BYTES)).splitlines()
+            complete = b"" if self._fd is None else self._lines.add(os.read(self._fd, _MOST_BYTES))
+            lines = complete.splitlines()[self._in_line :]  # the rest of a cut line is no message
+            self._in_line = self._in_line if not complete else not complete.endswith(b"\n")
             return [line[:LONGEST_LINE].decode("utf-8", "replace") for line in lines if line.strip()]
         except BlockingIOError:
             return []
