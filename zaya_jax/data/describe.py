@@ -27,7 +27,7 @@ _SHOWN = 600  # maximum characters of a document in a sample
 
 
 def describe(
-    config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5, max_iops: float = 70_000
+    config: Config, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5, max_iops: float = 70_000
 ) -> str:
     """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are cached for the run.
 

@@ -242,12 +242,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load a `tokenizer.json`; `InputError` if it is none, or a token is unknown or ambiguous.
 
-    Args:
-      path: path of the file.
-      eot_text: the token that ends a document; None selects the one of `EOT_TEXTS` in the vocabulary.
-      bos_text: the token that begins a document; None means none.
-      default_eot: in place of `eot_text`, if that is None and the vocabulary has none or several of `EOT_TEXTS`.
-      eos_text: another token that ends a turn or a text; None means none.
+    `eot_text` ends a document; None selects the one of `EOT_TEXTS` in the vocabulary, or `default_eot` if it has none
+    or several. `bos_text`, if any, begins a document; `eos_text`, if any, also ends a turn or a text.
     """
     with _library("be read", f"file {path} "):
         require_regular(path)

@@ -130,15 +130,11 @@ class Template:
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
         without markers verifies that they changed nothing, and a third with all contents, calls and tools marked that
-        the template writes them. `bos` and `eos` are texts, or None to leave the token undefined, as in transformers;
-        `others` come from `special_tokens.other_tokens`.
+        the template writes them. `bos` and `eos` are texts, or None to leave the token undefined, as in transformers.
 
-        Returns:
-          Non-empty pieces whose concatenated text is the rendering. An answer with a `weight` of 0 is not `generated`.
-
-        Raises:
-          ValueError: the template fails, nests generation blocks, alters reasoning, omits a content, a tool, a call or
-            the last answer's reasoning, or writes a part of a trained answer outside of generation blocks; as a clause.
+        Return non-empty pieces, whose texts are the rendering; an answer with a `weight` of 0 is not `generated`.
+        `ValueError`, as a clause, if the template fails, nests generation blocks, alters reasoning, omits a content, a
+        tool, a call or the last answer's reasoning, or writes a part of a trained answer outside of generation blocks.
         """
         tokens = {"bos_token": bos, "eos_token": eos, **(others or {})}
         names = {"tools": tools, **{name: text for name, text in tokens.items() if text is not None}}

@@ -18,9 +18,8 @@ LONGEST_PERIOD = 65_536  # rows
 class Mixture:
     """An endless sequence of rows from several sources. Picklable and thread-safe.
 
-    Weights are read as decimal fractions and become integers in lowest terms, whose sum is the period. If the period
-    would exceed 65,536, they are rounded to a period of 65,536 or a divisor of it, with at least one row per source.
-    Scaling all weights changes nothing.
+    Weights are read as decimal fractions and become integers in lowest terms, whose sum is the period. If it would
+    exceed 65,536, they are rounded to a period of that or a divisor of it, with at least one row per source.
 
     Within a period, the j-th row of a source with integer weight W has time (2j + 1) / 2W. Rows are sorted by time;
     ties keep the order of the sources. Among the first n rows, each of m sources with share w has n·w rows, with an

@@ -47,10 +47,7 @@ class RenderWork:
     split: Split
 
     def __call__(self, shard: ShardEntry) -> Iterator[Record | Skipped]:
-        """Yield one record per conversation.
-
-        A conversation that cannot be trimmed to fit gets a record without tokens, so that others keep their index.
-        """
+        """Yield one record per conversation; one that cannot be trimmed to fit has no tokens, and keeps its index."""
         tokenizer = load_tokenizer_once(self.tokenizer, self.tokenizer.parent.name, self.special)
         dtype = token_dtype(tokenizer.vocab_size)
         records, others = Records(self.folder, (shard,)), other_tokens(self.folder)
@@ -92,18 +89,14 @@ def _refuse(shard: Path, number: int, how: str) -> int:
 def open_rendered(
     folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None, cache: Path
 ) -> tuple[Path, Manifest]:
-    """Render a split of a prepared folder of conversations, or return the cached rendering.
+    """Render a split of a prepared folder of conversations, or return the rendering cached in `cache/DIGEST`.
 
-    The result is cached in `cache/DIGEST`. If several processes share a file system, one renders with all its cores and
-    the others wait. An interrupted rendering resumes where it stopped. `template` is the path of a Jinja file, or None
-    for the built-in template; `limit`, if any, the maximum tokens of a conversation, see `trim`.
+    If several processes share a file system, one renders with all its cores, resumably, and the others wait. `template`
+    is the path of a Jinja file, or None for the built-in one; `limit`, if any, the maximum tokens, see `trim`.
 
-    Returns:
-      A folder of kind 'masked' and its manifest, in which the other split is empty. Its documents are those of
-      `folder` in the same order; one that cannot be trimmed to fit has no tokens. `counts` has the trimming outcomes.
-
-    Raises:
-      InputError: the template cannot be used, or fails on a conversation.
+    Return a folder of kind 'masked' and its manifest, whose `counts` are the trimming outcomes and whose other split is
+    empty. The documents keep their order; one that cannot be trimmed to fit has no tokens. `InputError` if the template
+    cannot be used, or fails on a conversation.
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)

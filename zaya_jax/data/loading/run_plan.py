@@ -125,9 +125,8 @@ def trimmed_documents(of_texts: dict[str, int], of_conversations: dict[str, int]
 def heldout_phase(config: Config, source: Source, phase: int) -> PhaseConfig | None:
     """Return the settings that pack a source's held-out documents during a phase; None if no phase reads the source.
 
-    Rows have the context of the phase. Packing and template are those of the last phase so far that reads the source,
-    or of the first one to come. Long texts are split, so every token is evaluated; conversations are trimmed if the
-    phase trims them.
+    Packing and template are those of the last phase so far that reads the source, or of the first one to come. Long
+    texts are split, so every token is evaluated; conversations are trimmed if the phase trims them.
     """
     reading = [index for index, each in enumerate(config.phases) if not each.mixture or source.name in each.mixture]
     if not reading:

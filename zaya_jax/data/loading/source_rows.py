@@ -120,8 +120,7 @@ class Packer(NamedTuple):
     def phase_rows(self, documents: Documents, content: str, position: Position, key: str) -> PhaseRows:
         """Pack the documents of a source, as this phase reads them, from `position` on.
 
-        `content` is the digest of the documents; `key` names the source in messages. `InputError` if no document is
-        left, because all are too short or dropped as too long.
+        `content` is the digest of the documents; `key` names the source in messages. `InputError` if none is left.
         """
         later = self.pack(documents)
         if later.rows.per_epoch == 0:
@@ -151,7 +150,7 @@ class Packer(NamedTuple):
         else:
             # Without a seed (evaluation), windows are read from the first to the last.
             rows = Windows(documents, fitted.used, self.context, seed=seed, lanes=1 if self.seed is None else LANES)
-            filled = max(fitted.used.tokens - 1, 0)
+            filled = max(int(fitted.used.length.sum()) - 1, 0)
         most = self.context + 1 if self.over_length == "trim" else None
         padding = 1 - filled / max(rows.per_epoch * self.context, 1)
         return PackedEpoch(rows, items, most, fitted.dropped + items.take(absent), fitted.counts, padding)

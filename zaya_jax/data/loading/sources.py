@@ -46,8 +46,7 @@ class Prepared:
     def open(self, name: str, split: Split, phase: PhaseConfig, context: int) -> tuple[Documents, Manifest]:
         """Open the documents of a source as `phase` reads them, with their manifest.
 
-        Conversations are rendered with the phase's template, and with `over_length: trim` trimmed to a row of `context`
-        tokens. `InputError` if the template cannot be used, or fails on a conversation.
+        Conversations are rendered, and with `over_length: trim` trimmed to `context` tokens, see `open_rendered`.
         """
         source = self.sources[name]
         folder, manifest = source.folder, source.manifest

@@ -57,15 +57,11 @@ def prepare(
     """Prepare this task's share of the inputs; the arguments are those of `python -m zaya_jax.data prepare`.
 
     `inputs` and `unit_bytes` are as in `list_units`. `isolated` uses a separate process even for a single worker, so
-    that a crash does not end this one. With a single task, the folder is merged, too.
+    that a crash does not end this one. Return the manifest, or None if there are several tasks, which are not merged.
 
-    Returns:
-      The manifest, or None if the folder is not merged yet, which happens only with several tasks.
-
-    Raises:
-      InputError: an input, the tokenizer or a setting cannot be used, the folder contains another preparation, or
-        more than `max_bad` documents are unusable. Finished shards are kept.
-      RunStopped: worker processes end while they read.
+    `InputError` if an input, the tokenizer or a setting cannot be used, the folder contains another preparation, or
+    more than `max_bad` documents are unusable; finished shards are kept. `RunStopped` if worker processes end while
+    they read.
     """
     require(0 <= settings.heldout <= 1, "--heldout", settings.heldout, "between 0 and 1")  # also rejects NaN
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
@@ -173,7 +169,7 @@ def write_merged(
 def missing_tasks(output: Path) -> list[int]:
     """Return the indices of the tasks that are unfinished; `InputError` if `output` contains no preparation.
 
-    A task that skipped too many documents has converted all its units but did not finish, so it is listed too.
+    One that skipped too many documents is among them.
     """
     plan = _read_plan(output)
     undone = {task for task in range(plan["tasks"]) if not _done_path(output, task).exists()}
@@ -181,10 +177,7 @@ def missing_tasks(output: Path) -> list[int]:
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a prepared folder, and check the sizes of its files.
-
-    `InputError` if there is none (the message names missing tasks), or a file is missing or has another size.
-    """
+    """Read the manifest of a prepared folder, see `read_manifest`; `InputError` names missing tasks."""
     if not (folder / MANIFEST).is_file() and (folder / PLAN).is_file():
         raise InputError(_incomplete(folder))
     if not folder.is_dir():
