@@ -28,8 +28,7 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
     The templates of conversations (`chat`) always receive `bos_token`, as in transformers; text documents do not begin
     with it if `add_bos_token` is false. `eot` ends a document; None detects it, see `load_tokenizer`. `bos` begins one,
     unless it is 'none'; None selects `bos_token` of `tokenizer_config.json`, otherwise the special token among
-    `BOS_TEXTS`, otherwise `eot`. `InputError` if a file cannot be read, or a token is unknown, ambiguous or not in the
-    vocabulary.
+    `BOS_TEXTS`, otherwise `eot`. `InputError` if a file cannot be read, or a token is unknown or ambiguous.
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     config = read_beside(path)

@@ -214,8 +214,7 @@ def _checked(text: str) -> str:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer of `vocab_size` ids, at least `MIN_VOCAB`, of which the end-of-text token is 0.
 
-    Fewer are used if the texts have too few pairs to merge. The result does not depend on the number of threads: the
-    initial alphabet is fixed, and the library breaks ties between pairs by their ids.
+    Fewer are used if the texts have too few pairs to merge. The result does not depend on the number of threads.
     """
     allowed = f"at least {MIN_VOCAB}: one token per byte, plus {EOT_TEXT}"
     require(vocab_size >= MIN_VOCAB, "model.vocab_size", vocab_size, allowed)

@@ -80,9 +80,6 @@ class _Part(NamedTuple):
     blocks: set[int | None]  # the generation blocks that have it, by index; None outside of them
 
 
-Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the character range of each
-
-
 class Span(NamedTuple):
     """A run of tokens of one kind, see `Piece`."""
 
@@ -188,12 +185,13 @@ def load_template(path: str | None) -> Template:
     return Template(source, path)
 
 
-def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> list[Span]:
+def encode_pieces(
+    pieces: Sequence[Piece], encode: Callable[[str], tuple[Sequence[int], Sequence[tuple[int, int]]]]
+) -> list[Span]:
     """Encode a rendering as a whole, as transformers does, and return maximal runs of tokens of the same kind.
 
     A token that spans several pieces counts as generated if its first or last piece is, and as reasoning only if both
-    are, so that trimming reasoning never removes other text. `encode` returns the token ids of a text, with special
-    tokens enabled and none added, and their character ranges.
+    are, so that trimming reasoning never removes other text. `encode` is a `Tokenizer.encode_rendering`.
     """
     tokens, places = encode("".join(piece.text for piece in pieces))
     ends = np.cumsum([len(piece.text) for piece in pieces])

@@ -105,22 +105,16 @@ def open_rendered(
     remedy = f"Delete the folder {target}; the next run creates it again."
     with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):
         if not (target / MANIFEST).exists():
-            _render(folder, manifest, split, loaded, limit, target, inputs)
+            make_folder(target)
+            write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
+            work = RenderWork(target / TOKENIZER, manifest.special, loaded, limit, folder, split)
+            shards = manifest.split(split).shards
+            advice = f"The chat template {loaded.name} must render all of them."
+            conversion = Conversion(target, shards, [shard.bytes for shard in shards], advice, workers=None)
+            conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
+            write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
+            remove_notes(target)
     require_trusted(target)
     rendered = read_manifest(target, remedy)
     verify_files(target, rendered, cache, remedy)
     return target, rendered
-
-
-def _render(
-    folder: Path, manifest: Manifest, split: Split, template: Template, limit: int | None, target: Path, inputs: str
-) -> None:
-    make_folder(target)
-    write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
-    shards = manifest.split(split).shards
-    work = RenderWork(target / TOKENIZER, manifest.special, template, limit, folder, split)
-    sizes, advice = [shard.bytes for shard in shards], f"The chat template {template.name} must render all of them."
-    conversion = Conversion(target, shards, sizes, advice, workers=None)
-    conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
-    write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
-    remove_notes(target)

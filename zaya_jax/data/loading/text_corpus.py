@@ -68,13 +68,9 @@ class Corpus:
         """Return the files of a split."""
         return self.train if split == "train" else self.heldout
 
-    def read(self, file: str) -> str:
-        """Read one file unchanged, with byte order mark and carriage returns; `InputError` if it is not UTF-8."""
-        return _read(self.root / file)
-
     def texts(self, split: Split) -> Iterator[str]:
-        """Yield the texts of a split, in the order of `files`."""
-        return map(self.read, self.files(split))
+        """Yield the texts of a split, in the order of `files`; `InputError` if one is not UTF-8."""
+        return (_read(self.root / file) for file in self.files(split))
 
     def digest(self) -> str:
         """Return a digest of all paths, contents and splits."""
@@ -121,6 +117,7 @@ def find_corpus(config: DataConfig) -> Corpus:
 
 
 def _read(path: Path) -> str:
+    """Read a text unchanged, with byte order mark and carriage returns."""
     require_regular(path)
     refuse_lines(path)
     try:
@@ -210,7 +207,7 @@ def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
         corpus = find_corpus(config.data)
         if _content(config, corpus) == folder.name:
             print("data: measuring gzip and xz on the held-out split", file=sys.stderr, flush=True)
-            train = last_window(map(corpus.read, reversed(corpus.train)))
+            train = last_window(_read(corpus.root / file) for file in reversed(corpus.train))
             baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
             write_atomically(path, json.dumps(baselines, indent=1) + "\n")
 

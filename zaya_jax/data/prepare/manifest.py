@@ -28,7 +28,7 @@ _BATCH_FILES = 64  # files that are verified at a time
 class FileEntry:
     """A file of a prepared folder."""
 
-    file: str  # name within the folder
+    file: str  # name
     bytes: int
     digest: str  # blake2b of the content, 16 bytes in hexadecimal
 

@@ -1,8 +1,7 @@
 """Read JSONL files: one JSON object per line, plain or compressed.
 
-Lines are read one at a time, so memory never holds a whole file; one of over `LONGEST` bytes is a bad document. Only a
-newline byte ends a line; a carriage return before it is white space to JSON. Blank lines are skipped silently, as other
-tools do. NaN and Infinity are accepted, as in Python's `json`.
+Lines are read one at a time; one of over `LONGEST` bytes is a bad document. Only a newline byte ends a line. Blank
+lines are skipped silently, as other tools do. NaN and Infinity are accepted, as in Python's `json`.
 """
 
 import bz2
@@ -62,8 +61,8 @@ def _has_lines(file: documents.InputFile) -> bool:
 def read_jsonl(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
     """Yield the field of each line that starts in the unit; `InputError` if the file cannot be read, or is damaged.
 
-    Line numbers in messages count from the start of the file. For units beyond the first 64 MiB, counting would read
-    too much, so they count from the start of the unit, and `[from byte N]` is appended to the file name.
+    Line numbers in messages count from the start of the file or, in units beyond `_COUNTED_BYTES`, from that of the
+    unit, and `[from byte N]` is appended to the file name.
     """
     [file] = unit.files
     if file.endswith(COMPRESSED):
