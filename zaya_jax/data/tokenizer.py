@@ -247,7 +247,9 @@ def load_tokenizer(
     with _library("be read", f"file {path} "):
         require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        added, template = backend.get_added_tokens_decoder(), _template(path)
+        template, config = path.with_name("chat_template.jinja"), read_beside(path.with_name(TOKENIZER_CONFIG))
+        source = template.read_text(encoding="utf-8") if template.is_file() else str(config.get("chat_template"))
+        added = backend.get_added_tokens_decoder()
         stops = [added[end].content for end in end_tokens(path.parent, GENERATION) if end in added]
     known = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
     eot_text = eot_text or (known[0] if len(known) == 1 else default_eot)
@@ -261,7 +263,7 @@ def load_tokenizer(
             "tokenizer_config.json beside it, or with --eot of data prepare."
         )
     tokenizer = Tokenizer(backend, eot_text, bos_text, eos_text, stops)
-    return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(template)])
+    return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(source)])
 
 
 def end_tokens(folder: Path, *files: str) -> list[int]:
@@ -273,13 +275,6 @@ def end_tokens(folder: Path, *files: str) -> list[int]:
 def read_beside(path: Path) -> dict[str, Any]:
     """Read a JSON object beside a tokenizer, {} if there is no such file."""
     return read_object(path) if path.is_file() else {}
-
-
-def _template(path: Path) -> str:
-    """Return the chat template beside a tokenizer, as source or in JSON."""
-    template = path.with_name("chat_template.jinja")
-    config = read_beside(path.with_name(TOKENIZER_CONFIG))
-    return template.read_text(encoding="utf-8") if template.is_file() else str(config.get("chat_template"))
 
 
 def tokenizer_path(named: str) -> Path:

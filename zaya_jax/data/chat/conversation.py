@@ -41,8 +41,7 @@ def parse_conversation(value: Any) -> Conversation:
     the content; the newlines around it are stripped, as templates do. The content can be a list of text parts.
     ShareGPT messages with `from` and `value` work too. Other keys are kept.
 
-    `ValueError`, as a clause, if the value is no conversation, or no assistant message is trained. Messages count
-    from 1.
+    `ValueError`, as a clause that counts messages from 1, if it is no conversation, or no assistant message is trained.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("a conversation must be a list of at least one message")

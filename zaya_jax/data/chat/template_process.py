@@ -38,8 +38,7 @@ def run_template(source: str, renderings: list[dict[str, Any]]) -> dict[str, Any
     the time `now` in seconds, with which `strftime_now` is one of them.
 
     Return `texts`, one per rendering, and `has_generation`; after an error one of the messages `syntax` (with its
-    `line`), `compile` and `render`. `ValueError` if JSON cannot represent the renderings, `RunStopped` if the process
-    cannot be started.
+    `line`), `compile` and `render`. `ValueError` if these are not JSON, `RunStopped` if the process cannot be started.
     """
     return _runner(os.getpid()).ask({"source": source, "renderings": renderings, "seconds": SECONDS})
 

@@ -1,7 +1,6 @@
 """Assign each row of a phase to a source, as a function of the weights and the row's index.
 
-Rows of each source are spread evenly over a period by Webster's (Sainte-Laguë's) method. There is no randomness, so
-every stretch of rows has the configured proportions.
+Rows of each source are spread evenly over a period by Webster's (Sainte-Laguë's) method, without randomness.
 """
 
 import math
@@ -27,10 +26,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Mix sources by weight: relative number of rows, and of tokens, since rows have equal sizes.
-
-        `InputError` if a weight is not finite and above 0.
-        """
+        """Mix sources by weight, the relative number of rows; `InputError` if one is not finite and above 0."""
         for name, weight in weights.items():
             require(0 < weight < math.inf, f"The weight of the source {name!r}", weight, "finite and above 0")
         self.names: tuple[str, ...] = tuple(weights)

@@ -1,7 +1,4 @@
-"""Pack items into rows of a fixed length. Each row is a function of its index.
-
-No state is carried between rows, so any process can build any row, and a run resumes from a row index.
-"""
+"""Pack items into rows of a fixed length. Each row is a function of its index, so any process can build any row."""
 
 import functools
 import itertools

@@ -95,8 +95,7 @@ def open_rendered(
     is the path of a Jinja file, or None for the built-in one; `limit`, if any, the maximum tokens, see `trim`.
 
     Return a folder of kind 'masked' and its manifest, whose `counts` are the trimming outcomes and whose other split is
-    empty. The documents keep their order; one that cannot be trimmed to fit has no tokens. `InputError` if the template
-    cannot be used, or fails on a conversation.
+    empty. A document that cannot be trimmed to fit has no tokens. `InputError` if the template is unusable, or fails.
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)

@@ -1,7 +1,4 @@
-"""Plan which rows each step of a run reads, over all phases and sources.
-
-Every row is a function of its index, so a run resumes from an index alone.
-"""
+"""Plan which rows each step of a run reads. Every row is a function of its index, so a run resumes from that alone."""
 
 import bisect
 import dataclasses

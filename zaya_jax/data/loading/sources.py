@@ -43,10 +43,7 @@ class Prepared:
         return {} if self.config.data.sources else corpus_baselines(self.config, self.sources[CORPUS].folder)
 
     def open(self, name: str, split: Split, phase: PhaseConfig, context: int) -> tuple[Documents, Manifest]:
-        """Open the documents of a source as `phase` reads them, with their manifest.
-
-        Conversations are rendered, and with `over_length: trim` trimmed to `context` tokens, see `open_rendered`.
-        """
+        """Open the documents of a source as `phase` reads them, see `open_rendered`, and return the manifest, too."""
         source = self.sources[name]
         folder, manifest = source.folder, source.manifest
         if manifest.kind == "chat":

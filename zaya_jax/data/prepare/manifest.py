@@ -108,10 +108,7 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def read_manifest(folder: Path, remedy: str) -> Manifest:
-    """Read the manifest of a prepared folder, and check that its files exist and have their sizes.
-
-    `InputError`, which ends with the sentence `remedy`, if not.
-    """
+    """Read a prepared folder's manifest, and check its files' sizes; `InputError` ends with the sentence `remedy`."""
     path = folder / MANIFEST
     try:
         tree = json.loads(read_file(path))

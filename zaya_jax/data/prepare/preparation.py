@@ -60,8 +60,7 @@ def prepare(
     that a crash does not end this one. Return the manifest, or None if there are several tasks, which are not merged.
 
     `InputError` if an input, the tokenizer or a setting cannot be used, the folder contains another preparation, or
-    more than `max_bad` documents are unusable; finished shards are kept. `RunStopped` if worker processes end while
-    they read.
+    more than `max_bad` documents are unusable. `RunStopped` if worker processes end while they read.
     """
     require(0 <= settings.heldout <= 1, "--heldout", settings.heldout, "between 0 and 1")  # also rejects NaN
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
@@ -93,10 +92,7 @@ def prepare(
 
 
 def merge(output: Path) -> Manifest:
-    """Write the manifest of a prepared folder after all its tasks are done, and return it.
-
-    `InputError` if `output` contains no preparation, or tasks are missing (the message names them).
-    """
+    """Write and return the manifest of a prepared folder; `InputError` if it is none, or tasks are missing."""
     if not output.is_dir():
         raise InputError(f"{output} is not a folder; pass the --output folder of prepare.")
     if not (output / PLAN).exists() and not (output / MANIFEST).exists():
@@ -167,10 +163,7 @@ def write_merged(
 
 
 def missing_tasks(output: Path) -> list[int]:
-    """Return the indices of the tasks that are unfinished; `InputError` if `output` contains no preparation.
-
-    One that skipped too many documents is among them.
-    """
+    """Return the unfinished tasks, such as one that skipped too many documents; `InputError` without a preparation."""
     plan = _read_plan(output)
     undone = {task for task in range(plan["tasks"]) if not _done_path(output, task).exists()}
     return sorted(undone | {n % plan["tasks"] for n in range(plan["units"]) if read_note(output, n) is None})

@@ -139,10 +139,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> Iter
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a saved dataset or, split by split, of a saved dataset dict; None for other folders.
-
-    `InputError` if the JSON files of the dataset cannot be read or parsed, or a split is missing.
-    """
+    """Return the Arrow files of a saved dataset or, split by split, of a dataset dict; None for other folders."""
     if os.path.isfile(folder / _DICT):
         splits = _names(folder / _DICT, _json(folder / _DICT, "splits"))
         return [file for split in splits for file in _split_files(folder / split)]

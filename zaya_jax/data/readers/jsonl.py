@@ -144,6 +144,10 @@ def plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]
         yield from _lines(file, stream, stream, stop)
 
 
+def _line_number(file: str, position: int) -> int:
+    return 1 + sum(1 for _ in plain_lines(file, 0, position))
+
+
 def _lines(file: str, stream: IO[bytes], raw: IO[bytes], stop: float) -> Iterator[tuple[bytes, int]]:
     """Yield the lines that start before a position, each with the bytes of `raw` that were read for it."""
     position = raw.tell()
@@ -204,16 +208,6 @@ def _read_line(stream: IO[bytes], file: str) -> bytes:
         while len(line) > fields.LONGEST and part and not part.endswith(b"\n"):
             part = stream.readline(_READ_BYTES)
     return line
-
-
-def _line_number(file: str, position: int) -> int:
-    """Return the number, from 1, of the line that starts at a byte position."""
-    number = 1
-    with documents.reading(f"The file {file}"), open(file, "rb") as stream:
-        while position > 0 and (block := stream.read(min(_READ_BYTES, position))):
-            number += block.count(b"\n")
-            position -= len(block)
-    return number
 
 
 FORMAT = documents.Format(cut_jsonl, read_jsonl)

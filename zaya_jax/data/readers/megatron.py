@@ -48,8 +48,7 @@ def index_path(file: str) -> str:
 def open_index(file: str) -> Index:
     """Read and check the header of the index of a `.bin` file.
 
-    `InputError` if a file cannot be read, the `.idx` is no Megatron index or its size does not match its header, or the
-    tokens are not integers.
+    `InputError` if a file cannot be read, the `.idx` does not match its header, or the tokens are not integers.
     """
     path = index_path(file)
     try:

@@ -40,10 +40,7 @@ def count_rows(file: str, stop: int | None = None) -> int:
 
 
 def read_table(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
-    """Yield the rows of the unit's pieces; a null becomes a `BadDocument`.
-
-    `InputError` if the file cannot be read, is damaged or incomplete, lost pieces, or has no such column.
-    """
+    """Yield the rows of the unit's pieces; `InputError` if the file is damaged, lost pieces, or has no such column."""
     [file] = unit.files
     with _open(file) as table:
         documents.require_pieces(unit, file, table.pieces, *table.noun)
@@ -182,10 +179,7 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
 def column_documents(
     batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: documents.FirstLine
 ) -> Iterator[documents.Entry]:
-    """Yield the rows of a batch as documents. Lists of structs become lists of dicts.
-
-    `size` are the bytes of input that the batch stands for; `before` is the number of rows of the unit before it.
-    """
+    """Yield the rows of a batch, which stands for `size` bytes of the unit, and follows `before` of its rows."""
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
     is_small = array.nbytes <= fields.LONGEST and not _SHARED.search(str(array.type))
