@@ -6,7 +6,7 @@ from zaya_jax.data.io_estimate import PAGE_BYTES, io_estimate
 
 # docs/reference.md §6.3
 ZAYA1 = {"sequences": 4096, "context": 4096, "token_bytes": 4, "extra_pages": 0.0, "step_seconds": 2.5,
-         "max_operations_per_second": 70_000}  # fmt: skip
+         "max_iops": 70_000}  # fmt: skip
 
 
 @pytest.mark.parametrize("extra_pages", [0, 28])  # 28 beside the 4 that the tokens fill: fragmentation 8
@@ -27,9 +27,9 @@ def test_each_sequence_reads_its_pages_and_the_extra_ones_and_the_shortest_step_
     sequences, context, token_bytes, extra_pages, seconds
 ):
     fields = {"sequences": sequences, "context": context, "token_bytes": token_bytes, "extra_pages": extra_pages}
-    load = io_estimate(**fields, step_seconds=seconds, max_operations_per_second=70_000)
+    load = io_estimate(**fields, step_seconds=seconds, max_iops=70_000)
     pages = sequences * (context * token_bytes / PAGE_BYTES + extra_pages)
     assert load.operations_per_step == pytest.approx(pages)
     assert load.operations_per_second * seconds == pytest.approx(pages)
-    shortest = io_estimate(**fields, step_seconds=load.shortest_step_seconds, max_operations_per_second=70_000)
+    shortest = io_estimate(**fields, step_seconds=load.shortest_step_seconds, max_iops=70_000)
     assert shortest.operations_per_second == pytest.approx(70_000)

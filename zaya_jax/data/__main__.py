@@ -59,18 +59,15 @@ def _parser() -> Parser:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(
-        run: Callable[[argparse.Namespace], None], name: str, summary: str, description: str, last: str
-    ) -> Callable:
-        """Add a verb, and return a function that adds its arguments."""
-        epilog = f"{example}{name} {last}"
-        added = verbs.add_parser(name, help=summary, description=description, epilog=epilog, formatter_class=plain)
+    def verb(run: Callable[[argparse.Namespace], None], name: str, summary: str, arguments: str) -> Callable:
+        """Add a verb with an example of its arguments, and return a function that adds one."""
+        texts = {"help": summary, "description": run.__doc__, "epilog": f"{example}{name} {arguments}"}
+        added = verbs.add_parser(name, **texts, formatter_class=plain)
         added.set_defaults(run=run)
         return lambda argument, **settings: added.add_argument(argument, help=_HELP[argument], **settings)
 
-    about = "Tokenize documents into shards. Rerun an interrupted command to resume it."
-    last = "--input corpus/*.jsonl.gz --tokenizer tokenizer.json --output data/web"
-    add = verb(_prepare, "prepare", "tokenize documents into shards", about, last)
+    arguments = "--input corpus/*.jsonl.gz --tokenizer tokenizer.json --output data/web"
+    add = verb(_prepare, "prepare", "tokenize documents into shards", arguments)
     add("--input", nargs="+", required=True, metavar="PATH")
     add("--tokenizer", required=True, metavar="PATH")
     add("--output", required=True, type=Path, metavar="FOLDER")
@@ -85,12 +82,10 @@ def _parser() -> Parser:
     add("--task", type=int, default=0, metavar="K")
     add("--of", type=int, default=1, metavar="N")
 
-    about = "Finish a preparation with several tasks (--of) after all of them are done."
-    add = verb(_merge, "merge", "finish a preparation after all its tasks are done", about, "data/web")
+    add = verb(_merge, "merge", "finish a preparation after all its tasks are done", "data/web")
     add("folder", type=Path, metavar="FOLDER")
 
-    about = "Report on a run's data: sources, phases, padding, storage I/O, samples."
-    add = verb(_describe, "describe", "report on a run's data", about, "configs/tiny.yaml --samples 2")
+    add = verb(_describe, "describe", "report on a run's data", "configs/tiny.yaml --samples 2")
     add("config", metavar="CONFIG")
     add("overrides", nargs="*", metavar="section.key=value")
     add("--png", type=Path, metavar="FILE")
@@ -101,6 +96,7 @@ def _parser() -> Parser:
 
 
 def _prepare(options: argparse.Namespace) -> None:
+    """Tokenize documents into shards. Rerun an interrupted command to resume it."""
     from zaya_jax.data.prepare.preparation import PrepareSettings, prepare, summary
     from zaya_jax.data.tokenizer import tokenizer_path
 
@@ -112,24 +108,26 @@ def _prepare(options: argparse.Namespace) -> None:
         options.input, tokenizer_path(options.tokenizer), options.output, settings, **limits, isolated=True
     )
     if manifest is None:
-        last = f"After the last one, run {_PROGRAM} merge {options.output}"
-        print(printable(typed_name(f"Task {options.task} of {options.of} is done. {last}")))
+        done = f"Task {options.task} of {options.of} is done. After the last one, run {_PROGRAM} merge {options.output}"
+        print(printable(typed_name(done)))
     else:
         print(summary(options.output, manifest))
 
 
 def _merge(options: argparse.Namespace) -> None:
+    """Finish a preparation with several tasks (--of) after all of them are done."""
     from zaya_jax.data.prepare.preparation import merge, summary
 
     print(summary(options.folder, merge(options.folder)))
 
 
 def _describe(options: argparse.Namespace) -> None:
+    """Report on a run's data: sources, phases, padding, storage I/O, samples."""
     from zaya_jax.config import load_config
     from zaya_jax.data.describe import describe
 
-    config, load = load_config(options.config, options.overrides), (options.step_seconds, options.max_iops)
-    print(describe(config, png=options.png, samples=options.samples, step_seconds=load[0], max_iops=load[1]))
+    config = load_config(options.config, options.overrides)
+    print(describe(config, options.png, options.samples, options.step_seconds, options.max_iops))
 
 
 if __name__ == "__main__":

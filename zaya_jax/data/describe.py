@@ -27,14 +27,13 @@ _SHOWN = 600  # maximum characters of a document in a sample
 
 
 def describe(
-    config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5, max_iops: float = 70_000
+    config: Config, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5, max_iops: float = 70_000
 ) -> str:
     """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are cached for the run.
 
     `png` is a file for a histogram of document lengths, `samples` the number of rows to show per phase and source. A
-    step of `step_seconds` and the reads per second that the storage sustains give the storage load. Nothing is written
-    to the run's folder. `InputError` if the data cannot be used, an option is not positive, or the plot cannot be
-    written.
+    step of `step_seconds` and the reads per second that the storage sustains give the storage load. `InputError` if the
+    data cannot be used, an option is not positive, or the plot cannot be written.
     """
     for option, value in (("--step-seconds", step_seconds), ("--max-iops", max_iops)):
         require(0 < value < math.inf, option, value, "a finite number greater than 0")
@@ -44,9 +43,8 @@ def describe(
     token_bytes = max(np.dtype(source.manifest.dtype).itemsize for source in prepared.sources.values())
     for index, phase in enumerate(plan.phases):
         steps = [stage for stage in stages(config) if stage.phase == index]
-        # The documents of a row are scattered, so reading each one starts a new page.
-        extra, last = _documents_per_row(phase), steps[-1].sequences
-        load = io_estimate(last, phase.context, token_bytes, extra, step_seconds, max_iops)
+        extra_pages = _documents_per_row(phase)  # they are scattered, so reading each one starts a new page
+        load = io_estimate(steps[-1].sequences, phase.context, token_bytes, extra_pages, step_seconds, max_iops)
         parts.append(
             f"{_phase(phase, steps)}\nStorage: {load.bytes_per_step / 2**20:,.3g} MiB/step in "
             f"{load.operations_per_step:,.6g} page reads (fragmentation {load.fragmentation:.2f}): "

@@ -21,19 +21,10 @@ class StorageLoad:
 
 
 def io_estimate(
-    sequences: int,
-    context: int,
-    token_bytes: int,
-    extra_pages: float,
-    step_seconds: float,
-    max_operations_per_second: float,
+    sequences: int, context: int, token_bytes: int, extra_pages: float, step_seconds: float, max_iops: float
 ) -> StorageLoad:
-    """Estimate the storage load of reading one global batch per step: `sequences` of `context` tokens.
-
-    `extra_pages` are the average pages per sequence beyond those that its tokens fill.
-    """
+    """Estimate the load of reading one global batch per step, with `extra_pages` per sequence beyond those it fills."""
     fragmentation = 1 + extra_pages * PAGE_BYTES / (context * token_bytes)
     bytes_per_step = sequences * context * token_bytes
     operations = fragmentation * bytes_per_step / PAGE_BYTES
-    rate, shortest = operations / step_seconds, operations / max_operations_per_second
-    return StorageLoad(bytes_per_step, fragmentation, operations, rate, shortest)
+    return StorageLoad(bytes_per_step, fragmentation, operations, operations / step_seconds, operations / max_iops)

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from zaya_jax.config.checks import shown
 from zaya_jax.data.tokenizer import load_tokenizer, read_beside
 from zaya_jax.errors import InputError
+from zaya_jax.run.tokenizer import GENERATION, SPECIAL_MAP, TOKENIZER_CONFIG
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that a model's folder may have next to tokenizer.json. Preparation copies them, for runs and exports.
-TOKENIZER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+TOKENIZER_FILES = (TOKENIZER_CONFIG, SPECIAL_MAP, "chat_template.jinja", GENERATION)
 _OTHERS = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BOS_TEXTS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")  # common tokens that begin a text
 
@@ -28,8 +28,7 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
     The templates of conversations (`chat`) always receive `bos_token`, as in transformers; text documents do not begin
     with it if `add_bos_token` is false. `eot` ends a document; None detects it, see `load_tokenizer`. `bos` begins one,
     unless it is 'none'; None selects `bos_token` of `tokenizer_config.json`, otherwise the special token among
-    `BOS_TEXTS`, otherwise `eot`. `InputError` if a file cannot be read, or a token is unknown, ambiguous or not in the
-    vocabulary.
+    `BOS_TEXTS`, otherwise `eot`. `InputError` if a file cannot be read, or a token is unknown or ambiguous.
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     config = read_beside(path)
@@ -58,7 +57,7 @@ def other_tokens(folder: Path) -> dict[str, str]:
     path = folder / TOKENIZER_CONFIG
     config = read_beside(path)
     if "added_tokens_decoder" not in config:
-        config |= read_beside(folder / "special_tokens_map.json")
+        config |= read_beside(folder / SPECIAL_MAP)
     return {name: text for name in _OTHERS if (text := token_text(config, name, path)) is not None}
 
 

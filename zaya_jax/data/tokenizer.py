@@ -214,8 +214,7 @@ def _checked(text: str) -> str:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer of `vocab_size` ids, at least `MIN_VOCAB`, of which the end-of-text token is 0.
 
-    Fewer are used if the texts have too few pairs to merge. The result does not depend on the number of threads: the
-    initial alphabet is fixed, and the library breaks ties between pairs by their ids.
+    Fewer are used if the texts have too few pairs to merge. The result does not depend on the number of threads.
     """
     allowed = f"at least {MIN_VOCAB}: one token per byte, plus {EOT_TEXT}"
     require(vocab_size >= MIN_VOCAB, "model.vocab_size", vocab_size, allowed)
@@ -242,17 +241,15 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load a `tokenizer.json`; `InputError` if it is none, or a token is unknown or ambiguous.
 
-    Args:
-      path: path of the file.
-      eot_text: the token that ends a document; None selects the one of `EOT_TEXTS` in the vocabulary.
-      bos_text: the token that begins a document; None means none.
-      default_eot: in place of `eot_text`, if that is None and the vocabulary has none or several of `EOT_TEXTS`.
-      eos_text: another token that ends a turn or a text; None means none.
+    `eot_text` ends a document; None selects the one of `EOT_TEXTS` in the vocabulary, or `default_eot` if it has none
+    or several. `bos_text`, if any, begins a document; `eos_text`, if any, also ends a turn or a text.
     """
     with _library("be read", f"file {path} "):
         require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        added, template = backend.get_added_tokens_decoder(), _template(path)
+        template, config = path.with_name("chat_template.jinja"), read_beside(path.with_name(TOKENIZER_CONFIG))
+        source = template.read_text(encoding="utf-8") if template.is_file() else str(config.get("chat_template"))
+        added = backend.get_added_tokens_decoder()
         stops = [added[end].content for end in end_tokens(path.parent, GENERATION) if end in added]
     known = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
     eot_text = eot_text or (known[0] if len(known) == 1 else default_eot)
@@ -266,7 +263,7 @@ def load_tokenizer(
             "tokenizer_config.json beside it, or with --eot of data prepare."
         )
     tokenizer = Tokenizer(backend, eot_text, bos_text, eos_text, stops)
-    return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(template)])
+    return Tokenizer(backend, eot_text, bos_text, eos_text, [*stops, *tokenizer.controls(source)])
 
 
 def end_tokens(folder: Path, *files: str) -> list[int]:
@@ -278,13 +275,6 @@ def end_tokens(folder: Path, *files: str) -> list[int]:
 def read_beside(path: Path) -> dict[str, Any]:
     """Read a JSON object beside a tokenizer, {} if there is no such file."""
     return read_object(path) if path.is_file() else {}
-
-
-def _template(path: Path) -> str:
-    """Return the chat template beside a tokenizer, as source or in JSON."""
-    template = path.with_name("chat_template.jinja")
-    config = read_beside(path.with_name(TOKENIZER_CONFIG))
-    return template.read_text(encoding="utf-8") if template.is_file() else str(config.get("chat_template"))
 
 
 def tokenizer_path(named: str) -> Path:

@@ -82,7 +82,7 @@ def test_each_split_of_a_small_corpus_has_a_text(tmp_path, fraction):
     corpus = find_corpus(config(tmp_path, heldout_fraction=fraction))
     if fraction != 0.04:
         assert len(corpus.heldout if fraction < 0.5 else corpus.train) == 1
-    (tmp_path / "copy.txt").write_text(corpus.read(corpus.heldout[0]))
+    (tmp_path / "copy.txt").write_text((corpus.root / corpus.heldout[0]).read_text())
     assert "copy.txt" in find_corpus(config(tmp_path, heldout_fraction=fraction)).heldout
 
 

@@ -37,13 +37,11 @@ def parse_conversation(value: Any) -> Conversation:
 
     In the result, each message has a `role` of `ROLES` and a string `content`, which may be None or absent if it calls
     tools; an assistant message also has its `reasoning`, if any, and a `weight` of 0 if it is not trained (given by a
-    key of `_WEIGHTS`). The input can give reasoning as `reasoning`, `reasoning_content`, `thinking` or
-    `<think>…</think>` at the start of the content, unless it is empty; the newlines around it are stripped, as
-    templates do. The content can be a list of text parts; `tool_calls` get the form of OpenAI's API. ShareGPT
-    messages with `from` and `value` work too. Other keys are kept.
+    key of `_WEIGHTS`). The input can give reasoning by a key of `REASONING`, or as `<think>…</think>` at the start of
+    the content; the newlines around it are stripped, as templates do. The content can be a list of text parts.
+    ShareGPT messages with `from` and `value` work too. Other keys are kept.
 
-    Raises:
-      ValueError: the value is no conversation, or no assistant message is trained; as a clause. Messages count from 1.
+    `ValueError`, as a clause that counts messages from 1, if it is no conversation, or no assistant message is trained.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("a conversation must be a list of at least one message")
@@ -185,10 +183,7 @@ def parse_tools(value: Any) -> Conversation | None:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """Return {"function": {"name", "arguments"}} of a call, or of {"name", "arguments"}, and its other keys.
-
-    Its arguments are an object, or its JSON text; those that are returned are an object.
-    """
+    """Return a call, or {"name", "arguments"}, as {"function": {"name", "arguments"}} with arguments as an object."""
     function = _function(call, where)
     kept = {key: call[key] for key in call.keys() - ({"function"} if "function" in call else {"name", "arguments"})}
     others = [key for key in kept if key not in ("id", "type", "index") and kept[key]]

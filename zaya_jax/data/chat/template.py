@@ -80,9 +80,6 @@ class _Part(NamedTuple):
     blocks: set[int | None]  # the generation blocks that have it, by index; None outside of them
 
 
-Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the character range of each
-
-
 class Span(NamedTuple):
     """A run of tokens of one kind, see `Piece`."""
 
@@ -130,15 +127,11 @@ class Template:
 
         Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
         without markers verifies that they changed nothing, and a third with all contents, calls and tools marked that
-        the template writes them. `bos` and `eos` are texts, or None to leave the token undefined, as in transformers;
-        `others` come from `special_tokens.other_tokens`.
+        the template writes them. `bos` and `eos` are texts, or None to leave the token undefined, as in transformers.
 
-        Returns:
-          Non-empty pieces whose concatenated text is the rendering. An answer with a `weight` of 0 is not `generated`.
-
-        Raises:
-          ValueError: the template fails, nests generation blocks, alters reasoning, omits a content, a tool, a call or
-            the last answer's reasoning, or writes a part of a trained answer outside of generation blocks; as a clause.
+        Return non-empty pieces, whose texts are the rendering; an answer with a `weight` of 0 is not `generated`.
+        `ValueError`, as a clause, if the template fails, nests generation blocks, alters reasoning, omits a content, a
+        tool, a call or the last answer's reasoning, or writes a part of a trained answer outside of generation blocks.
         """
         tokens = {"bos_token": bos, "eos_token": eos, **(others or {})}
         names = {"tools": tools, **{name: text for name, text in tokens.items() if text is not None}}
@@ -192,12 +185,13 @@ def load_template(path: str | None) -> Template:
     return Template(source, path)
 
 
-def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> list[Span]:
+def encode_pieces(
+    pieces: Sequence[Piece], encode: Callable[[str], tuple[Sequence[int], Sequence[tuple[int, int]]]]
+) -> list[Span]:
     """Encode a rendering as a whole, as transformers does, and return maximal runs of tokens of the same kind.
 
     A token that spans several pieces counts as generated if its first or last piece is, and as reasoning only if both
-    are, so that trimming reasoning never removes other text. `encode` returns the token ids of a text, with special
-    tokens enabled and none added, and their character ranges.
+    are, so that trimming reasoning never removes other text. `encode` is a `Tokenizer.encode_rendering`.
     """
     tokens, places = encode("".join(piece.text for piece in pieces))
     ends = np.cumsum([len(piece.text) for piece in pieces])

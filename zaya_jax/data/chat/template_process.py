@@ -37,13 +37,8 @@ def run_template(source: str, renderings: list[dict[str, Any]]) -> dict[str, Any
     Each rendering has the `marks` to put around generated text, the `names` that the template can use, and optionally
     the time `now` in seconds, with which `strftime_now` is one of them.
 
-    Returns:
-      `texts`, one per rendering, and `has_generation`. After an error instead one of the messages `syntax` (with its
-      `line`), `compile` and `render`.
-
-    Raises:
-      ValueError: JSON cannot represent the renderings.
-      RunStopped: the process cannot be started.
+    Return `texts`, one per rendering, and `has_generation`; after an error one of the messages `syntax` (with its
+    `line`), `compile` and `render`. `ValueError` if these are not JSON, `RunStopped` if the process cannot be started.
     """
     return _runner(os.getpid()).ask({"source": source, "renderings": renderings, "seconds": SECONDS})
 

@@ -29,9 +29,8 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
 
     By source: `refused`, number of documents that the preparation skipped, by reason; `unread_files`, number of items
     of its folders that were not read, by kind; `phases`, those that train on the source; `evaluated`, whether any phase
-    reads it; `skipped_rows`, its rows in `data.skip_rows`; `train` and `heldout`, the fields of `Use` for the documents
-    of each split (those of skipped rows count as used), with `bytes` of their text, `lost_bytes`, for which the
-    tokenizer has no token, and `in_loss`, whether a token of the first `ROWS` rows is in the loss.
+    reads it; `skipped_rows`, its rows in `data.skip_rows`, which count as used; `train` and `heldout`, the fields of
+    `Use` for each split, with `bytes`, `lost_bytes`, and `in_loss`, whether a token of the first `ROWS` rows is.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, source in prepared.sources.items():

@@ -41,9 +41,8 @@ _OF_WORKERS = {
 class TrainBatches(Iterator[Batch]):
     """Iterates over training batches with Grain, prefetching in threads or processes.
 
-    The state is the number of rows read or skipped so far, which is independent of the number of processes, workers and
-    threads and of the batch size. Grain's own iterator state is not used: it assigns every n-th row to a process, so a
-    checkpoint could not be resumed with another number of processes.
+    The state is the number of rows read or skipped, which does not depend on processes, workers or the batch size.
+    Grain's own iterator state does: it assigns every n-th row to a process.
     """
 
     def __init__(self, config: Config, plan: RunPlan, shares: Sequence[ProcessShare] = ()) -> None:
@@ -82,25 +81,23 @@ class TrainBatches(Iterator[Batch]):
         self._step += 1
         return batch
 
+    def close(self) -> None:
+        """Stop the threads and processes. No batch can be read afterwards."""
+        self._batches.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Stop the threads and processes. No batch can be read afterwards."""
-        self._batches.close()
-
     def get_state(self) -> dict[str, Any]:
         """Return the position as JSON, for `set_state`."""
         return self._state(rows_before(self._config, self._step))
 
     def _state(self, sequences: int) -> dict[str, Any]:
-        orders = [
-            phase.order for phase in self.plan.phases if phase.first_row < sequences
-        ]  # of those that have started
-        return {"sequences": sequences, "order": orders}
+        started = [phase.order for phase in self.plan.phases if phase.first_row < sequences]
+        return {"sequences": sequences, "order": started}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume at the position of `get_state`, from any process; `InputError` if it belongs to other data."""
@@ -187,8 +184,7 @@ def heldout_batches(
     """Yield batches [evaluation.batch_size, s] of a source's held-out split in its natural order, each document once.
 
     The last batch is filled with padding rows. There is none if no phase reads the source. `limit`, if any, is the
-    maximum number of batches, evenly spaced over the split; `phase` the index of the phase that is trained, None the
-    last.
+    maximum number of batches, evenly spaced over the split; `phase` is the index of the trained phase, or None (last).
     """
     heldout = _open_heldout(config, prepared, name, limit, phase)
     if heldout is None:
@@ -213,7 +209,7 @@ def heldout_text(
 def heldout_use(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Use:
     """Count the documents that `heldout_batches` covers in the last phase."""
     heldout = _open_heldout(config, prepared, name, limit, None)
-    return Use.none(prepared.sources[name].manifest.heldout.documents) if heldout is None else heldout.use
+    return Tally(prepared.sources[name].manifest.heldout.documents).use(0.0) if heldout is None else heldout.use
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,6 @@ class Items(NamedTuple):
     start: np.ndarray  # first token of the item within the document
     length: np.ndarray  # number of tokens
 
-    @property
-    def tokens(self) -> int:
-        """Total number of tokens."""
-        return int(self.length.sum())
-
     def take(self, chosen: np.ndarray) -> Self:
         """Select items by a mask or by indices, in that order."""
         return type(self)(self.document[chosen], self.start[chosen], self.length[chosen])
@@ -101,11 +96,6 @@ class Use(NamedTuple):
     unread: int  # never reached
     trimmed: int  # documents that are cut to the length of a row
     read: float  # part of all their tokens that are predicted, at most 1
-
-    @classmethod
-    def none(cls, documents: int) -> Self:
-        """Return the use of documents that nothing reads."""
-        return cls(documents, 0, 0, 0, documents, 0, 0.0)
 
 
 class Tally:

@@ -1,7 +1,6 @@
 """Assign each row of a phase to a source, as a function of the weights and the row's index.
 
-Rows of each source are spread evenly over a period by Webster's (Sainte-Laguë's) method. There is no randomness, so
-every stretch of rows has the configured proportions.
+Rows of each source are spread evenly over a period by Webster's (Sainte-Laguë's) method, without randomness.
 """
 
 import math
@@ -18,9 +17,8 @@ LONGEST_PERIOD = 65_536  # rows
 class Mixture:
     """An endless sequence of rows from several sources. Picklable and thread-safe.
 
-    Weights are read as decimal fractions and become integers in lowest terms, whose sum is the period. If the period
-    would exceed 65,536, they are rounded to a period of 65,536 or a divisor of it, with at least one row per source.
-    Scaling all weights changes nothing.
+    Weights are read as decimal fractions and become integers in lowest terms, whose sum is the period. If it would
+    exceed 65,536, they are rounded to a period of that or a divisor of it, with at least one row per source.
 
     Within a period, the j-th row of a source with integer weight W has time (2j + 1) / 2W. Rows are sorted by time;
     ties keep the order of the sources. Among the first n rows, each of m sources with share w has n·w rows, with an
@@ -28,10 +26,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Mix sources by weight: relative number of rows, and of tokens, since rows have equal sizes.
-
-        `InputError` if a weight is not finite and above 0.
-        """
+        """Mix sources by weight, the relative number of rows; `InputError` if one is not finite and above 0."""
         for name, weight in weights.items():
             require(0 < weight < math.inf, f"The weight of the source {name!r}", weight, "finite and above 0")
         self.names: tuple[str, ...] = tuple(weights)

@@ -1,7 +1,4 @@
-"""Pack items into rows of a fixed length. Each row is a function of its index.
-
-No state is carried between rows, so any process can build any row, and a run resumes from a row index.
-"""
+"""Pack items into rows of a fixed length. Each row is a function of its index, so any process can build any row."""
 
 import functools
 import itertools
@@ -18,6 +15,7 @@ Row = dict[str, np.ndarray]
 
 LANES = 64  # parts of the concatenation from which windows are read in turn
 
+_ARRAYS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")  # of a row, see `Windows.row`
 _CACHED_EPOCHS = 2  # orders kept in memory, since prefetching threads can work on two epochs at once
 
 
@@ -35,10 +33,7 @@ class _PackedRows:
     per_epoch: int  # rows
 
     def __init__(self, documents: Documents, items: Items, context: int, seed: int | None) -> None:
-        """Define the rows of s = `context` tokens.
-
-        `seed` shuffles each epoch, as a pure function of (seed, epoch); None keeps the order of the items.
-        """
+        """Define the rows of s = `context` tokens; `seed` shuffles each epoch, None keeps the order of the items."""
         self._documents, self._items, self._context, self._seed = documents, items, context, seed
         self._epoch = functools.lru_cache(maxsize=_CACHED_EPOCHS)(self._order)
 
@@ -71,9 +66,8 @@ class _PackedRows:
 class Windows(_PackedRows):
     """Windows of s + 1 tokens over the concatenation of all items. Neighbouring windows share one token.
 
-    An epoch predicts each token of the concatenation once, except the first. The concatenation is cut into lanes of
-    equally many windows, and rows are read from the lanes in turn. Otherwise the rows of a batch would often come from
-    a single document. With one lane, windows are read from the first to the last.
+    An epoch predicts each token of the concatenation once, except the first. Rows are read in turn from lanes of
+    equally many windows; otherwise the rows of a batch would often come from a single document.
     """
 
     def __init__(
@@ -81,7 +75,7 @@ class Windows(_PackedRows):
     ) -> None:
         """Define the windows; items with fewer than 2 tokens in total give none."""
         super().__init__(documents, items, context, seed)
-        self._tokens = items.tokens
+        self._tokens = int(items.length.sum())
         self.per_epoch = max(0, -(-(self._tokens - 1) // context))  # the last one may be padded
         self._lanes = max(1, min(lanes, self.per_epoch))
 
@@ -95,13 +89,8 @@ class Windows(_PackedRows):
         """
         tokens, segments, positions, mask = self._fill(self.parts(epoch, index), self._context + 1)
         inside = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
-        return {
-            "tokens": tokens[:-1],
-            "targets": tokens[1:],
-            "segment_ids": segments[:-1],
-            "positions": positions[:-1],
-            "loss_mask": inside & mask[1:],
-        }
+        arrays = tokens[:-1], tokens[1:], segments[:-1], positions[:-1], inside & mask[1:]
+        return dict(zip(_ARRAYS, arrays, strict=True))
 
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:
         """Return the parts of documents in row `index` of an epoch; the first token of each is not a target."""
@@ -165,13 +154,7 @@ class BinRows(_PackedRows):
         parts = self.parts(epoch, index)
         tokens, segments, positions, _ = self._fill(((d, start, stop - 1) for d, start, stop in parts), self._context)
         targets, _, _, mask = self._fill(((d, start + 1, stop) for d, start, stop in parts), self._context)
-        return {
-            "tokens": tokens,
-            "targets": targets,
-            "segment_ids": segments,
-            "positions": positions,
-            "loss_mask": mask & (segments > 0),
-        }
+        return dict(zip(_ARRAYS, (tokens, targets, segments, positions, mask & (segments > 0)), strict=True))
 
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:
         """See `Windows.parts`."""

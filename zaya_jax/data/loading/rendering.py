@@ -47,10 +47,7 @@ class RenderWork:
     split: Split
 
     def __call__(self, shard: ShardEntry) -> Iterator[Record | Skipped]:
-        """Yield one record per conversation.
-
-        A conversation that cannot be trimmed to fit gets a record without tokens, so that others keep their index.
-        """
+        """Yield one record per conversation; one that cannot be trimmed to fit has no tokens, and keeps its index."""
         tokenizer = load_tokenizer_once(self.tokenizer, self.tokenizer.parent.name, self.special)
         dtype = token_dtype(tokenizer.vocab_size)
         records, others = Records(self.folder, (shard,)), other_tokens(self.folder)
@@ -92,18 +89,13 @@ def _refuse(shard: Path, number: int, how: str) -> int:
 def open_rendered(
     folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None, cache: Path
 ) -> tuple[Path, Manifest]:
-    """Render a split of a prepared folder of conversations, or return the cached rendering.
+    """Render a split of a prepared folder of conversations, or return the rendering cached in `cache/DIGEST`.
 
-    The result is cached in `cache/DIGEST`. If several processes share a file system, one renders with all its cores and
-    the others wait. An interrupted rendering resumes where it stopped. `template` is the path of a Jinja file, or None
-    for the built-in template; `limit`, if any, the maximum tokens of a conversation, see `trim`.
+    If several processes share a file system, one renders with all its cores, resumably, and the others wait. `template`
+    is the path of a Jinja file, or None for the built-in one; `limit`, if any, the maximum tokens, see `trim`.
 
-    Returns:
-      A folder of kind 'masked' and its manifest, in which the other split is empty. Its documents are those of
-      `folder` in the same order; one that cannot be trimmed to fit has no tokens. `counts` has the trimming outcomes.
-
-    Raises:
-      InputError: the template cannot be used, or fails on a conversation.
+    Return a folder of kind 'masked' and its manifest, whose `counts` are the trimming outcomes and whose other split is
+    empty. A document that cannot be trimmed to fit has no tokens. `InputError` if the template is unusable, or fails.
     """
     refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)
@@ -112,22 +104,16 @@ def open_rendered(
     remedy = f"Delete the folder {target}; the next run creates it again."
     with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):
         if not (target / MANIFEST).exists():
-            _render(folder, manifest, split, loaded, limit, target, inputs)
+            make_folder(target)
+            write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
+            work = RenderWork(target / TOKENIZER, manifest.special, loaded, limit, folder, split)
+            shards = manifest.split(split).shards
+            advice = f"The chat template {loaded.name} must render all of them."
+            conversion = Conversion(target, shards, [shard.bytes for shard in shards], advice, workers=None)
+            conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
+            write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
+            remove_notes(target)
     require_trusted(target)
     rendered = read_manifest(target, remedy)
     verify_files(target, rendered, cache, remedy)
     return target, rendered
-
-
-def _render(
-    folder: Path, manifest: Manifest, split: Split, template: Template, limit: int | None, target: Path, inputs: str
-) -> None:
-    make_folder(target)
-    write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
-    shards = manifest.split(split).shards
-    work = RenderWork(target / TOKENIZER, manifest.special, template, limit, folder, split)
-    sizes, advice = [shard.bytes for shard in shards], f"The chat template {template.name} must render all of them."
-    conversion = Conversion(target, shards, sizes, advice, workers=None)
-    conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
-    write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
-    remove_notes(target)

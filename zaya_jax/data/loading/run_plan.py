@@ -1,7 +1,4 @@
-"""Plan which rows each step of a run reads, over all phases and sources.
-
-Every row is a function of its index, so a run resumes from an index alone.
-"""
+"""Plan which rows each step of a run reads. Every row is a function of its index, so a run resumes from that alone."""
 
 import bisect
 import dataclasses
@@ -45,34 +42,28 @@ class PhasePlan:
     shares: dict[str, SourceShare]
     bytes_per_token: float | None  # average UTF-8 bytes of text; None if the loss masks some tokens (chat)
     order: str  # digest of everything that determines the rows and their order
-    sources: tuple[str, ...]  # names of all sources of the run
-
-    def row(self, index: int) -> Row:
-        """Return row `index` of the phase, see `packed_rows.Windows.row`.
-
-        With several sources in the run, it also has `sources` int16 [s], filled with the index of the row's source.
-        """
-        source, place = self.mixture.locate(index)
-        name = self.mixture.names[source]
-        row = self.shares[name].phase_rows.row(place)
-        if len(self.sources) == 1:
-            return row
-        return row | {"sources": np.full(self.context, self.sources.index(name), np.int16)}
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """All rows of a run, including those that it skips; see `packed_rows.Windows.row`. Picklable and thread-safe."""
+    """All rows of a run, including those that it skips. Picklable and thread-safe.
+
+    Rows are those of `packed_rows.Windows.row`. If the run has several sources, they also have `sources` int16 [s],
+    filled with the index of the row's source.
+    """
 
     phases: tuple[PhasePlan, ...]
-    uses: dict[str, Use]  # of the training documents of each source
+    uses: dict[str, Use]  # of the training documents of each source of the run, in order
 
     def __len__(self) -> int:
         return self.phases[-1].first_row + self.phases[-1].rows
 
     def __getitem__(self, index: int) -> Row:
         phase = self.phases[bisect.bisect_right(self.phases, index, key=lambda phase: phase.first_row) - 1]
-        return phase.row(index - phase.first_row)
+        source, place = phase.mixture.locate(index - phase.first_row)
+        name, names = phase.mixture.names[source], list(self.uses)
+        row = phase.shares[name].phase_rows.row(place)
+        return row if len(names) == 1 else row | {"sources": np.full(phase.context, names.index(name), np.int16)}
 
 
 def plan_run(config: Config, prepared: Prepared) -> RunPlan:
@@ -106,9 +97,12 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             tallies[name].add(documents.lengths, later.left_out, read, trimmed)
             shares[name] = SourceShare(count, epochs - before.epochs_read, phase_rows, documents, counts)
             positions[name] = after
-        density, names = _bytes_per_token(prepared, shares), tuple(prepared.sources)
-        order = _order_digest(config.seed, phase, context, first_row, mixture, shares)
-        phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, density, order, names))
+        # Of what determines the rows and their order: batch size and token budget do not.
+        parts = zip(shares.items(), mixture.counts(mixture.period), strict=True)
+        sources = [[name, weight, share.phase_rows.content] for (name, share), weight in parts]
+        order = json_digest(config.seed, first_row, context, phase.packing, phase.over_length, sources)
+        density = _bytes_per_token(prepared, shares)
+        phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, density, order))
     return RunPlan(tuple(phases), {name: tally.use(positions[name].epochs_read) for name, tally in tallies.items()})
 
 
@@ -125,9 +119,8 @@ def trimmed_documents(of_texts: dict[str, int], of_conversations: dict[str, int]
 def heldout_phase(config: Config, source: Source, phase: int) -> PhaseConfig | None:
     """Return the settings that pack a source's held-out documents during a phase; None if no phase reads the source.
 
-    Rows have the context of the phase. Packing and template are those of the last phase so far that reads the source,
-    or of the first one to come. Long texts are split, so every token is evaluated; conversations are trimmed if the
-    phase trims them.
+    Packing and template are those of the last phase so far that reads the source, or of the first one to come. Long
+    texts are split, so every token is evaluated; conversations are trimmed if the phase trims them.
     """
     reading = [index for index, each in enumerate(config.phases) if not each.mixture or source.name in each.mixture]
     if not reading:
@@ -147,15 +140,6 @@ def _bytes_per_token(prepared: Prepared, shares: dict[str, SourceShare]) -> floa
         kept = manifest.train.text_bytes - manifest.train.lost_bytes
         total += share.rows * kept / manifest.train.tokens
     return total / sum(share.rows for share in shares.values())
-
-
-def _order_digest(
-    seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture, shares: dict[str, SourceShare]
-) -> str:
-    """Digest what determines the rows and their order; batch size and token budget do not."""
-    parts = zip(shares.items(), mixture.counts(mixture.period), strict=True)
-    sources = [[name, rows, share.phase_rows.content] for (name, share), rows in parts]
-    return json_digest(seed, first_row, context, phase.packing, phase.over_length, sources)
 
 
 def _source_seed(config: Config, name: str) -> int:

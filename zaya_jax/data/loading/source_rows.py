@@ -39,8 +39,7 @@ class Position(NamedTuple):
         """Return the documents of which nothing was read, in reading order, with `lengths` as their new lengths."""
         if self.rest is None or self.lengths is None:
             return whole_documents(lengths)
-        left = np.bincount(self.rest.document, np.maximum(self.rest.length - 1, 0), len(self.lengths))
-        unread = left == np.maximum(self.lengths - 1, 0)
+        unread = _targets(self.rest, len(self.lengths)) == np.maximum(self.lengths - 1, 0)
         chosen = self.rest.document[(self.rest.start == 0) & unread[self.rest.document]]
         return Items(chosen, np.zeros_like(chosen), lengths[chosen])
 
@@ -87,17 +86,14 @@ class PhaseRows:
 
     def predicted(self, rows: int, after: Position) -> np.ndarray:
         """Return, bool [documents], of which documents the first `rows` rows predict a token; see `after`."""
-
-        def left(items: Items) -> np.ndarray:
-            return np.bincount(items.document, np.maximum(items.length - 1, 0), len(self.lengths))
-
+        count = len(self.lengths)
         if rows == 0:
-            return np.zeros(len(self.lengths), bool)
+            return np.zeros(count, bool)
         epoch, _, packed = self._locate(rows - 1)
         rest = packed.left_out if after.rest is None else after.rest
-        read = left(packed.items) > left(rest)
+        read = _targets(packed.items, count) > _targets(rest, count)
         for before in [self.first, self.later][: epoch - self.epoch]:  # whole epochs
-            read |= left(before.items) > left(before.left_out)
+            read |= _targets(before.items, count) > _targets(before.left_out, count)
         return read
 
     def _locate(self, index: int) -> tuple[int, int, PackedEpoch]:
@@ -120,8 +116,7 @@ class Packer(NamedTuple):
     def phase_rows(self, documents: Documents, content: str, position: Position, key: str) -> PhaseRows:
         """Pack the documents of a source, as this phase reads them, from `position` on.
 
-        `content` is the digest of the documents; `key` names the source in messages. `InputError` if no document is
-        left, because all are too short or dropped as too long.
+        `content` is the digest of the documents; `key` names the source in messages. `InputError` if none is left.
         """
         later = self.pack(documents)
         if later.rows.per_epoch == 0:
@@ -151,10 +146,15 @@ class Packer(NamedTuple):
         else:
             # Without a seed (evaluation), windows are read from the first to the last.
             rows = Windows(documents, fitted.used, self.context, seed=seed, lanes=1 if self.seed is None else LANES)
-            filled = max(fitted.used.tokens - 1, 0)
+            filled = max(int(fitted.used.length.sum()) - 1, 0)
         most = self.context + 1 if self.over_length == "trim" else None
         padding = 1 - filled / max(rows.per_epoch * self.context, 1)
         return PackedEpoch(rows, items, most, fitted.dropped + items.take(absent), fitted.counts, padding)
+
+
+def _targets(items: Items, documents: int) -> np.ndarray:
+    """Count the tokens of each document that its items predict."""
+    return np.bincount(items.document, np.maximum(items.length - 1, 0), documents)
 
 
 def _predictions(lengths: np.ndarray) -> int:

@@ -1,7 +1,6 @@
 """Open the prepared sources of a run, and check that they fit each other and the model."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,21 +33,17 @@ class Prepared:
 
     tokenizer: Tokenizer
     sources: dict[str, Source]
-    measure_baselines: Callable[[], dict[str, float]] = field(repr=False, compare=False)  # see `baselines`
+    config: Config = field(repr=False, compare=False)
     cache: Path  # data.cache_dir
     _opened: dict[tuple[str, str], Documents] = field(default_factory=dict, repr=False, compare=False)
 
     @functools.cached_property
     def baselines(self) -> dict[str, float]:
         """Bits per byte by compressor, see `compressor_baselines`; {} with `data.sources`. The first use takes time."""
-        return self.measure_baselines()
+        return {} if self.config.data.sources else corpus_baselines(self.config, self.sources[CORPUS].folder)
 
     def open(self, name: str, split: Split, phase: PhaseConfig, context: int) -> tuple[Documents, Manifest]:
-        """Open the documents of a source as `phase` reads them, with their manifest.
-
-        Conversations are rendered with the phase's template, and with `over_length: trim` trimmed to a row of `context`
-        tokens. `InputError` if the template cannot be used, or fails on a conversation.
-        """
+        """Open the documents of a source as `phase` reads them, see `open_rendered`, and return the manifest, too."""
         source = self.sources[name]
         folder, manifest = source.folder, source.manifest
         if manifest.kind == "chat":
@@ -91,8 +86,7 @@ def open_sources(config: Config) -> Prepared:
     path = first.folder / first.manifest.tokenizer.file
     tokenizer = load_tokenizer(path, first.manifest.eot, first.manifest.bos)
     check_vocabulary(tokenizer, config.model.vocab_size, path)
-    measure = dict if config.data.sources else functools.partial(corpus_baselines, config, first.folder)
-    return Prepared(tokenizer, sources, measure, cache)
+    return Prepared(tokenizer, sources, config, cache)
 
 
 def _check_sources(config: Config, sources: dict[str, Source]) -> None:

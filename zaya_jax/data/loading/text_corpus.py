@@ -26,7 +26,6 @@ from zaya_jax.data.prepare.manifest import (
     Manifest,
     Split,
     content_hash,
-    describe_file,
     json_digest,
     read_manifest,
 )
@@ -69,13 +68,9 @@ class Corpus:
         """Return the files of a split."""
         return self.train if split == "train" else self.heldout
 
-    def read(self, file: str) -> str:
-        """Read one file unchanged, with byte order mark and carriage returns; `InputError` if it is not UTF-8."""
-        return _read(self.root / file)
-
     def texts(self, split: Split) -> Iterator[str]:
-        """Yield the texts of a split, in the order of `files`."""
-        return map(self.read, self.files(split))
+        """Yield the texts of a split, in the order of `files`; `InputError` if one is not UTF-8."""
+        return (_read(self.root / file) for file in self.files(split))
 
     def digest(self) -> str:
         """Return a digest of all paths, contents and splits."""
@@ -92,8 +87,7 @@ def find_corpus(config: DataConfig) -> Corpus:
     """List the files of the corpus and split them; `InputError` if that is impossible.
 
     The split depends on a hash of each file's content, so copies share a split and adding a file moves no other. Each
-    split gets at least one text. Empty files and hidden items are skipped, and links to folders are not followed. The
-    corpus 'stdlib' means the standard library without tests and installed packages.
+    split gets at least one text. 'stdlib' means the standard library without tests and installed packages.
     """
     is_stdlib = config.corpus == "stdlib"
     root = Path(sysconfig.get_path("stdlib")) if is_stdlib else expanded(config.corpus)
@@ -123,6 +117,7 @@ def find_corpus(config: DataConfig) -> Corpus:
 
 
 def _read(path: Path) -> str:
+    """Read a text unchanged, with byte order mark and carriage returns."""
     require_regular(path)
     refuse_lines(path)
     try:
@@ -149,9 +144,9 @@ def _files(folder: Path, suffixes: tuple[str, ...], excluded: frozenset[str], un
 def open_corpus(config: Config) -> tuple[Path, Manifest]:
     """Prepare the corpus of `config`, or open the cached preparation; return the folder and its manifest.
 
-    The folder is `data.cache_dir/DIGEST`, which is created atomically. If several processes share a file system, one
-    prepares and the others wait. What a killed process left behind is removed. `InputError` if the corpus, the
-    vocabulary size, the folder or `data.cache_dir` cannot be used, or the corpus changed during the preparation.
+    The folder `data.cache_dir/DIGEST` is created atomically. If several processes share a file system, one prepares and
+    the others wait. `InputError` if the corpus, the vocabulary size, the folder or `data.cache_dir` cannot be used, or
+    the corpus changed during the preparation.
     """
     corpus = find_corpus(config.data)
     content = _content(config, corpus)
@@ -192,8 +187,7 @@ def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None
         tokenizer.save(partial / TOKENIZER)
         special = SpecialTokens(*[tokenizer.eot_text] * 3)
         heldout = Fraction(1 + max(corpus.hashes[file] for file in corpus.heldout), 2**64)
-        digest = describe_file(partial / TOKENIZER).digest
-        work = PrepareWork(partial / TOKENIZER, digest, special, PrepareSettings(heldout=heldout))
+        work = PrepareWork(partial / TOKENIZER, content, special, PrepareSettings(heldout=heldout))
         conversion = Conversion(partial, units, [unit.bytes for unit in units], "Fix them.")
         conversion.convert(work, f"encoding {counted(len(files), 'file')}")
         if _content(config, find_corpus(config.data)) != content:  # the steps above read the texts separately
@@ -205,8 +199,7 @@ def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None
 def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
     """Return the bits per byte of compressors on the held-out text, see `compressor_baselines`.
 
-    The first call measures them, and keeps them in the prepared `folder`: they are not needed before the first
-    evaluation. {} if the corpus has changed since it was prepared, or cannot be measured.
+    The first call keeps them in the prepared `folder`. {} if the corpus has changed since, or cannot be measured.
     """
     path = folder / BASELINES
 
@@ -214,7 +207,7 @@ def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
         corpus = find_corpus(config.data)
         if _content(config, corpus) == folder.name:
             print("data: measuring gzip and xz on the held-out split", file=sys.stderr, flush=True)
-            train = last_window(map(corpus.read, reversed(corpus.train)))
+            train = last_window(_read(corpus.root / file) for file in reversed(corpus.train))
             baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
             write_atomically(path, json.dumps(baselines, indent=1) + "\n")
 
@@ -229,8 +222,8 @@ def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
 def compressor_baselines(train: bytes, heldout: bytes) -> dict[str, float]:
     """Compress the held-out text, alone and as the continuation of the training text; return bits per byte of it.
 
-    `gzip` and `xz` compress it alone. `gzip_given_train` and `xz_given_train` append it to the training text, of which
-    only the part within the largest window matters, and count only the bits that this adds.
+    `gzip` and `xz` compress it alone. `gzip_given_train` and `xz_given_train` count only the bits that it adds to the
+    training text, of which only the part within the largest window matters.
     """
     texts = {"both": train[-WINDOW_BYTES:] + heldout, "train": train[-WINDOW_BYTES:], "heldout": heldout}
     jobs = list(itertools.product(texts, _COMPRESSORS))  # longest first

@@ -42,7 +42,7 @@ class PrepareWork:
     """Encodes a unit of input as records."""
 
     tokenizer: Path
-    digest: str  # of the tokenizer's file
+    digest: str  # that tells apart tokenizers at this path, such as one of the file
     special: SpecialTokens
     settings: PrepareSettings
 

@@ -28,7 +28,7 @@ _BATCH_FILES = 64  # files that are verified at a time
 class FileEntry:
     """A file of a prepared folder."""
 
-    file: str  # name within the folder
+    file: str  # name
     bytes: int
     digest: str  # blake2b of the content, 16 bytes in hexadecimal
 
@@ -108,10 +108,7 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def read_manifest(folder: Path, remedy: str) -> Manifest:
-    """Read the manifest of a prepared folder, and check the existence and sizes of its files.
-
-    `InputError` if one is missing, or not as it was; the message ends with the sentence `remedy`.
-    """
+    """Read a prepared folder's manifest, and check its files' sizes; `InputError` ends with the sentence `remedy`."""
     path = folder / MANIFEST
     try:
         tree = json.loads(read_file(path))
@@ -156,9 +153,8 @@ def _parse(tree: dict[str, Any]) -> Manifest:
 def verify_files(folder: Path, manifest: Manifest, cache: Path, remedy: str) -> None:
     """Verify the digest of every file of a prepared folder; `InputError`, which ends with `remedy`, if one was altered.
 
-    Reading terabytes at each start would take hours, so the folder `cache` records the size and modification time of
-    verified files, and a file is read again only if these differ. A change that keeps both is detected when the damaged
-    record is read (see `Documents`).
+    The folder `cache` records the size and modification time of verified files, and a file is read again only if these
+    differ, since reading terabytes takes hours. Reading a damaged record detects a change that keeps both.
     """
     notes = cache / f"verified-{json_digest(str(folder.resolve()))}.json"
     verified = _verified(notes)

@@ -57,15 +57,10 @@ def prepare(
     """Prepare this task's share of the inputs; the arguments are those of `python -m zaya_jax.data prepare`.
 
     `inputs` and `unit_bytes` are as in `list_units`. `isolated` uses a separate process even for a single worker, so
-    that a crash does not end this one. With a single task, the folder is merged, too.
+    that a crash does not end this one. Return the manifest, or None if there are several tasks, which are not merged.
 
-    Returns:
-      The manifest, or None if the folder is not merged yet, which happens only with several tasks.
-
-    Raises:
-      InputError: an input, the tokenizer or a setting cannot be used, the folder contains another preparation, or
-        more than `max_bad` documents are unusable. Finished shards are kept.
-      RunStopped: worker processes end while they read.
+    `InputError` if an input, the tokenizer or a setting cannot be used, the folder contains another preparation, or
+    more than `max_bad` documents are unusable. `RunStopped` if worker processes end while they read.
     """
     require(0 <= settings.heldout <= 1, "--heldout", settings.heldout, "between 0 and 1")  # also rejects NaN
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
@@ -97,10 +92,7 @@ def prepare(
 
 
 def merge(output: Path) -> Manifest:
-    """Write the manifest of a prepared folder after all its tasks are done, and return it.
-
-    `InputError` if `output` contains no preparation, or tasks are missing (the message names them).
-    """
+    """Write and return the manifest of a prepared folder; `InputError` if it is none, or tasks are missing."""
     if not output.is_dir():
         raise InputError(f"{output} is not a folder; pass the --output folder of prepare.")
     if not (output / PLAN).exists() and not (output / MANIFEST).exists():
@@ -171,20 +163,14 @@ def write_merged(
 
 
 def missing_tasks(output: Path) -> list[int]:
-    """Return the indices of the tasks that are unfinished; `InputError` if `output` contains no preparation.
-
-    A task that skipped too many documents has converted all its units but did not finish, so it is listed too.
-    """
+    """Return the unfinished tasks, such as one that skipped too many documents; `InputError` without a preparation."""
     plan = _read_plan(output)
     undone = {task for task in range(plan["tasks"]) if not _done_path(output, task).exists()}
     return sorted(undone | {n % plan["tasks"] for n in range(plan["units"]) if read_note(output, n) is None})
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a prepared folder, and check the sizes of its files.
-
-    `InputError` if there is none (the message names missing tasks), or a file is missing or has another size.
-    """
+    """Read the manifest of a prepared folder, see `read_manifest`; `InputError` names missing tasks."""
     if not (folder / MANIFEST).is_file() and (folder / PLAN).is_file():
         raise InputError(_incomplete(folder))
     if not folder.is_dir():

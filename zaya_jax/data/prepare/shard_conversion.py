@@ -90,10 +90,7 @@ class Conversion:
     idle: list[Worker] = field(default_factory=list)  # from `check` to `convert`
 
     def check(self, check: Check, label: str) -> int:
-        """Check the documents of all units without writing anything, and return how many can be used.
-
-        `InputError` and `RunStopped` as in `convert`; `label` titles the progress bar.
-        """
+        """Return how many documents of all units can be used, without writing anything; see `convert`."""
         notes = self._run(functools.partial(_check_unit, check), label)
         return sum(note.outcomes.get(_USABLE, 0) + sum(s.documents for s in note.shards.values()) for note in notes)
 

@@ -43,9 +43,8 @@ def load_format(name: str) -> Format:
 def read_unit(unit: Unit, *, field: str) -> Iterator[Entry]:
     """Read the documents of a unit in order, with only a few of them in memory.
 
-    The units of `list_units`, read in order, yield every document of the inputs exactly once and in order: a `Document`
-    for each text that is not only white space, non-empty list, or array of token ids, and a `BadDocument` for anything
-    else. Blank lines of JSONL are skipped. `field` is a JSON key or column, ignored for text and Megatron files.
+    Yields a `Document` for each text that is not only white space, non-empty list, or array of token ids, and a
+    `BadDocument` for anything else but blank lines. `field` is a JSON key or column, ignored for text and Megatron.
     `InputError` during iteration if a file cannot be read, is damaged, or has no such column.
     """
     return load_format(unit.format).read(unit, field)
@@ -62,16 +61,14 @@ def list_units(
 
     Args:
       inputs: files with a known suffix (for Megatron datasets the `.bin`, the `.idx` or their common prefix); folders
-        written by `datasets.save_to_disk`; and other folders, which are searched recursively and in sorted order for
-        files with a known suffix, except hidden files and links to folders.
+        written by `datasets.save_to_disk`; and other folders, which are searched recursively and in sorted order.
       suffixes: suffixes of text files, in addition to those of `FORMATS`.
-      unit_bytes: size of a unit. None means 1/512 of the input, but at least 2 MiB and at most 1 GiB. A compressed
-        file, an Arrow stream, a row group, a text and a Megatron document are never cut.
+      unit_bytes: None means 1/512 of the input, but at least 2 MiB and at most 1 GiB. A compressed file, an Arrow
+        stream, a row group, a text and a Megatron document are never cut.
       unread: to which the number of items that are not read is added, by kind; they are printed, too.
 
     Raises:
-      InputError: an input is missing, unreadable, empty or given twice, has an unknown suffix, or is a folder without
-        documents; or `unit_bytes` is not positive.
+      InputError: an input cannot be used, is given twice or has no documents; or `unit_bytes` is not positive.
     """
     require(unit_bytes is None or unit_bytes >= 1, "unit_bytes", unit_bytes, "at least 1")
     if isinstance(inputs, str | Path) or not inputs:
@@ -142,11 +139,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> Iter
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a saved dataset or, split by split, of a saved dataset dict; None for other folders.
-
-    Other Arrow files in the folder are caches of `datasets` and not part of the dataset. `InputError` if the JSON files
-    of the dataset cannot be read or parsed, or a split is missing.
-    """
+    """Return the Arrow files of a saved dataset or, split by split, of a dataset dict; None for other folders."""
     if os.path.isfile(folder / _DICT):
         splits = _names(folder / _DICT, _json(folder / _DICT, "splits"))
         return [file for split in splits for file in _split_files(folder / split)]

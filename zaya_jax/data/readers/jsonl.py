@@ -1,8 +1,7 @@
 """Read JSONL files: one JSON object per line, plain or compressed.
 
-Lines are read one at a time, so memory never holds a whole file; one of over `LONGEST` bytes is a bad document. Only a
-newline byte ends a line; a carriage return before it is white space to JSON. Blank lines are skipped silently, as other
-tools do. NaN and Infinity are accepted, as in Python's `json`.
+Lines are read one at a time; one of over `LONGEST` bytes is a bad document. Only a newline byte ends a line. Blank
+lines are skipped silently, as other tools do. NaN and Infinity are accepted, as in Python's `json`.
 """
 
 import bz2
@@ -20,21 +19,7 @@ from typing import IO, Any
 
 import zstandard
 
-from zaya_jax.data.readers import fields
-from zaya_jax.data.readers.documents import (
-    BadDocument,
-    Document,
-    Entry,
-    FirstLine,
-    Format,
-    InputFile,
-    Reason,
-    Unit,
-    Value,
-    cut_evenly,
-    reading,
-    require_pieces,
-)
+from zaya_jax.data.readers import documents, fields
 
 _READ_BYTES = 2**20  # bytes
 _FRAME_READ_BYTES = 2**12  # bytes; in zstd, 4 of them can stand for 128 KiB
@@ -52,59 +37,61 @@ COMPRESSED = tuple(_DECOMPRESSORS)
 _DAMAGE = EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError  # what decompressors raise, besides `OSError`
 
 
-def cut_jsonl(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
+def cut_jsonl(files: Sequence[documents.InputFile], unit_bytes: int) -> Iterator[documents.Unit]:
     """Cut at multiples of `unit_bytes`; a compressed file is one unit, and one of nothing is none."""
     for file in filter(_has_lines, files):
         if file.path.endswith(COMPRESSED):
-            yield from cut_evenly(lambda path: 1, [file], unit_bytes)
+            yield from documents.cut_evenly(lambda path: 1, [file], unit_bytes)
             continue
         for start in range(0, file.bytes, unit_bytes):
             stop = min(start + unit_bytes, file.bytes)
-            yield Unit("jsonl", (file.path,), start, stop, stop - start)
+            yield documents.Unit("jsonl", (file.path,), start, stop, stop - start)
 
 
-def _has_lines(file: InputFile) -> bool:
+def _has_lines(file: documents.InputFile) -> bool:
     """Return whether a file may have a line that is not blank, by its first MiB if it could be one of nothing."""
     if file.bytes > _EMPTY_BYTES:
         return True
     compressed = file.path.endswith(COMPRESSED)
-    with _open(file.path, buffering=0) as raw, reading(f"The file {file.path}", *_DAMAGE):
+    with _open(file.path, buffering=0) as raw, documents.reading(f"The file {file.path}", *_DAMAGE):
         start = (_decompress(file.path, raw) if compressed else raw).read(_READ_BYTES)
     return len(start) == _READ_BYTES or bool(start.removeprefix(BOM_UTF8).strip())
 
 
-def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
+def read_jsonl(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
     """Yield the field of each line that starts in the unit; `InputError` if the file cannot be read, or is damaged.
 
-    Line numbers in messages count from the start of the file. For units beyond the first 64 MiB, counting would read
-    too much, so they count from the start of the unit, and `[from byte N]` is appended to the file name.
+    Line numbers in messages count from the start of the file or, in units beyond `_COUNTED_BYTES`, from that of the
+    unit, and `[from byte N]` is appended to the file name.
     """
     [file] = unit.files
     if file.endswith(COMPRESSED):
         with _open(file, buffering=0) as raw, closing(_decompress(file, raw)) as stream:
-            yield from _documents(file, field, _lines(file, stream, raw, math.inf), FirstLine())
+            yield from _documents(file, field, _lines(file, stream, raw, math.inf), documents.FirstLine())
         return
-    start, first = _first_start(unit), FirstLine()
+    start, first = _first_start(unit), documents.FirstLine()
     lines = plain_lines(file, start, unit.stop)
     if start > _COUNTED_BYTES:
         file += f"[from byte {start}]"
     elif start:
-        first = FirstLine(partial(_line_number, file, start))
+        first = documents.FirstLine(partial(_line_number, file, start))
     yield from _documents(file, field, lines, first)
 
 
-def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first: FirstLine) -> Iterator[Entry]:
+def _documents(
+    file: str, field: str, lines: Iterator[tuple[bytes, int]], first: documents.FirstLine
+) -> Iterator[documents.Entry]:
     for index, (line, size) in enumerate(lines):
         if len(line) <= fields.LONGEST and (not line or line.isspace()):
             continue
         value, bad, unread = _parse(line, field)
         if bad is None:
-            yield Document(value, file, size, index, first, unread)
+            yield documents.Document(value, file, size, index, first, unread)
         else:
-            yield BadDocument(file, first.number + index, *bad)
+            yield documents.BadDocument(file, first.number + index, *bad)
 
 
-def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, tuple[str, ...]]:
+def _parse(line: bytes, field: str) -> tuple[documents.Value, tuple[documents.Reason, str] | None, tuple[str, ...]]:
     """Return the value of the field; the reason if it cannot be used; and the keys that are not read."""
     if len(line) > fields.LONGEST:
         return "", ("too large", f"the line has more than {fields.LONGEST:,} bytes"), ()
@@ -135,11 +122,11 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None, t
     return fields.with_tools(value, tree.get(fields.TOOLS)), bad, unread
 
 
-def _first_start(unit: Unit) -> int:
+def _first_start(unit: documents.Unit) -> int:
     """Return the position of the first line that starts in the unit, or the end of the unit if none does."""
     [file] = unit.files
-    with reading(f"The file {file}"), open(file, "rb") as stream:
-        require_pieces(unit, file, stream.seek(0, io.SEEK_END), "byte")
+    with documents.reading(f"The file {file}"), open(file, "rb") as stream:
+        documents.require_pieces(unit, file, stream.seek(0, io.SEEK_END), "byte")
         if unit.start == 0:
             return 0
         position = stream.seek(unit.start - 1)  # if it is a newline, a line starts at the unit's start
@@ -155,6 +142,10 @@ def plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]
     with _open(file) as stream:
         stream.seek(start)
         yield from _lines(file, stream, stream, stop)
+
+
+def _line_number(file: str, position: int) -> int:
+    return 1 + sum(1 for _ in plain_lines(file, 0, position))
 
 
 def _lines(file: str, stream: IO[bytes], raw: IO[bytes], stop: float) -> Iterator[tuple[bytes, int]]:
@@ -206,27 +197,17 @@ class _Frames(io.RawIOBase):
 
 
 def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
-    with reading(f"The file {file}"):
+    with documents.reading(f"The file {file}"):
         return open(file, "rb", buffering=buffering)
 
 
 def _read_line(stream: IO[bytes], file: str) -> bytes:
     """Read a line; of one that is longer than `LONGEST`, return the beginning, and pass over the rest."""
-    with reading(f"The file {file}", *(_DAMAGE if file.endswith(COMPRESSED) else ())):
+    with documents.reading(f"The file {file}", *(_DAMAGE if file.endswith(COMPRESSED) else ())):
         line = part = stream.readline(fields.LONGEST + 1)
         while len(line) > fields.LONGEST and part and not part.endswith(b"\n"):
             part = stream.readline(_READ_BYTES)
     return line
 
 
-def _line_number(file: str, position: int) -> int:
-    """Return the number, from 1, of the line that starts at a byte position."""
-    number = 1
-    with reading(f"The file {file}"), open(file, "rb") as stream:
-        while position > 0 and (block := stream.read(min(_READ_BYTES, position))):
-            number += block.count(b"\n")
-            position -= len(block)
-    return number
-
-
-FORMAT = Format(cut_jsonl, read_jsonl)
+FORMAT = documents.Format(cut_jsonl, read_jsonl)

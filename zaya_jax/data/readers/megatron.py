@@ -21,16 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.readers.documents import (
-    BadDocument,
-    Document,
-    Entry,
-    FirstLine,
-    Format,
-    Unit,
-    cut_evenly,
-    require_pieces,
-)
+from zaya_jax.data.readers.documents import BadDocument, Document, FirstLine, Format, Unit, cut_evenly, require_pieces
 from zaya_jax.data.readers.fields import LONGEST
 from zaya_jax.errors import InputError
 
@@ -57,8 +48,7 @@ def index_path(file: str) -> str:
 def open_index(file: str) -> Index:
     """Read and check the header of the index of a `.bin` file.
 
-    `InputError` if a file cannot be read, the `.idx` is no Megatron index or its size does not match its header, or the
-    tokens are not integers.
+    `InputError` if a file cannot be read, the `.idx` does not match its header, or the tokens are not integers.
     """
     path = index_path(file)
     try:
@@ -90,7 +80,7 @@ def open_index(file: str) -> Index:
     return index
 
 
-def read_megatron(unit: Unit, field: str = "") -> Iterator[Entry]:
+def read_megatron(unit: Unit, field: str = "") -> Iterator[Document | BadDocument]:
     """Yield the token ids of each document, with its sequences concatenated, as a new array of the file's dtype.
 
     Ids are returned as stored: with the end-of-document token if it was written, and unchecked against a vocabulary.
@@ -106,7 +96,14 @@ def read_megatron(unit: Unit, field: str = "") -> Iterator[Entry]:
         raise InputError(f"The Megatron index {index.file} is damaged: {problem}.")
     begin, end = int(bounds[0]), int(bounds[-1])
     lengths, pointers = _numbers(index, "lengths", begin, end), _numbers(index, "pointers", begin, end)
-    _check_sequences(index, lengths, pointers, begin)
+    room = (index.bin_bytes - pointers) // index.dtype.itemsize  # tokens behind each pointer
+    outside = (lengths < 0) | (pointers < 0) | (room < lengths)
+    if outside.any():
+        i = int(outside.argmax())
+        raise InputError(
+            f"The Megatron index {index.file} puts sequence {begin + i} at byte {pointers[i]} with "
+            f"{lengths[i]} tokens, but its .bin has {index.bin_bytes} bytes; one of the two is damaged."
+        )
     tokens = np.asarray(np.memmap(file, np.uint8, mode="r")) if index.bin_bytes else np.empty(0, np.uint8)
     first = FirstLine(unit.start + 1)
     sizes = lengths.astype(np.int64) * index.dtype.itemsize
@@ -135,17 +132,6 @@ def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
     if len(numbers) != stop - start:
         raise InputError(f"The Megatron index {index.file} became shorter; do not change inputs during a preparation.")
     return numbers
-
-
-def _check_sequences(index: Index, lengths: np.ndarray, pointers: np.ndarray, begin: int) -> None:
-    room = (index.bin_bytes - pointers) // index.dtype.itemsize  # tokens behind each pointer
-    outside = (lengths < 0) | (pointers < 0) | (room < lengths)
-    if outside.any():
-        i = int(outside.argmax())
-        raise InputError(
-            f"The Megatron index {index.file} puts sequence {begin + i} at byte {pointers[i]} with "
-            f"{lengths[i]} tokens, but its .bin has {index.bin_bytes} bytes; one of the two is damaged."
-        )
 
 
 FORMAT = Format(

@@ -14,19 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zaya_jax.data.readers import fields
-from zaya_jax.data.readers.documents import (
-    BadDocument,
-    Document,
-    Entry,
-    FirstLine,
-    Format,
-    Unit,
-    cut_evenly,
-    even_share,
-    reading,
-    require_pieces,
-)
+from zaya_jax.data.readers import documents, fields
 from zaya_jax.errors import InputError
 
 _FEWEST_ROWS, _MOST_ROWS, _BATCH_BYTES = 4, 256, 2**27  # of what is decoded of a Parquet file at a time
@@ -51,16 +39,13 @@ def count_rows(file: str, stop: int | None = None) -> int:
         return table.count_rows(table.pieces if stop is None else stop)
 
 
-def read_table(unit: Unit, field: str) -> Iterator[Entry]:
-    """Yield the rows of the unit's pieces; a null becomes a `BadDocument`.
-
-    `InputError` if the file cannot be read, is damaged or incomplete, lost pieces, or has no such column.
-    """
+def read_table(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
+    """Yield the rows of the unit's pieces; `InputError` if the file is damaged, lost pieces, or has no such column."""
     [file] = unit.files
     with _open(file) as table:
-        require_pieces(unit, file, table.pieces, *table.noun)
+        documents.require_pieces(unit, file, table.pieces, *table.noun)
         columns, before = check_columns(file, table.schema, field), 0
-        first = FirstLine(lambda: 1 + count_rows(file, unit.start)) if unit.start else FirstLine()
+        first = documents.FirstLine(lambda: 1 + count_rows(file, unit.start)) if unit.start else documents.FirstLine()
         for batch, size in table.batches(unit, columns):
             yield from column_documents(batch, file=file, columns=columns, size=size, before=before, first=first)
             before += len(batch)
@@ -69,7 +54,7 @@ def read_table(unit: Unit, field: str) -> Iterator[Entry]:
 @contextmanager
 def _open(file: str) -> "Iterator[_Parquet | _Arrow]":
     name, kind = ("Parquet", _Parquet) if file.endswith(".parquet") else ("Arrow", _Arrow)
-    with reading(f"The {name} file {file}", pa.ArrowException), closing(kind(file)) as table:
+    with documents.reading(f"The {name} file {file}", pa.ArrowException), closing(kind(file)) as table:
         yield table
 
 
@@ -86,7 +71,7 @@ class _Parquet:
     def count_rows(self, stop: int) -> int:
         return sum(self._metadata.row_group(i).num_rows for i in range(stop))
 
-    def batches(self, unit: Unit, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, int]]:
+    def batches(self, unit: documents.Unit, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Yield batches of few bytes, and the part of the unit's bytes that each stands for."""
         paths = [self._table.schema.column(i).path for i in range(self._metadata.num_columns)]
         leaves = [i for i, path in enumerate(paths) if f"{path}.".startswith(tuple(f"{name}." for name in columns))]
@@ -106,7 +91,7 @@ class _Parquet:
                 source = compact if is_compact else self._table
                 rows = count if is_compact else min(max(_FEWEST_ROWS, rows), _MOST_ROWS)
                 for batch in source.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
-                    yield batch, even_share(unit.bytes, total, before, before + len(batch))
+                    yield batch, documents.even_share(unit.bytes, total, before, before + len(batch))
                     before += len(batch)
 
     def close(self) -> None:
@@ -133,7 +118,7 @@ class _Arrow:
     def count_rows(self, stop: int) -> int:
         return sum(batch.num_rows for batch in self._batches([], 0, stop))
 
-    def batches(self, unit: Unit, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, int]]:
+    def batches(self, unit: documents.Unit, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Yield the batches of a unit, and the part of its bytes that each stands for."""
         before, pieces = 0, unit.stop - unit.start
         for number, batch in enumerate(self._batches(columns, unit.start, unit.stop), 1):
@@ -192,13 +177,9 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
 
 
 def column_documents(
-    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: FirstLine
-) -> Iterator[Entry]:
-    """Yield the rows of a batch as documents. Lists of structs become lists of dicts.
-
-    `columns` come from `check_columns`; `size` are the bytes of input that the batch stands for, for progress; `before`
-    is the number of rows of the unit before the batch, and `first` the row number of the unit's first row.
-    """
+    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: documents.FirstLine
+) -> Iterator[documents.Entry]:
+    """Yield the rows of a batch, which stands for `size` bytes of the unit, and follows `before` of its rows."""
     array, (field, *names) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in names}
     is_small = array.nbytes <= fields.LONGEST and not _SHARED.search(str(array.type))
@@ -207,9 +188,11 @@ def column_documents(
         bad = fields.sibling_rejection(others, field)
         if bad is None and fields.is_document(value):
             whole, unread = fields.with_tools(value, others.get(fields.TOOLS)), fields.unread_keys(others, field)
-            yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first, unread)
+            yield documents.Document(
+                whole, file, documents.even_share(size, len(array), i, i + 1), before + i, first, unread
+            )
         else:
-            yield BadDocument(file, first.number + before + i, *(bad or fields.rejection(value, field)))
+            yield documents.BadDocument(file, first.number + before + i, *(bad or fields.rejection(value, field)))
 
 
 def _value(row: Any, is_small: bool = False) -> object:
@@ -238,4 +221,4 @@ def _subtract(left: int, value: Any) -> int:
     return functools.reduce(_subtract, parts or (), left)
 
 
-FORMAT = Format(functools.partial(cut_evenly, count_pieces), read_table)
+FORMAT = documents.Format(functools.partial(documents.cut_evenly, count_pieces), read_table)

@@ -95,9 +95,7 @@ def _shortest_steps(config: Config, speed: float) -> list[dict[str, Any]]:
         size = {"sequences": stage.sequences, "context": stage.context}
         for fragmentation in _FRAGMENTATION:
             extra = (fragmentation - 1) * stage.context * token_bytes / PAGE_BYTES
-            load = io_estimate(
-                **size, token_bytes=token_bytes, extra_pages=extra, step_seconds=1.0, max_operations_per_second=speed
-            )
+            load = io_estimate(**size, token_bytes=token_bytes, extra_pages=extra, step_seconds=1.0, max_iops=speed)
             shortest[f"{fragmentation:g}"] = load.shortest_step_seconds
         rows.append({"phase": phase.name, **size, "shortest_step_seconds": shortest})
     return rows
