@@ -28,6 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Listener(process.stop):
         try:
             options = parse_training(arguments)
+        except SystemExit as end:  # of argparse: `--help`, or an invalid option
+            process.finish(int(end.code or 0), "The command line is invalid." if end.code else "Finished.")
+            raise
+        try:
             config = training_config(options)
             if options.print_config:  # a program that reads it needs every character
                 output = sys.stdout if sys.stdout.isatty() else Unescaped(sys.stdout)
@@ -36,9 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _dry_run(config, options)
             else:
                 _train(config, options, process)
-        except SystemExit as end:  # of argparse: `--help`, or an invalid option
-            process.finish(int(end.code or 0), "The command line is invalid." if end.code else "Finished.")
-            raise
         except (KeyboardInterrupt, Exception) as error:
             if isinstance(error, Exception) and not is_expected(error):
                 process.fail(error)

@@ -155,6 +155,8 @@ def _train(folder: Path, config: Path, name: str) -> dict[str, Any]:
     started = time.monotonic()
     with training_process(config, program=program, ends=(-signal.SIGKILL,)) as process:
         process.wait()
+        if not output.exists():  # killed by another, before its notes
+            raise RunStopped(f"The process of {name} ended with status {process.returncode} before it noted anything.")
     return {"started": started, **read_json(output)}
 
 

@@ -30,6 +30,7 @@ def test_an_installed_kernel_is_the_last_candidate_and_can_be_pinned(monkeypatch
     install(monkeypatch, tmp_path, "gram_polynomial = their_kernels:MINE")
     target = Target("interpret", "any")
     assert registry.select_kernels(target, MODEL, "float32").chosen["gram_polynomial"] == "pallas"
+    assert registry.OPERATIONS["gram_polynomial"].modules[1:] == ("their_kernels",)  # a table is stale if it changes
     pinned = registry.select_kernels(target, MODEL, "float32", pinned={"gram_polynomial": "mine"})
     assert pinned.chosen["gram_polynomial"] == "mine"
     found = pinned.implementation("gram_polynomial")(jnp.ones((4, 8)), *(jnp.ones(()),) * 3)

@@ -43,7 +43,7 @@ def size(rows, implementation, tiles=None, name="residual_norm", model=EXAMPLE, 
 
 
 def content(*sizes, name="residual_norm", device="NVIDIA H200"):
-    sources = sources_digest(OPERATIONS[name].reference.__module__)
+    sources = sources_digest(*OPERATIONS[name].modules)
     return {"device": device, "operations": {name: {"sources": sources, "sizes": list(sizes)}}}
 
 
@@ -252,7 +252,7 @@ def test_the_digest_is_of_the_code_of_an_operation_and_its_kernels(tmp_path, mon
     one, other = (digest(f"from zaya_jax.ops import {names}\n") for names in ("norm, stacked", "norm"))
     assert one != other, "all that it imports counts"
     sources_digest.cache_clear()
-    digests = {sources_digest(operation.reference.__module__) for operation in OPERATIONS.values()}
+    digests = {sources_digest(*operation.modules) for operation in OPERATIONS.values()}
     assert len(digests) == len({operation.reference.__module__ for operation in OPERATIONS.values()})
 
 

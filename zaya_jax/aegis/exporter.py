@@ -218,7 +218,7 @@ class _Handler(WSGIRequestHandler):
         is_allowed = is_valid and self.host.fullmatch(self.headers.get("Host", "")) is not None
         if is_valid and not is_allowed:
             names = "an IP address, localhost or the name in --address"
-            self.send_error(421, explain=f"Address the exporter by {names}.")
+            self.send_error(421, explain=f"Address the exporter by {names}")
         return is_allowed
 
     def log_message(self, format: str, *args: object) -> None:

@@ -151,10 +151,10 @@ class Config:
         require_path("measurements", self.measurements, "null or the path of a folder")
         self._check_weights()
         longest = self.model.max_positions
-        few = f"at most {longest - 2} bytes long (model.max_positions - 2)"  # upper bound on tokens with any tokenizer
-        require(1 + len(prompt.encode()) < longest, "sample.prompt", prompt, few)
         fits = f"at most model.max_positions ({longest})"
         require(self.data.context <= longest, "data.context", self.data.context, fits)
+        few = f"at most {longest - 2} bytes long (model.max_positions - 2)"  # upper bound on tokens with any tokenizer
+        require(1 + len(prompt.encode()) < longest, "sample.prompt", prompt, few)
         for index, phase in enumerate(self.phases):
             phase.check(self.phase_key(index))
         names, sources = [phase.name for phase in self.phases], self.data.source_names

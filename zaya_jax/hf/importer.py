@@ -51,6 +51,7 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
             if not finite:
                 stored = ((tensor.name, folder.stored[tensor.name].open()) for tensor in tensors)
                 require_finite(folder.path, stored, made[leaf].dtype, "the model would compute NaN")
+                raise InputError(f"The parameter {leaf} in {folder.path} is not finite on the device.")
             progress.add(sizes[leaf, group])
     return made
 

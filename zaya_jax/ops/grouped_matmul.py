@@ -64,6 +64,8 @@ def grouped_matmul(x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array, **imple
     """Differentiable `grouped_product`; takes implementations of the three operations by name, or uses these here."""
     references = (grouped_product, grouped_product_transposed, grouped_outer)
     products = {reference.__name__: reference for reference in references} | implementations
+    if len(products) > len(references):
+        raise TypeError(f"grouped_matmul takes {[*products][:3]}, not {[*implementations]}")
     return _grouped_matmul(tuple(products.values()), x_tp, w_epq, sizes_e)
 
 

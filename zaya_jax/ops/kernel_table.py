@@ -75,7 +75,7 @@ class KernelTable:
         row = self.content["operations"].get(name)
         if row is None or not row["sizes"]:
             return (), f"{name} was not measured"
-        if row["sources"] != sources_digest(operation.reference.__module__):
+        if row["sources"] != sources_digest(*operation.modules):
             return (), f"{name} was measured with other kernels than this version's"
         kernels, measured = {kernel.name: kernel for kernel in operation.kernels}, []
         note = f"{name} was not measured in {dtype} at widths {list(widths)}"
@@ -110,9 +110,9 @@ def nearest(choices: Sequence[Choice], rows: int) -> Choice:
 
 
 @functools.cache
-def sources_digest(module: str) -> str:
-    """Return a digest of the sources of an operation's module and of the kernels and operations that it imports."""
-    texts, pending = dict[str, str](), [module]
+def sources_digest(*modules: str) -> str:
+    """Return a digest of the sources of an operation's modules and of the kernels and operations that they import."""
+    texts, pending = dict[str, str](), [*modules]
     while pending:
         name = pending.pop()
         spec = None if name in (*texts, *_APART, "pallas_kernels.tiles") else importlib.util.find_spec(name)

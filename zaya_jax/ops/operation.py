@@ -29,6 +29,7 @@ class Kernel:
     supports: Callable[..., str]
     tiles: tuple[str, ...]  # names of its tiles in `pallas_kernels.tiles.TILES`, in the order to time them
     platforms: tuple[str, ...] = PLATFORMS  # platforms that have it
+    module: str = ""  # that an installed kernel is from, see `registry`; '' for the project's own
 
 
 class Input(NamedTuple):
@@ -65,6 +66,11 @@ class Operation:
     # of a sequence), then widths that are the same throughout a model
     shape: Callable[..., tuple[int, ...]] = lambda *_, **__: (1,)
     measured_as: str = ""  # the operation whose measurements apply to this one, too; '' for its own
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules on which measurements depend: its own, and those of installed kernels."""
+        return self.reference.__module__, *(kernel.module for kernel in self.kernels if kernel.module)
 
     def kernels_for(self, platform: str) -> list[Kernel]:
         """Return the kernels for a platform, in order of preference."""

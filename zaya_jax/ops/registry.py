@@ -55,7 +55,8 @@ def _with_installed(operations: dict[str, Operation]) -> dict[str, Operation]:
             raise InputError(f"Importing {where} raised {type(error).__name__}: {error}") from error
         if not isinstance(kernel, Kernel) or kernel.name in (REFERENCE, *(each.name for each in operation.kernels)):
             raise InputError(f"There must be a Kernel with a new name at {where}, not {str(kernel)[:100]}.")
-        extended[entry.name] = dataclasses.replace(operation, kernels=(*operation.kernels, kernel))
+        kernels = (*operation.kernels, dataclasses.replace(kernel, module=entry.module))
+        extended[entry.name] = dataclasses.replace(operation, kernels=kernels)
     return extended
 
 

@@ -206,7 +206,8 @@ def read_progress(file: int, *, before: bool = False) -> Progress | None:
             _, writes, pid, phase, step, first, loss, norm, run, *rest = _RECORD.unpack(record)
             *times, status, is_origin, reason, time_ns, length, sentence = rest
             text = sentence[:length].decode(errors="replace")
-            end = ExitRecord(status, text, bool(is_origin), time_ns, Reason(reason)) if phase == Phase.END else None
             seconds, longest = tuple(times[: len(Phase)]), tuple(times[len(Phase) :])
-            return Progress(writes, pid, Phase(phase), step, first, loss, norm, seconds, longest, end, run)
+            with contextlib.suppress(ValueError):  # another version's phase or reason
+                end = ExitRecord(status, text, bool(is_origin), time_ns, Reason(reason)) if phase == Phase.END else None
+                return Progress(writes, pid, Phase(phase), step, first, loss, norm, seconds, longest, end, run)
     return None

@@ -185,7 +185,7 @@ def run_training(
             is_phase_end, evaluates = trainer.steps_done in phase_ends, trainer.evaluation_is_due()
             if evaluates:
                 trainer.evaluate()
-                trainer.draw(heldout.compressors)  # before the save, so that the plot is never behind the checkpoint
+                trainer.draw(heldout)  # before the save, so that the plot is never behind the checkpoint
             saves, stops = is_phase_end or trainer.save_is_due(), signals.reached()
             if saves or stops:
                 trainer.save()
@@ -204,7 +204,7 @@ def run_training(
         if not store.finish(trainer.save, signals.reached):
             raise trainer.preempted("the last step", saved=False)
         trainer.write_phase_ends()  # the last one may have been saved just now
-        trainer.draw(heldout.compressors, only_missing=True)
+        trainer.draw(heldout, only_missing=True)
         losses, last = (heldout.total, heldout.losses), programs[-1]
         return TrainResult(config, trainer.state, folder, *losses, prepared, data, last, trainer.base, store.fence)
 

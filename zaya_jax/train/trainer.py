@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from zaya_jax.config.stages import BatchStage, phase_steps, stage_at
 from zaya_jax.data.loading.batches import Batch, TrainBatches
 from zaya_jax.errors import Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
+from zaya_jax.evaluate.heldout import HeldoutEvaluator
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.job.preemption import Preemption
 from zaya_jax.model.tree import Arrays
@@ -138,11 +139,11 @@ class Trainer:
         """Record which checkpoint is the last one of each finished phase."""
         self._write(PHASES, lambda: write_phase_ends(self._folder, self._config, self.store.steps()))
 
-    def draw(self, compressors: Mapping[str, float], *, only_missing: bool = False) -> None:
+    def draw(self, heldout: HeldoutEvaluator, *, only_missing: bool = False) -> None:
         """Plot the run, see `plot_run`; with `only_missing`, only if the last attempt failed or there was none."""
         path = self._folder / LOSS_PLOT
         if not only_missing or self.disk.problem(path) or not path.exists():
-            self._write(LOSS_PLOT, lambda: plot_run(read_rows(self._folder / METRICS), path, compressors))
+            self._write(LOSS_PLOT, lambda: plot_run(read_rows(self._folder / METRICS), path, heldout.compressors))
 
     def _write(self, name: str, action: Callable[[], None]) -> None:
         """Call `action`, which writes the file `name` of the run folder, in process 0 only."""

@@ -83,7 +83,8 @@ def _make_sections(runs: Sequence[RunData], config: str | None) -> list[Section]
             *each(run_page.expert_load, run_page.entropy_by_layer),
             *every(comparison.SKIP_RATE.plot, comparison.BIAS_RANGE.plot),
         ],
-        "Gradients and updates": every(comparison.GRAD_NORM.plot) + each(run_page.norms),
+        "Gradients and updates": every(comparison.GRAD_NORM.plot)
+        + each(run_page.gradient_norms, run_page.update_norms),
         "Reliability": each(run_page.goodput, tables.faults, tables.skipped_steps, tables.checkpoints),
         "Evaluations and samples": each(tables.evaluations, _samples),
         "Configuration": [

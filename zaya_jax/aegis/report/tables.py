@@ -31,7 +31,7 @@ def overview(runs: Sequence[RunData]) -> Table:
 
 def _facts(run: RunData) -> Facts:
     """Yield what can be said; damage in one file costs what is made of it."""
-    for facts in (_state, _losses, _speed, _supervision, _skipped, _checkpoints):
+    for facts in (_state, _losses, _training_loss, _speed, _mean_speed, _supervision, _skipped, _checkpoints, _model):
         with contextlib.suppress(*DAMAGE):
             yield from facts(run)
 
@@ -54,6 +54,9 @@ def _losses(run: RunData) -> Facts:
     yield "held-out loss (bits/byte)", ", ".join(f"{bits[name].values[-1]:.4f}{names[name]}" for name in bits) or NONE
     compressed = ", ".join(f"{name} {bits:.4f}" for name, bits in sorted(run.baselines.items())) or NONE
     yield "compressors (bits/byte)", compressed.replace("_given_train", " after the training text")
+
+
+def _training_loss(run: RunData) -> Facts:
     values = run.metrics.line("loss").finite
     recent = values[-max(len(values) // 50, 1) :] or [math.nan]
     mean = f"{sum(recent) / len(recent):.4f} (mean of {counted(len(recent), 'step')})"
@@ -66,6 +69,9 @@ def _speed(run: RunData) -> Facts:
     yield "tokens, with padding", _whole(run.metrics.last("tokens_seen"))
     seconds = sum(run.timings.line("seconds").finite)
     yield "time in steps", duration(seconds) if seconds else NONE
+
+
+def _mean_speed(run: RunData) -> Facts:
     yield "tokens/s", _whole(_mean(run, "tokens_per_second"))
     yield "MFU", percent(_mean(run, "mfu"))
 
@@ -106,6 +112,9 @@ def _checkpoints(run: RunData) -> Facts:
     parts = [f"{len(usable)}, newest of step {usable[-1]:,}" if usable else "0"]
     parts += [f"{damaged} damaged or unreadable"] if damaged else []
     yield "checkpoints", ", ".join([*parts, f"{quarantined} quarantined"] if quarantined else parts)
+
+
+def _model(run: RunData) -> Facts:
     manifest = next((checkpoint.manifest for checkpoint in reversed(run.checkpoints) if checkpoint.manifest), None)
     leaves, environment = (manifest.leaves, manifest.metadata.get("environment", {})) if manifest else ({}, {})
     shapes = [leaf["shape"] for name, leaf in leaves.items() if name.startswith("params.")]

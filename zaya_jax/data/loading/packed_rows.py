@@ -9,7 +9,7 @@ import numpy as np
 
 from zaya_jax.data.loading.bin_packing import Bins
 from zaya_jax.data.loading.document_parts import Items
-from zaya_jax.data.prepare.shards import Documents
+from zaya_jax.data.prepare.shards import Documents, Text
 
 Row = dict[str, np.ndarray]
 
@@ -48,12 +48,16 @@ class _PackedRows:
     def _order(self, epoch: int) -> Any:
         raise NotImplementedError
 
-    def _fill(self, parts: Iterable[tuple[int, int, int]], size: int) -> tuple[np.ndarray, ...]:
+    def _read(self, parts: Iterable[DocumentPart]) -> list[tuple[Text, int, int]]:
+        return [(self._documents[document], start, stop) for document, start, stop in parts]
+
+    @staticmethod
+    def _fill(parts: Iterable[tuple[Text, int, int]], size: int) -> tuple[np.ndarray, ...]:
         """Return the tokens, segments, positions and loss mask of `size` tokens, filled with parts from the left."""
         tokens, segments, positions = np.zeros((3, size), np.int32)
         loss_mask, filled = np.ones(size, bool), 0
-        for segment, (document, start, stop) in enumerate(parts, 1):
-            text, place = self._documents[document], slice(filled, filled + stop - start)
+        for segment, (text, start, stop) in enumerate(parts, 1):
+            place = slice(filled, filled + stop - start)
             tokens[place] = text.tokens[start:stop]
             segments[place] = segment
             positions[place] = np.arange(stop - start)
@@ -87,7 +91,7 @@ class Windows(_PackedRows):
           `segment_ids` int32: 1, 2, 3, … for the items in the row, 0 for padding. `positions` int32: from 0 in each
           item. `loss_mask` bool: whether the loss covers the target, which must belong to the same item as the token.
         """
-        tokens, segments, positions, mask = self._fill(self.parts(epoch, index), self._context + 1)
+        tokens, segments, positions, mask = self._fill(self._read(self.parts(epoch, index)), self._context + 1)
         inside = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
         arrays = tokens[:-1], tokens[1:], segments[:-1], positions[:-1], inside & mask[1:]
         return dict(zip(_ARRAYS, arrays, strict=True))
@@ -151,9 +155,9 @@ class BinRows(_PackedRows):
 
     def row(self, epoch: int, index: int) -> Row:
         """See `Windows.row`."""
-        parts = self.parts(epoch, index)
-        tokens, segments, positions, _ = self._fill(((d, start, stop - 1) for d, start, stop in parts), self._context)
-        targets, _, _, mask = self._fill(((d, start + 1, stop) for d, start, stop in parts), self._context)
+        texts = self._read(self.parts(epoch, index))
+        tokens, segments, positions, _ = self._fill(((t, start, stop - 1) for t, start, stop in texts), self._context)
+        targets, _, _, mask = self._fill(((t, start + 1, stop) for t, start, stop in texts), self._context)
         return dict(zip(_ARRAYS, (tokens, targets, segments, positions, mask & (segments > 0)), strict=True))
 
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:

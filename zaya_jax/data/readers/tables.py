@@ -76,7 +76,7 @@ class _Parquet:
         paths = [self._table.schema.column(i).path for i in range(self._metadata.num_columns)]
         leaves = [i for i, path in enumerate(paths) if f"{path}.".startswith(tuple(f"{name}." for name in columns))]
         total, before = self.count_rows(unit.stop) - self.count_rows(unit.start), 0
-        with closing(_parquet(self._file, [paths[i] for i in leaves])) as compact:
+        with closing(_parquet(self._file, [paths[i] for i in leaves], self._metadata)) as compact:
             for group in range(unit.start, unit.stop):
                 # A few bytes can stand for many rows, but however it is encoded, a value is no larger than its
                 # column's pages, and a row has no more values than the other rows leave. Decoding deltas takes several
@@ -98,10 +98,11 @@ class _Parquet:
         self._table.close()
 
 
-def _parquet(file: str, compact: list[str] | None = None) -> pq.ParquetFile:
-    """Open a file; text in the `compact` leaf columns stays dictionary-encoded."""
+def _parquet(file: str, compact: list[str] | None = None, metadata: Any = None) -> pq.ParquetFile:
+    """Open a file, whose `metadata` may be known; text in the `compact` leaf columns stays dictionary-encoded."""
     source = pa.OSFile(os.fsencode(file))  # as text, the path would have to be UTF-8
-    return pq.ParquetFile(source, read_dictionary=compact, buffer_size=_READ_BYTES, page_checksum_verification=True)
+    settings = {"buffer_size": _READ_BYTES, "page_checksum_verification": True}
+    return pq.ParquetFile(source, metadata=metadata, read_dictionary=compact, **settings)
 
 
 class _Arrow:

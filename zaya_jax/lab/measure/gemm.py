@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import operator
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,8 +121,12 @@ def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> dict[str, 
     def one_call() -> None:
         jax.block_until_ready(call(*arguments))
 
-    cold = time_calls(one_call, repeats, before=lambda: overwrite(flush).block_until_ready())
-    return {"warm": time_calls(one_call, repeats).median, "cold": cold.median}
+    seconds: dict[str, list[float]] = {"warm": [], "cold": []}
+    one_call()
+    for _ in range(repeats):  # in turn, since clocks drift
+        seconds["cold"] += time_calls(one_call, 1, 0, lambda: overwrite(flush).block_until_ready()).seconds
+        seconds["warm"] += time_calls(one_call, 1, 0).seconds
+    return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 def program_name(index: int) -> str:

@@ -114,7 +114,7 @@ class Queue:
 
         def call() -> None:
             self._last = self._run(self._state, self._inputs, further)
-            if self._held:
-                self._state = [outputs[: self._held] for outputs in self._last]
+            if self._held:  # and nothing else, which would take memory during the next call
+                self._last = self._state = [outputs[: self._held] for outputs in self._last]
 
         return repeated(call, lambda: jax.block_until_ready(self._last), self.calls)

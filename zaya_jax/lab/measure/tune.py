@@ -74,7 +74,7 @@ def tune(
             if time.monotonic() > start + seconds:
                 print(f"{name} is not timed: the limit of {seconds:.0f} s is over.")
                 continue
-            digest = sources_digest(OPERATIONS[name].reference.__module__)
+            digest = sources_digest(*OPERATIONS[name].modules)
             row = result["operations"].setdefault(name, {"sources": digest, "sizes": []})
             known, every, timed = {*map(size_key, row["sizes"])}, deciding_cases(sizes, dtype), []
             for case, rows in DECIDING[name].items():

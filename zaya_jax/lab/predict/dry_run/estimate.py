@@ -23,9 +23,8 @@ from zaya_jax.train.program import PhaseProgram, Programs
 
 TARGET = Target("rocm", "gfx942", "gfx942")  # its kernels are traced, but not compiled
 
-FORWARD_LAUNCHES = (
-    1 / 3
-)  # of a layer's kernels, 41 of 117 or 42 of 120 (`Assumptions.layer_launches`), in a decode step
+# Of a layer's kernels (`Assumptions.layer_launches`), those in a decode step: 41 of 117 or 42 of 120.
+FORWARD_LAUNCHES = 1 / 3
 
 
 class PhaseEstimate(NamedTuple):
