@@ -44,7 +44,7 @@ def apply_hunk(hunk: list[str], lines: list[str], name: str) -> list[str]:
     old = [line[1:] for line in hunk if line[0] != "+"]
     bare = [line.split("  # ")[0] for line in lines]  # the page omits comments
     places = [i for i in range(len(lines) - len(old) + 1) if bare[i : i + len(old)] == old]
-    assert len(places) == 1 or not lines, f"{name} has {len(places)} places with {old}"
+    assert len(places) == 1 or not lines, f"docs/guide.md quotes lines that {name} has in {len(places)} places: {old}"
     here = iter(lines[places[0] :]) if old else iter(())
     new = [line[1:] if line[0] == "+" else next(here) for line in hunk if line[0] != "-" or next(here) is None]
     return [*lines[: places[0]], *new, *here]
@@ -61,7 +61,7 @@ def test_each_recipe_applies_alone_and_defines_all_names_that_it_uses(recipe: st
 
 def test_the_guide_answers_the_ten_questions_briefly():
     assert len(RECIPES) == 10
-    assert len(GUIDE.splitlines()) <= 300
+    assert len(GUIDE.splitlines()) <= 310
 
 
 def test_the_pictures_of_the_architecture_name_files_that_exist():

@@ -18,10 +18,12 @@ MEMORY = "to memory, or to a file that `run/writing.py` has opened"
 # File → the functions that write or delete, and the reason why others cannot turn them against this user.
 OTHERS = {
     "aegis/drill.py": ("mkdir mkdir open", CHOSEN),
+    "aegis/gpu_probe.py": ("fdopen dump", "a pipe"),
     "aegis/notify.py": ("fdopen", "an anonymous file in memory"),
     "aegis/processes.py": ("truncate", "of an anonymous file in memory"),
     "aegis/training_command.py": ("TemporaryFile", "a file without a name"),
     "benchmarks/ablations.py": ("TemporaryDirectory", TEMPORARY),
+    "benchmarks/benchmark_command.py": ("TemporaryFile", TEMPORARY),
     "benchmarks/balance.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/checkpoint.py": ("TemporaryDirectory dump mkdir mkdir open open rename rmtree rmtree "
                                  "save_checkpointables_async unlink write_text", TEMPORARY),
@@ -29,12 +31,12 @@ OTHERS = {
     "benchmarks/data_peers.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/gpu_report/determinism.py": ("TemporaryDirectory mkdir", TEMPORARY),
     "benchmarks/gpu_report/runs.py": ("TemporaryDirectory", TEMPORARY),
-    "benchmarks/gpu_report/training.py": ("TemporaryDirectory open write_text", TEMPORARY),
+    "benchmarks/gpu_report/training.py": ("TemporaryDirectory write_text", TEMPORARY),
     "benchmarks/gpu_report/state.py": ("rmtree rmtree write_text", TEMPORARY),
     "benchmarks/gpu_report/supervisor.py": ("mkdir write_text", TEMPORARY),
     "benchmarks/gpu_report/speed.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "benchmarks/optimizer.py": ("TemporaryDirectory", TEMPORARY),
-    "benchmarks/startup.py": ("TemporaryDirectory open truncate", TEMPORARY),
+    "benchmarks/startup.py": ("TemporaryDirectory fdopen truncate", TEMPORARY),
     "benchmarks/supervision.py": ("TemporaryDirectory truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),
     "checkpoint/orbax_save.py": ("save_checkpointables_async",

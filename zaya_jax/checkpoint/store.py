@@ -208,11 +208,14 @@ class CheckpointStore:
         self._failing_since = now if self._failing_since is None else self._failing_since
         failing = now - self._failing_since
         since = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
-        failed = f"The checkpoint of step {step} could not be saved: {problem}"
         if broadcast(failing > most):
             limit = f"{failing:.0f} s, more than checkpoint.max_unsaved_seconds ({most:g} s)"
-            raise RunStopped(f"{failed} Saves have failed for {limit}; {since}.", Reason.SAVE_FAILED)
-        self._report(f"{failed} Training continues; {since}. Retrying in about {self._pause:.0f} s.")
+            stopped = (
+                f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for {limit}; {since}."
+            )
+            raise RunStopped(stopped, Reason.SAVE_FAILED)
+        retry = f"{since}. Retrying in about {self._pause:.0f} s."
+        self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues; {retry}")
         self._problem, self._again_at = problem, time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _RETRY_MOST)
 

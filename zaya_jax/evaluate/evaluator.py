@@ -30,7 +30,7 @@ class ModelSnapshot:
     def loss(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Sum the `loss` in nats, and the `tokens` predicted, of a batch, without waiting for the devices.
 
-        It has arrays [b, s] by name, see `data.rows.Packing.row`.
+        It has arrays [b, s] by name, see `data.loading.packed_rows.Windows.row`.
         """
         missing = -len(batch["tokens"]) % batch_shards(self.placement.mesh)  # padding rows, for equal shards
         full = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}

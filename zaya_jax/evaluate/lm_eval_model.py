@@ -207,8 +207,9 @@ class ZayaLM(LM):  # type: ignore[misc]
             raise InputError(f"{setting}, which zaya_jax does not support; {supported}.")
         longest, new = self.opened.model.config.max_positions, normalized["max_gen_toks"]
         if not 0 < new < longest:
-            allowed = f"at least 1 and fewer than the model's {longest:,} positions. Set max_new_tokens."
-            raise InputError(f"The task {task} asks for {counted(new, 'new token')}, but must ask for {allowed}")
+            fewer = f"fewer than the model's {longest:,} positions. Set max_new_tokens."
+            asked = counted(new, "new token")
+            raise InputError(f"The task {task} asks for {asked}, but must ask for at least 1 and {fewer}")
         greedy = not normalized["do_sample"]
         fields = ("repetition_penalty",) if greedy else Sampling._fields
         values = {name: normalized[name] for name in fields if normalized.get(name) is not None}

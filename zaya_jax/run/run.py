@@ -50,12 +50,12 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`, up to the first damaged one."""
+        """The rows of `metrics.jsonl`, up to the first damaged one; OSError if it cannot be read."""
         return read_rows(self.folder / METRICS)
 
     @property
     def timings(self) -> list[dict[str, Any]]:
-        """The rows of `timings.jsonl`, up to the first damaged one."""
+        """The rows of `timings.jsonl`, up to the first damaged one; OSError if it cannot be read."""
         return read_rows(self.folder / TIMINGS)
 
     @property

@@ -54,7 +54,7 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
       `heldout_by_source`: the same for each source, with `bits_per_byte`, the `bytes` and `documents` that were
       evaluated, and those of all its held-out text (`all_bytes`, `all_documents`).
       `baselines`: bits per byte that compressors need for all held-out text, see `data.baselines`.
-      `data`: what of each source is used and left out, see `data.account.account`.
+      `data`: what of each source is used and left out, see `data.loading.account.account`.
       `samples`: list of `prompt` and `continuation`.
     """
     by_source, batches = {}, config.evaluation.batches

@@ -62,7 +62,7 @@ class TrainResult:
     heldout: HeldoutLoss  # loss over the held-out batches of all sources, as in the last row of `metrics.jsonl`
     heldout_by_source: dict[str, HeldoutLoss]  # the same for each source that has held-out text
     prepared: Prepared  # the sources, their tokenizer, and the compressor baselines of the corpus
-    data: dict[str, dict[str, Any]]  # what of each source is used, see `data.account.account`
+    data: dict[str, dict[str, Any]]  # what of each source is used, see `data.loading.account.account`
     program: PhaseProgram  # program of the last phase
     base: Arrays  # the frozen parameters under adapters; {} without adapters
     fence: Fence  # tells whether other processes have resumed the run

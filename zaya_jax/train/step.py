@@ -32,7 +32,8 @@ def make_local_loss(program: PhaseSpec) -> Callable[[Arrays, Arrays, Batch], tup
     """Make the loss function of one device: (compute copy, balancing biases, batch) → (summed loss, sums).
 
     The compute copy is the result of `parallel.gradient.compute_copy`, with frozen parameters and adapters together.
-    The loss is summed over tokens, in nats; `sums` holds it and the counts that the metrics need.
+    The loss is summed over tokens, in nats; `sums` holds it, for evaluations, too, and the counts that metrics need. A
+    further term of the loss does not belong into `sums["loss"]`.
     """
     config, ops, lora = program.config, program.placement.ops, program.config.lora
 
