@@ -22,12 +22,11 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 
 
-# A shipped configuration whose resolved form changes by intent is written anew, here for tiny:
-#   python -m zaya_jax.main --config configs/tiny.yaml --print-config > tests/config/golden/tiny.yaml
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_shipped_configuration_resolves_to_its_golden_file(path):
     config = load_config(path)
-    assert to_yaml(config) == (GOLDEN / path.name).read_text(encoding="utf-8")
+    write = f"python -m zaya_jax.main --config configs/{path.name} --print-config > tests/config/golden/{path.name}"
+    assert to_yaml(config) == (GOLDEN / path.name).read_text(encoding="utf-8"), f"If this is meant: {write}"
     assert load_config(GOLDEN / path.name) == config
 
 
