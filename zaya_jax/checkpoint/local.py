@@ -62,8 +62,10 @@ class LocalCopies:
             warned, self._warned = self._warned, True
             why = getattr(error, "strerror", None) or str(error)
             where = f"cannot be written to checkpoint.local_dir ({self._home}): {why}"
-            what = f"The local copy of the checkpoint of step {step} {where}. Training continues without local copies."
-            return "" if warned else what
+            warning = (
+                f"The local copy of the checkpoint of step {step} {where}. Training continues without local copies."
+            )
+            return "" if warned else warning
         self._warned = False
         return ""
 

@@ -40,8 +40,8 @@ def open_folder(folder: str | Path) -> Folder:
     legacy = is_legacy(stored)
     layers = tree.get("num_hidden_layers")
     if type(layers) is int and layers > len(stored):  # checked first, to bound the memory for a hostile file
-        what = f"num_hidden_layers {layers}, but the folder has only {len(stored)} tensors"
-        raise InputError(f"{folder / 'config.json'} has {what}.")
+        problem = f"num_hidden_layers {layers}, but the folder has only {len(stored)} tensors"
+        raise InputError(f"{folder / 'config.json'} has {problem}.")
     config = (from_legacy if legacy else from_hf)(tree, str(folder / "config.json"))
     # One more than stored is enough to detect a missing tensor, however many the configuration asks for.
     expected = tuple(islice((legacy_tensors if legacy else tensors)(config), len(stored) + 1))

@@ -36,8 +36,8 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
     for name, x in abstract.items():
         there = abstract_weights(folder.config).get(name)
         if there is None or there.shape != x.shape:
-            what = f"it has no parameter {name} of shape {list(x.shape)}"
-            raise InputError(f"{folder.path} has a different architecture: {what}.")
+            problem = f"it has no parameter {name} of shape {list(x.shape)}"
+            raise InputError(f"{folder.path} has a different architecture: {problem}.")
     made = _allocate(abstract)
     parts: dict[tuple[str, int | None], list[Tensor]] = {}  # of each layer's parameter, in order along its first axis
     for tensor in folder.tensors:

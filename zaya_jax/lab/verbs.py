@@ -45,8 +45,8 @@ def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png:
     """Add `--output`, `--repeats` unless its default is None, and `--png` unless it plots nothing."""
     verb.add_argument("--output", metavar="FILE", help="write the result to FILE as JSON")
     if repeats is not None:
-        what = f"number of timed repetitions of each measurement (default: {repeats})"
-        verb.add_argument("--repeats", type=int, default=repeats, metavar="N", help=what)
+        text = f"number of timed repetitions of each measurement (default: {repeats})"
+        verb.add_argument("--repeats", type=int, default=repeats, metavar="N", help=text)
     if png is not None:
         verb.add_argument("--png", metavar="FILE", help=f"plot {png} to FILE, as PNG")
 

@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    what, raw = "Describe, test and time this machine's devices.", argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=_PROGRAM, description=what, formatter_class=raw)
+    text, raw = "Describe, test and time this machine's devices.", argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=_PROGRAM, description=text, formatter_class=raw)
     verbs: Any = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_verb(verbs, _PROGRAM, _describe)
     for add in (*VERBS, sizing_command.add, _add_report, _add_kernels):
@@ -86,13 +86,13 @@ def _report(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _add_kernels(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _kernels)
-    what = f"{', '.join(HARDWARE)} (default: all whose compilers are installed)"
-    verb.add_argument("--compile-for", nargs="+", default=[], metavar="GPU", help=what)
-    what = "time the implementations of each operation on this machine's device instead, at the sizes of this "
-    what += "configuration, with section.key=value to override (default: configs/bench_8b.yaml)"
-    verb.add_argument("--tune", nargs="*", metavar="CONFIG", help=what)
-    what = "number of timed repetitions of each candidate (with --tune; default: 5)"
-    verb.add_argument("--repeats", type=int, metavar="N", help=what)
+    text = f"{', '.join(HARDWARE)} (default: all whose compilers are installed)"
+    verb.add_argument("--compile-for", nargs="+", default=[], metavar="GPU", help=text)
+    text = "time the implementations of each operation on this machine's device instead, at the sizes of this "
+    text += "configuration, with section.key=value to override (default: configs/bench_8b.yaml)"
+    verb.add_argument("--tune", nargs="*", metavar="CONFIG", help=text)
+    text = "number of timed repetitions of each candidate (with --tune; default: 5)"
+    verb.add_argument("--repeats", type=int, metavar="N", help=text)
     add_flags(verb)
 
 

@@ -322,8 +322,8 @@ def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
     """Exclude a kernel, named by `Choice.variant`, from all later selections in this process, with a `UserWarning`."""
     if (target, operation, kernel) not in _rejected:
         _rejected[target, operation, kernel] = reason
-        what = f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}"
-        warnings.warn(f"{what}: {reason}", stacklevel=3)
+        rejected = f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}"
+        warnings.warn(f"{rejected}: {reason}", stacklevel=3)
 
 
 def rejections(target: Target) -> list[list[str]]:

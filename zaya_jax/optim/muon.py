@@ -80,8 +80,8 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if jnp.ndim(leaf) < 2:
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
-                what = f"{name} has shape {jnp.shape(leaf)}"
-                raise ValueError(f"Muon updates matrices only, but {what}. Use optax.adamw, with optax.partition.")
+                problem = f"{name} has shape {jnp.shape(leaf)}"
+                raise ValueError(f"Muon updates matrices only, but {problem}. Use optax.adamw, with optax.partition.")
         momentum = jax.tree.map(lambda x: jnp.zeros_like(x, accumulation_dtype(x.dtype)), params)
         if config.momentum_form == "sum":
             return optax.TraceState(momentum), optax.EmptyState()

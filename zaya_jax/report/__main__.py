@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    what = "Write one HTML page about one or several runs: losses, speed, routing, faults, settings."
+    text = "Write one HTML page about one or several runs: losses, speed, routing, faults, settings."
     style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="python -m zaya_jax.report", description=what, epilog=_EXAMPLES, formatter_class=style)
+    parser = Parser(prog="python -m zaya_jax.report", description=text, epilog=_EXAMPLES, formatter_class=style)
     parser.add_argument("runs", nargs="+", metavar="RUN", help=f"run folders to show, at most {_MOST}")
     parser.add_argument("--output", metavar="FILE", help=f"HTML file (default: RUN/{NAME}; required with several runs)")
     parser.add_argument("--config", metavar="FILE", help="also list the settings that differ from this configuration")

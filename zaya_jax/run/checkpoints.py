@@ -137,8 +137,8 @@ def current_tokens(folder: Path, newest: int | None, say: Callable[[str], object
                 target = quarantine(folder, step, "stale")
             except FileNotFoundError:  # a superseded process has removed it meanwhile
                 continue
-            what = f"The checkpoint of step {step} was saved by superseded processes"
-            say(f"{what}; it was quarantined as {target.name}.")
+            superseded = f"The checkpoint of step {step} was saved by superseded processes"
+            say(f"{superseded}; it was quarantined as {target.name}.")
     return tokens
 
 

@@ -79,9 +79,9 @@ def _peft_base(weights: AdaptedWeights) -> str:
     """Return the folder of the base model as the user named it; InputError if it is not what the adapters need."""
     base = weights.base
     if not isinstance(base, FolderWeights) or base.is_legacy:
-        what = "has the legacy layout" if isinstance(base, FolderWeights) else "is not a transformers folder"
+        problem = "has the legacy layout" if isinstance(base, FolderWeights) else "is not a transformers folder"
         advice = f"Export it with export-hf {base.source} FOLDER --dtype float32, then pass --base hf:FOLDER."
-        raise InputError(f"--peft needs the base model as a transformers folder, but {base.source} {what}. {advice}")
+        raise InputError(f"--peft needs the base model as a transformers folder, but {base.source} {problem}. {advice}")
     for key in ("rope_base", *(["sliding_rope_base"] if "sliding" in base.config.layer_pattern else [])):
         ours, theirs = getattr(weights.config, key), getattr(base.config, key)
         if ours != theirs:

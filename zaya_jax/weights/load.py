@@ -151,5 +151,5 @@ def read_base_fingerprint(run: Path) -> str:
     try:
         return read_json(run / BASE)["fingerprint"]
     except (InputError, KeyError, TypeError) as error:
-        what = f"the base model of the adapters in {run} is unknown"
-        raise InputError(f"{run / BASE} cannot be read, so {what}.") from error
+        consequence = f"the base model of the adapters in {run} is unknown"
+        raise InputError(f"{run / BASE} cannot be read, so {consequence}.") from error

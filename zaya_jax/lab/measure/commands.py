@@ -35,18 +35,18 @@ def _add_collectives(verbs: Any, program: str) -> None:
     flag("--min-bytes", default=_SIZES[0], metavar="SIZE", help="smallest size, such as 8 or 64K (default: 8)")
     flag("--max-bytes", default=_SIZES[1], metavar="SIZE", help="largest size (default: 16M)")
     flag("--factor", type=int, default=_SIZES[2], metavar="N", help="factor between sizes (default: 2)")
-    what = "numbers of devices to compare, each the first N (default: all devices of the job)"
-    flag("--devices", nargs="+", type=int, default=(), metavar="N", help=what)
+    text = "numbers of devices to compare, each the first N (default: all devices of the job)"
+    flag("--devices", nargs="+", type=int, default=(), metavar="N", help=text)
     for axis in AXES:
         default, meaning = (None, "the rest") if axis == "data" else (1, "1")
-        what = f"devices of the mesh axis {axis} (default: {meaning})"
-        flag(f"--{axis}", type=int, default=default, metavar="N", help=what)
-    what = "mesh axes to run over: groups of devices run side by side (default: all axes, in one group)"
-    flag("--axis", nargs="+", choices=AXES, default=(), metavar="AXIS", help=what)
-    what = "measure the messages that a training step of this configuration sends in its layout, instead of sizes"
-    flag("--config", nargs="+", default=(), metavar=("CONFIG", "section.key=value"), help=what)
-    what = "dispatch: time calls of one operation; graph: operations within one program, without the time to start each"
-    flag("--mode", choices=("dispatch", "graph"), default="dispatch", help=f"{what} (default: dispatch)")
+        text = f"devices of the mesh axis {axis} (default: {meaning})"
+        flag(f"--{axis}", type=int, default=default, metavar="N", help=text)
+    text = "mesh axes to run over: groups of devices run side by side (default: all axes, in one group)"
+    flag("--axis", nargs="+", choices=AXES, default=(), metavar="AXIS", help=text)
+    text = "measure the messages that a training step of this configuration sends in its layout, instead of sizes"
+    flag("--config", nargs="+", default=(), metavar=("CONFIG", "section.key=value"), help=text)
+    text = "dispatch: time calls of one operation; graph: operations within one program, without the time to start each"
+    flag("--mode", choices=("dispatch", "graph"), default="dispatch", help=f"{text} (default: dispatch)")
     flag("--jsonl", metavar="FILE", help="append each row, with versions and hardware, to FILE as a line of JSON")
     add_job(verb)
     add_flags(verb, repeats=20, png="bus bandwidth and latency against the size")
@@ -94,13 +94,13 @@ def _collectives(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _add_memory(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _memory)
-    what = "sizes of an array; the largest should be at least four times the last-level cache (default: 256M)"
-    verb.add_argument("--sizes", nargs="+", default=["256M"], metavar="SIZE", help=what)
+    text = "sizes of an array; the largest should be at least four times the last-level cache (default: 256M)"
+    verb.add_argument("--sizes", nargs="+", default=["256M"], metavar="SIZE", help=text)
     default = "configs/zaya1_8b.yaml"
-    what = f"configuration whose widths the model's operations have (default: {default})"
-    verb.add_argument("--config", default=default, metavar="FILE", help=what)
-    what = "also measure the triad in C with OpenMP, compiled by cc (CPU only)"
-    verb.add_argument("--stream", action="store_true", help=what)
+    text = f"configuration whose widths the model's operations have (default: {default})"
+    verb.add_argument("--config", default=default, metavar="FILE", help=text)
+    text = "also measure the triad in C with OpenMP, compiled by cc (CPU only)"
+    verb.add_argument("--stream", action="store_true", help=text)
     add_flags(verb, repeats=20, png="bandwidth against the size of an array")
 
 
@@ -128,8 +128,8 @@ def _add_storage(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _storage)
     add_config(verb)
     verb.add_argument("--size", default="1G", help="size of the file and of the state (default: 1G)")
-    what = "numbers of concurrent threads (default: 1 16)"
-    verb.add_argument("--threads", nargs="+", type=int, default=[1, 16], metavar="N", help=what)
+    text = "numbers of concurrent threads (default: 1 16)"
+    verb.add_argument("--threads", nargs="+", type=int, default=[1, 16], metavar="N", help=text)
     add_flags(verb, repeats=3)
 
 
@@ -154,20 +154,20 @@ def _storage(parsed: argparse.Namespace) -> dict[str, Any]:
 def _add_gemm(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _gemm)
     add_config(verb)
-    flag, what = verb.add_argument, f"what to measure; squares always are (default: all): {', '.join(FAMILIES)}"
-    flag("--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="FAMILY", help=what)
+    flag, text = verb.add_argument, f"what to measure; squares always are (default: all): {', '.join(FAMILIES)}"
+    flag("--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="FAMILY", help=text)
     flag("--dtype", choices=_PRODUCT_DTYPES, help="of the operands (default: train.compute_dtype)")
-    names, what = ("FIRST", "LAST", "STEP"), "sizes of the square matrices (default: 256 4096 256)"
-    flag("--squares", nargs=3, type=int, default=[256, 4096, 256], metavar=names, help=what)
-    what = "tokens of a row of attention (default: 1024 4096)"
-    flag("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N", help=what)
+    names, text = ("FIRST", "LAST", "STEP"), "sizes of the square matrices (default: 256 4096 256)"
+    flag("--squares", nargs=3, type=int, default=[256, 4096, 256], metavar=names, help=text)
+    text = "tokens of a row of attention (default: 1024 4096)"
+    flag("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N", help=text)
     whole = "those of the first phase, or of its whole step if micro_batch is null"
     flag("--tokens", type=int, metavar="N", help=f"tokens of a micro-batch on one device (default: {whole})")
     flag("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
-    what = "bytes that are overwritten before a cold call, at least the size of the last-level cache (default: 512M)"
-    flag("--flush", default="512M", metavar="SIZE", help=what)
-    what = f"compile the products for {', '.join(HARDWARE)}, which need not be here, and predict their speeds"
-    flag("--compile-for", metavar="GPU", help=what)
+    text = "bytes that are overwritten before a cold call, at least the size of the last-level cache (default: 512M)"
+    flag("--flush", default="512M", metavar="SIZE", help=text)
+    text = f"compile the products for {', '.join(HARDWARE)}, which need not be here, and predict their speeds"
+    flag("--compile-for", metavar="GPU", help=text)
     add_flags(verb, repeats=5, png="the speeds")
 
 
@@ -208,16 +208,16 @@ def _add_step(verbs: Any, program: str) -> None:
     flag = verb.add_argument
     flag("source", metavar="SOURCE", help="run folder with a trace, or configuration file")
     flag("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
-    what = "number of steps, prompts or blocks of decode steps to trace (default: 3)"
-    flag("--steps", type=int, default=3, metavar="N", help=what)
-    what = "trace training, the processing of prompts, or the steps that draw tokens after them (default: train)"
-    flag("--work", choices=("train", "prefill", "decode"), default="train", help=what)
+    text = "number of steps, prompts or blocks of decode steps to trace (default: 3)"
+    flag("--steps", type=int, default=3, metavar="N", help=text)
+    text = "trace training, the processing of prompts, or the steps that draw tokens after them (default: train)"
+    flag("--work", choices=("train", "prefill", "decode"), default="train", help=text)
     flag("--batch", type=int, metavar="N", help="number of prompts (--work prefill or decode; default: 1)")
     flag("--prompt", type=int, metavar="TOKENS", help="length of each (--work prefill or decode; default: 512)")
     sources = f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives"
     flag("--hardware", metavar="NAME", help=f"also print the dry run's estimate for this hardware: {sources}")
-    what = "also list the N instructions that take longest (default: 0)"
-    flag("--instructions", type=int, default=0, metavar="N", help=what)
+    text = "also list the N instructions that take longest (default: 0)"
+    flag("--instructions", type=int, default=0, metavar="N", help=text)
     add_flags(verb, png="the parts as stacked bars")
 
 
@@ -250,10 +250,10 @@ def _add_preflight(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _preflight)
     add_config(verb)
     default = "that in the folder `measurements` of the configuration, if there is one"
-    what = f"result of an earlier preflight to compare with (default: {default})"
-    verb.add_argument("--baseline", metavar="FILE", help=what)
-    what = "how much slower than the other devices, or than the baseline, a device or collective may be (default: 15)"
-    verb.add_argument("--tolerance", type=float, default=15.0, metavar="PERCENT", help=what)
+    text = f"result of an earlier preflight to compare with (default: {default})"
+    verb.add_argument("--baseline", metavar="FILE", help=text)
+    text = "how much slower than the other devices, or than the baseline, a device or collective may be (default: 15)"
+    verb.add_argument("--tolerance", type=float, default=15.0, metavar="PERCENT", help=text)
     add_job(verb)
     add_flags(verb)
 

@@ -105,8 +105,8 @@ def check_largest_batch(config: Config, step: int) -> None:
     stage = stage_at(config, step - 1)
     largest = largest_stage(config, stage.phase).sequences
     if stage.sequences < largest:
-        what = f"--hardware estimates steps of {largest} sequences, but step {step} has {stage.sequences}"
-        raise InputError(f"{what}: leave --hardware out, or trace a step after the batch ramp.")
+        problem = f"--hardware estimates steps of {largest} sequences, but step {step} has {stage.sequences}"
+        raise InputError(f"{problem}: leave --hardware out, or trace a step after the batch ramp.")
 
 
 def trace_random_steps(config: Config, steps: int, folder: Path) -> float:

@@ -54,8 +54,8 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
     for name, folder in (("data", data), ("checkpoints", run)):
         free, needed = shutil.disk_usage(folder).free, _SPARE * size
         if free < needed:
-            what = f"The folder {folder} for {name} has {free:,} bytes free, but --size {size:,} needs {needed:,}"
-            raise InputError(f"{what}. Choose a smaller --size.")
+            problem = f"The folder {folder} for {name} has {free:,} bytes free, but --size {size:,} needs {needed:,}"
+            raise InputError(f"{problem}. Choose a smaller --size.")
     print(printable(f"Measuring reads in {data}, and saves in {run}."), flush=True)
     result = describe_run("storage", f"{size:,} bytes", "", ("orbax-checkpoint",))
     with _scratch(data) as reading, _scratch(run) as saving:

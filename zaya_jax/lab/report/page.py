@@ -61,8 +61,8 @@ def write_page(folder: Path, page: Path) -> tuple[list[str], list[str]]:
             hardware[result.file] = describe_hardware(result)
             sections.append(_section(result))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-            what = f"{result.file} is a damaged result of machine {result.verb}, or one of another version"
-            raise InputError(f"{what} ({error!r}): write it again.") from error
+            problem = f"{result.file} is a damaged result of machine {result.verb}, or one of another version"
+            raise InputError(f"{problem} ({error!r}): write it again.") from error
     name, warning = differences(hardware)
     text = render(_TEMPLATE, name=name, warning=warning, sections=sections, ignored=ignored)
     write_atomically(resolved(page), text)
