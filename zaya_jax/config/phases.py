@@ -71,8 +71,8 @@ class BatchConfig:
             must("start", divides, f"a divisor of {where}.tokens ({self.tokens}) and smaller than it")
             must("ramp_tokens", self.ramp_tokens > 0, f"greater than 0 if {where}.start is set")
             require(not sizes, f"{where}.stepped", sizes, f"empty if {where}.start is set")
-        few = f"a list of at most {MAX_SIZES - 1} sizes (each one is compiled)"
-        require(len(sizes) < MAX_SIZES, f"{where}.stepped", sizes, few)
+        allowed = f"a list of at most {MAX_SIZES - 1} sizes (each one is compiled)"
+        require(len(sizes) < MAX_SIZES, f"{where}.stepped", sizes, allowed)
         before = 0
         for index, size in enumerate(self.stepped):
             require(size.until > before, f"{where}.stepped.{index}.until", size.until, f"greater than {before}")

@@ -153,8 +153,9 @@ class Config:
         longest = self.model.max_positions
         fits = f"at most model.max_positions ({longest})"
         require(self.data.context <= longest, "data.context", self.data.context, fits)
-        few = f"at most {longest - 2} bytes long (model.max_positions - 2)"  # upper bound on tokens with any tokenizer
-        require(1 + len(prompt.encode()) < longest, "sample.prompt", prompt, few)
+        # A prompt has at most as many tokens as bytes, with any tokenizer.
+        allowed = f"at most {longest - 2} bytes long (model.max_positions - 2)"
+        require(1 + len(prompt.encode()) < longest, "sample.prompt", prompt, allowed)
         for index, phase in enumerate(self.phases):
             phase.check(self.phase_key(index))
         names, sources = [phase.name for phase in self.phases], self.data.source_names

@@ -36,8 +36,8 @@ def product(left: jax.Array, right: jax.Array, sums: jax.typing.DTypeLike) -> ja
 def _unsupported(_architecture: str, x: jax.Array, b: jax.Array, _c: jax.Array, _scale: jax.Array) -> str:
     if x.dtype in DTYPES and b.dtype == jnp.float32:
         return ""
-    given = f"{x.dtype} with sums in {b.dtype}"
-    return f"The gram_polynomial kernels support bfloat16 or float32 with sums in float32, not {given}."
+    dtypes = f"{x.dtype} with sums in {b.dtype}"
+    return f"The gram_polynomial kernels support bfloat16 or float32 with sums in float32, not {dtypes}."
 
 
 def _kernel(architecture: Architecture, x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Pack items into rows of a fixed length. Each row is a function of its index, so any process can build any row."""
 
+import abc
 import functools
 import itertools
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ class DocumentPart(NamedTuple):
     stop: int
 
 
-class _PackedRows:
+class _PackedRows(abc.ABC):
     """Items packed into rows, whose order differs from epoch to epoch. No document is read before a row is."""
 
     per_epoch: int  # rows
@@ -45,8 +46,9 @@ class _PackedRows:
         vars(self).update(state)
         self._epoch = functools.lru_cache(maxsize=_CACHED_EPOCHS)(self._order)
 
+    @abc.abstractmethod
     def _order(self, epoch: int) -> Any:
-        raise NotImplementedError
+        """Return the order of an epoch's rows, which `_epoch` caches."""
 
     def _read(self, parts: Iterable[DocumentPart]) -> list[tuple[Text, int, int]]:
         return [(self._documents[document], start, stop) for document, start, stop in parts]
