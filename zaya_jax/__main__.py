@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "checkpoint": (("zaya_jax.checkpoint",), "list, verify, average and export checkpoints"),
     "aegis": (("zaya_jax.aegis",), "keep a training run alive"),
     "machine": (("zaya_jax.machine",), "describe, test and time this machine's devices"),
-    "doctor": (("zaya_jax.machine", "describe"), "describe this machine and check its installation"),
+    "doctor": (("zaya_jax.machine", "doctor"), "check this machine and its installation"),
 }
 
 
