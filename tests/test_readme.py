@@ -58,7 +58,8 @@ def commands(start: str) -> list[list[str]]:
 def test_every_command_is_of_a_kind_that_is_checked_here():
     kinds = ("make ", "python -m zaya_jax.main ", "python -m zaya_jax.data ", "python -m zaya_jax.checkpoint ",
              "python -m zaya_jax.generate ", "python -m zaya_jax.evaluate ", "python -m zaya_jax.report ",
-             "source .venv/bin/activate", "mkdir -p data", "rm -rf runs/", "echo ")  # fmt: skip
+             "python -m zaya_jax.config ", "source .venv/bin/activate", "mkdir -p data", "rm -rf runs/",
+             "echo ")  # fmt: skip
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
 
 

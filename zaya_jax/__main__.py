@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "report": (("zaya_jax.report",), "write one HTML page about one or several runs"),
     "checkpoint": (("zaya_jax.checkpoint",), "list, verify, average and export checkpoints"),
     "aegis": (("zaya_jax.aegis",), "keep a training run alive"),
+    "config": (("zaya_jax.config",), "explain configuration keys"),
     "machine": (("zaya_jax.machine",), "describe, test and time this machine's devices"),
     "doctor": (("zaya_jax.machine", "doctor"), "check this machine and its installation"),
 }

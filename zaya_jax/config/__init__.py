@@ -8,7 +8,6 @@ from zaya_jax.config.loader import from_dict as from_dict
 from zaya_jax.config.loader import load_config as load_config
 from zaya_jax.config.loader import model_from_dict as model_from_dict
 from zaya_jax.config.loader import to_dict as to_dict
-from zaya_jax.config.loader import to_yaml as to_yaml
 from zaya_jax.config.loader import with_current_keys as with_current_keys
 from zaya_jax.config.model import ModelConfig as ModelConfig
 from zaya_jax.config.optimizer import AdamWConfig as AdamWConfig
@@ -23,6 +22,7 @@ from zaya_jax.config.phases import BatchConfig as BatchConfig
 from zaya_jax.config.phases import BatchSizeConfig as BatchSizeConfig
 from zaya_jax.config.phases import PhaseConfig as PhaseConfig
 from zaya_jax.config.phases import ScheduleConfig as ScheduleConfig
+from zaya_jax.config.reference import to_yaml as to_yaml
 from zaya_jax.config.schema import CheckpointConfig as CheckpointConfig
 from zaya_jax.config.schema import Config as Config
 from zaya_jax.config.schema import EvaluationConfig as EvaluationConfig

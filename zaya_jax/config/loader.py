@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 from zaya_jax.config.checks import item_keys, require, require_path, shown
 from zaya_jax.config.model import ModelConfig
+from zaya_jax.config.other_names import our_name
 from zaya_jax.config.phases import PhaseConfig
 from zaya_jax.config.schema import Config
 from zaya_jax.config.shipped import find
 from zaya_jax.config.stages import stages
 from zaya_jax.config.table import Table
-from zaya_jax.config.yaml_text import MAX_BYTES, dump_yaml, kind, parse_yaml
+from zaya_jax.config.yaml_text import MAX_BYTES, kind, parse_yaml
 from zaya_jax.errors import InputError, did_you_mean
 
 _MAX_PARTS = 20  # limit on names in a dotted key (the schema has 5 levels) and on files in a chain of `extends`
@@ -117,11 +118,6 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def to_yaml(config: Config) -> str:
-    """Convert a configuration to YAML that `load_config` reads back unchanged."""
-    return dump_yaml(to_dict(config))
-
-
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file and those that it extends, in which `readers` are the files that extend it."""
     subject = f"The configuration {path}"
@@ -190,6 +186,9 @@ def _build(cls: type, tree: Any, where: str) -> Any:
             raise InputError(f"The key {_join(where, key)} was renamed; use {_join(where, current)} instead.")
         if key not in fields:
             unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
+            is_ours = cls.__module__.startswith("zaya_jax.config.")  # not the tasks of an evaluation
+            if is_ours and (translated := our_name(key, tree[key], None if where else tree)):
+                raise InputError(f"The key {unknown} is unknown.{translated}")
             hint = did_you_mean(key, fields, _join(where, "")) or ("" if where else _suggest_full_keys(key, tree))
             raise InputError(f"The key {unknown} is unknown.{hint} Allowed keys: {', '.join(fields)}.")
     hints = _type_hints(cls)
