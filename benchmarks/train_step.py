@@ -18,8 +18,8 @@ from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import micro_batch, stages
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import Hardware, find_hardware, no_data_sheet
-from zaya_jax.lab.measure.step_parts import trace_rows, trace_steps
+from zaya_jax.hardware.data_sheets import Hardware, no_data_sheet
+from zaya_jax.lab.measure.step_parts import configuration, trace_rows, trace_steps
 from zaya_jax.lab.measure.step_trace import read_trace
 from zaya_jax.lab.measure.training_steps import (
     describe_throughput,
@@ -29,6 +29,7 @@ from zaya_jax.lab.measure.training_steps import (
     throughput,
     time_train_steps,
 )
+from zaya_jax.lab.predict.calibration import find_device
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, peak_bytes, program_memory
 from zaya_jax.lab.predict.compilers.compiled_report import as_json
 from zaya_jax.lab.predict.compilers.hlo import parse
@@ -58,7 +59,7 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     (or `not_predicted`, a sentence), and what `trace_rows` returns. `failed`: a sentence, if a loss is not finite.
     """
     kind, devices = jax.devices()[0].device_kind, jax.device_count()
-    hardware = find_hardware(kind)
+    hardware = find_device(kind)
     config = replace(spread(config, layout, devices), profile=_TRACED)
     fitting = compile_fitting(config, devices, hardware, available_memory())
     config, estimate, compiled = fitting.config, fitting.estimate, fitting.compiled
@@ -91,7 +92,10 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         trace_steps(compiled, state, place_rows(program, stage, tokens), _TRACED, Path(folder))
         trace = read_trace(Path(folder) / PROFILE)
-    traced = trace_rows(trace, phase_shares(model, stage.context, {"expert": 1}), instructions=_INSTRUCTIONS)
+    shares, name = phase_shares(model, stage.context, {"expert": 1}), f"step of {model.num_layers} layers, {layout}"
+    sums = [{key: getattr(work, key) for key in ("name", "flops", "bytes", "fp32")} for work in estimate.work]
+    ran = configuration(trace, shares, 1, statistics.median(times), estimated=sums)
+    traced = trace_rows(trace, shares, instructions=_INSTRUCTIONS) | {"configurations": {name: ran}}
     traced.pop("not_predicted", None)
     for warning in traced["warnings"]:
         print(f"   {warning}", flush=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.benchmark_command import share_device
 from benchmarks.gpu_report import speed
+from benchmarks.gpu_report.calibration import calibration, configurations
 from benchmarks.gpu_report.determinism import measure_determinism
 from benchmarks.gpu_report.state import measure_state
 from benchmarks.gpu_report.supervisor import measure_supervisor
@@ -21,6 +22,7 @@ from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.lab.measure import context_attention as context
 from zaya_jax.lab.measure.collectives.programs import check_collectives
 from zaya_jax.lab.measure.describe import describe_machine
+from zaya_jax.lab.predict.calibration import CALIBRATION
 from zaya_jax.lab.result import describe_run, print_tables, write_result
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.ops.registry import OPERATIONS, check_operations
@@ -122,6 +124,9 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
                 date = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name}
                 recordings[name] = {**date, **header, **result, "before": _last(before, header)}
                 write_result(recordings[name], str(target / f"{name}.json"))
+    if (found := configurations(target)) and not small:
+        write_result(calibration(found), str(target / f"{CALIBRATION}.json"))
+        print(f"Predictions read what was measured: --hardware {target / CALIBRATION}.json", flush=True)
     print()
     print_tables([figures_table(recordings)])
     post = f"The results are in {target}; please post its files in an issue."

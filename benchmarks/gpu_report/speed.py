@@ -121,9 +121,10 @@ def measure_decode(small: bool) -> dict[str, Any]:
     for count in (1, new):
         seconds = time_calls(our_decode(config, dtype, prompts, count), repeats).median
         figures[f"{rows} × {prompt} tokens, then {count}"] = [round(1e3 * seconds, 2), "ms"]
-    result: dict[str, Any] = {"batches": {}, "figures": figures}
+    result: dict[str, Any] = {"batches": {}, "figures": figures, "configurations": {}}
     for batch in batches:
         traced = break_down_generation(str(shipped("tiny.yaml") if small else EIGHT_B), [], "decode", batch, prompt, 1)
+        result["configurations"][f"decode step, batch {batch}"] = traced["ran"]
         result["batches"][str(batch)] = {key: traced[key] for key in ("steps", "seconds", "untraced_seconds", "parts")}
         figures[f"decode step, batch {batch}"] = [round(1e3 * traced["untraced_seconds"], 3), "ms"]
     return result

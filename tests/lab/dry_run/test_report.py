@@ -9,6 +9,7 @@ import pytest
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.lab.predict.calibration import get_device
 from zaya_jax.lab.predict.dry_run import dry_run_report as report
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.main import main
@@ -50,11 +51,10 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
     assert asked == [(0, HARDWARE["mi300x"])]
     heading, summary, table = capsys.readouterr().out.split("\n\n")
-    assert re.match(r"8 devices, mi300x: 206 GB .* 1307 TFLOP/s", heading)
+    assert re.match(r"Times are ranges, since no mi300x .*\n8 devices, mi300x: 206 GB .* 1307 TFLOP/s", heading)
     assert "estimated from shapes" in heading
-    assert "predictions, not measurements" in heading
     total = f"{estimate().memory.total / 1e9:.1f} of 199.9 GB"
-    speed = f"{1e3 * estimate().step_seconds:.2f} ms/step"
+    speed = f"{1e3 * estimate().step_seconds:.2f} to {1e3 * estimate().most_seconds:.2f} ms/step"
     assert summary.startswith(f"Phase train: fits, {total} per device that XLA may allocate\n  {speed}")
     assert re.search(r"; estimated: (\d+% [a-z ]+(, )?){3}$", summary, re.MULTILINE)
     assert "layout: data 8; remat" in table
@@ -141,7 +141,7 @@ def test_the_document_says_whether_a_fine_tune_fits():
     @functools.cache
     def on(devices, reduce):
         config = load_config(ROOT / "configs/zaya1_8b.yaml", [phases, f"parallel.gradient_reduction={reduce}"])
-        return estimate_phase(simulated_programs(config, int(devices)), 0, HARDWARE["h200"])
+        return estimate_phase(simulated_programs(config, int(devices)), 0, get_device("h200", int(devices)))
 
     assert load_config(ROOT / "configs/zaya1_8b.yaml", [phases]).parallel.gradient_reduction == "step"
     for devices, name, reduce, size, answer in rows:
@@ -151,7 +151,7 @@ def test_the_document_says_whether_a_fine_tune_fits():
     block = text.split("<!-- output: begin -->")[1].split("<!-- output: end -->")[0]
     assert re.search(rf"peak +{on('1', 'step').memory.total / 1e9:.2f} GB ", block)
     assert f"{on('1', 'step').memory.total / 1e9:.1f} of 135.0 GB per device" in block
-    assert f"{on('1', 'step').step_seconds:.2f} s/step" in block
+    assert f"{on('1', 'step').step_seconds:.2f} to {on('1', 'step').most_seconds:.2f} s/step" in block
 
 
 FINETUNE = (ROOT / "docs/finetune.md").read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import functools
 import statistics
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,14 +15,15 @@ from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
 from zaya_jax.generate.decode import BLOCK, compile_generation
-from zaya_jax.hardware.data_sheets import find_hardware, no_data_sheet
+from zaya_jax.hardware.data_sheets import no_data_sheet
 from zaya_jax.hardware.environment import step_options
-from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.hardware.presets import TRACED
 from zaya_jax.lab.measure.step_trace import Trace, attribute, instruction_rows, read_trace
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.measure.training_steps import place_rows, random_tokens, time_train_steps
-from zaya_jax.lab.predict.compilers.predict import Shares, phase_shares, predict
+from zaya_jax.lab.predict.calibration import find_device, get_device, kernel_sources
+from zaya_jax.lab.predict.compilers.hlo import walk
+from zaya_jax.lab.predict.compilers.predict import Shares, instruction_part, instruction_work, phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
@@ -61,7 +63,7 @@ def break_down(
             advice = "Trace a run instead, with profile.start=STEP"
             raise InputError(f"lora must be null: adapters need the weights of init_from. {advice}.")
         if hardware is not None:
-            get_hardware(hardware, jax.device_count())  # so that a mistake is named before anything is compiled
+            get_device(hardware, jax.device_count())  # so that a mistake is named before anything is compiled
         with tempfile.TemporaryDirectory() as temporary:
             untraced = trace_random_steps(config, steps, Path(temporary))
             trace = read_trace(Path(temporary) / PROFILE)
@@ -70,7 +72,7 @@ def break_down(
     shares = phase_shares(config.model, stage.context, {"expert": parallel.expert})
     rows = trace_rows(trace, shares, instructions=instructions)
     if hardware is not None:
-        sheet, programs = get_hardware(hardware, trace.devices), simulated_programs(config, trace.devices)
+        sheet, programs = get_device(hardware, trace.devices), simulated_programs(config, trace.devices)
         rows["estimated_seconds"] = estimate_phase(programs, stage.phase, sheet).step_seconds
     return _report("training step", f"{trace.steps} steps of {source}", trace, untraced, rows)
 
@@ -89,7 +91,8 @@ def break_down_generation(
     what = "decode step" if work == "decode" else work
     size = f"{batch} × {length:,} tokens of {source}, {dtype}"
     shares = phase_shares(config.model, length, {"expert": 1})
-    return _report(what, size, trace, untraced, trace_rows(trace, shares, calls, instructions))
+    rows = trace_rows(trace, shares, calls, instructions)
+    return _report(what, size, trace, untraced, rows) | {"ran": configuration(trace, shares, calls, untraced)}
 
 
 def _report(what: str, size: str, trace: Trace, untraced: float | None, rows: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def trace_steps(compiled: Any, state: TrainState, batch: Any, window: ProfileCon
 
 def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int = 0) -> dict[str, Any]:
     """Return the times of a trace by part, for JSON, beside the prediction; a step runs the program `calls` times."""
-    timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_hardware(trace.device)
+    timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_device(trace.device)
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps
     predicted = {} if hardware is None else predict(trace.entry, hardware, shares).parts
@@ -150,6 +153,32 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int =
     rows |= {"exposed_collectives": round(exposed, 6), "overlapped_collectives": round(overlapped, 6)}
     rows |= {"overlap": timeline.overlap, "unattributed": unattributed, "not_predicted": not_predicted}
     return rows | {"warnings": warnings, "instructions": instruction_rows(trace, instructions)}
+
+
+def configuration(trace: Trace, shares: Shares, calls: int, untraced: float, **more: Any) -> dict[str, Any]:
+    """Return what was run and what each launch took, for `benchmarks.gpu_report.calibration`.
+
+    A program runs `calls` times in a step, which takes `untraced` seconds without a profiler; the profiler names what
+    runs beside other work by the instruction inside.
+    """
+    took, rows = Counter[str](), dict[tuple[Any, ...], dict[str, Any]]()
+    for interval in trace.intervals:
+        took[interval.name] += (interval.end - interval.start) / 1e9 / trace.steps
+    for place in walk(trace.entry):
+        for x in place.instructions:
+            if (work := instruction_work(place, x, shares)) is None:
+                continue
+            inside = place.computations.get(x.called("calls"), ()) if x.opcode.endswith("-start") else ()
+            part, seconds = instruction_part(place, x), sum(took[name] for name in (x.name, *(y.name for y in inside)))
+            key = (part, work.component, work.kernel, work.flops, work.bytes, work.fp32, seconds > 0)
+            names = ("part", "component", "kernel", "flops", "bytes", "fp32")
+            row = rows.setdefault(key, {**dict(zip(names, key, strict=False)), "times": 0, "seconds": 0.0})
+            row["times"] += place.times * calls
+            row["seconds"] += seconds
+    kernels = dict.fromkeys(row["kernel"] for row in rows.values() if row["kernel"])
+    parts = {part: time / trace.steps for part, time in attribute(trace.intervals).parts.items()}
+    sources = {name: kernel_sources(name) for name in (*kernels, *(work["name"] for work in more.get("estimated", ())))}
+    return {"seconds": untraced, "parts": parts, "sources": sources, "works": list(rows.values()), **more}
 
 
 def _warnings(other: float, unattributed: float) -> list[str]:

@@ -31,6 +31,7 @@ class PartCost(NamedTuple):
     roofline: float = 0.0  # seconds at the data sheet's peaks, instruction by instruction
     flops: float = 0.0  # floating-point operations
     bytes: float = 0.0  # read and written
+    most: float = 0.0  # seconds at the slow end of what is not known of the device
 
 
 class Prediction(NamedTuple):
@@ -41,6 +42,7 @@ class Prediction(NamedTuple):
     parts: dict[str, PartCost]  # what each part of the step costs, see `ops.parts`, the costliest first
     exposures: list[Exposure]  # of each collective
     costliest: list[dict[str, Any]]  # rows of fusions and copies, `bytes` of their results, from the costliest
+    most: float = 0.0  # seconds of the whole step at the slow end of what is not known of the device
 
     @property
     def exposed_seconds(self) -> float:
@@ -67,6 +69,12 @@ def phase_shares(config: ModelConfig, context: int, axes: Mapping[str, int]) -> 
 
 def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Prediction:
     """Predict the time of a compiled step on `hardware`, of whose kernels `shares` are computed."""
+    fast, slow = (_predict(entry, device, shares) for device in (hardware, hardware.slowest))
+    parts = {part: cost._replace(most=slow.parts[part].seconds) for part, cost in fast.parts.items()}
+    return fast._replace(parts=parts, most=slow.seconds)
+
+
+def _predict(entry: Place, hardware: Hardware, shares: Shares) -> Prediction:
     components, parts = defaultdict[str, float](float), defaultdict[str, PartCost](PartCost)
     exposures, moves = list[Exposure](), list[dict[str, Any]]()
 
@@ -85,11 +93,11 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
                 loop = place.loop(instruction)
                 timeline.now += loop.trips * run(loop)
             elif (work := instruction_work(place, instruction, shares)) is not None:
-                seconds = work.seconds(hardware)
+                part = instruction_part(place, instruction)
+                seconds = work.within(part).seconds(hardware)
                 timeline.now += seconds
                 components[work.component] += seconds * place.times
-                part = instruction_part(place, instruction)
-                once = (seconds, work.roofline(hardware), work.flops, work.bytes)
+                once = (seconds, work.roofline(hardware), work.flops, work.bytes, 0.0)
                 parts[part] = PartCost(*(x + place.times * more for x, more in zip(parts[part], once, strict=True)))
                 if work.component in ("fusions", "copies"):
                     row = {"seconds": seconds * place.times, "times": place.times, "place": place.label}
@@ -177,7 +185,7 @@ def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
     fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
     family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", name)
-    return Work(f"kernel {family}", moved, share * _kernel_flops(name, shapes), "kernel", fp32)
+    return Work(f"kernel {family}", moved, share * _kernel_flops(name, shapes), "kernel", fp32, kernel=name)
 
 
 def _kernel_flops(kernel: str, shapes: _Arrays) -> float:

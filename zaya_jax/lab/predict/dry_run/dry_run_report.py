@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, Hardware
-from zaya_jax.hardware.measurements import get_hardware
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, SLOW, Hardware
+from zaya_jax.lab.predict.calibration import get_device
 from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step, prove
 from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, predict
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
+from zaya_jax.lab.predict.step_time import basis, span
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
 from zaya_jax.run.table import format_table, size_text
@@ -36,8 +37,12 @@ class _Phase(NamedTuple):
         return self.compiled[1].seconds if self.compiled else self.estimate.step_seconds
 
     @property
-    def seconds(self) -> float:
-        return (self.step_seconds or 0.0) * self.estimate.steps
+    def most_seconds(self) -> float:
+        return self.compiled[1].most if self.compiled else self.estimate.most_seconds
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        return (self.step_seconds or 0.0) * self.estimate.steps, self.most_seconds * self.estimate.steps
 
 
 def dry_run(
@@ -50,7 +55,7 @@ def dry_run(
 ) -> str:
     """Estimate each phase on `devices` devices, compile its step for that many, and return the report, or its JSON.
 
-    `hardware` is as in `get_hardware`; None is that of `gpu`, or without both no times and no comparison of memory.
+    `hardware` is as in `get_device`; None is that of `gpu`, or without both no times and no comparison of memory.
     `gpu` names one of `compilers.gpus.GPUS` to compile for; None compiles for simulated CPU devices. With `suggest`,
     faster settings are searched.
 
@@ -65,7 +70,7 @@ def dry_run(
         check_devices(gpu, devices)
         find_toolchain(gpu)
         hardware = gpu
-    device = None if hardware is None else get_hardware(hardware, devices)
+    device = None if hardware is None else get_device(hardware, devices)
     if suggest and device is None:
         raise InputError("--suggest needs --hardware NAME or --compile-for GPU, to compare times.")
     programs, phases = simulated_programs(config, devices), list[_Phase]()
@@ -89,7 +94,7 @@ def dry_run(
         names = ", ".join(HARDWARE)
         summary.append(f"To estimate the step time and check that it fits in memory, add --hardware NAME ({names}).")
     elif len(phases) > 1:
-        total = _duration(sum(phase.seconds for phase in phases))
+        total = span(*(sum(ends) for ends in zip(*(phase.seconds for phase in phases), strict=True)), _duration)
         summary.append(f"All phases: {total} on {counted(devices, 'device')}")
     for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
@@ -111,8 +116,9 @@ def _unit(largest: float, name: str) -> tuple[float, str]:
     return size, f"{prefix}{name}"
 
 
-def _step(seconds: float) -> str:
-    return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms/step"
+def _step(seconds: float, most: float) -> str:
+    unit, name = (1.0, "s") if seconds >= 0.1 else (1e-3, "ms")
+    return f"{span(seconds, most, lambda value: f'{value / unit:.2f}')} {name}/step"
 
 
 def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str | None) -> str:
@@ -126,29 +132,31 @@ def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str |
     if devices > 1 or not device.measured:
         node, between = (f"{speed / _GB:.0f} GB/s" for speed in (device.intra_node, device.inter_node))
         first += f"; links {node} within a node of {device.node_size}, {between} between nodes"
+    reached = device.reached
     if device.measured:
-        lines += [
-            f"Times are predictions from measured speeds: matmuls at {device.reached.matmul:.0%} of the fastest "
-            f"square, kernels at {device.reached.kernel:.0%},",
-            "and twice the least memory traffic.",
-        ]
+        shares = f"matmuls at {reached.matmul:.0%} of the fastest square, kernels at {reached.kernel:.0%}"
+        lines.append(f"Assumed: {shares}, and twice the least memory traffic.")
     else:
         within = f"NVLink at {LINKS.nvlink:.0%}" if device.switched else f"xGMI at {LINKS.xgmi:.0%}"
-        launch, latency = (f"{1e6 * seconds:.0f} µs" for seconds in (ASSUMPTIONS.launch, ASSUMPTIONS.latency))
+        kernel, moving, memory = (
+            span(getattr(SLOW, name), getattr(ASSUMPTIONS, name), "{:.0%}".format)
+            for name in ("kernel", "moving", "memory")
+        )
+        rest = " of the rest" if device.rates else ""
         lines += [
-            f"Times are predictions, not measurements: matmuls at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels "
-            f"at {ASSUMPTIONS.kernel:.0%},",
-            f"memory at {ASSUMPTIONS.memory:.0%} of its bandwidth, {within}, network adapters at {LINKS.adapter:.0%}, "
-            f"at least {launch} per kernel and",
-            f"{latency} per collective. On an H200 a step took 1.4 times as long.",
+            f"Assumed{rest}: matmuls at {reached.matmul:.0%} of the peak, Pallas kernels at {kernel};",
+            f"of the memory bandwidth, kernels that multiply no matrices at {moving}, other work at {memory};",
+            f"{within}, network adapters at {LINKS.adapter:.0%};",
+            f"at least {1e6 * reached.launch:.3g} µs per kernel, and {1e6 * reached.latency:.3g} µs per collective.",
         ]
-    return "\n".join([first, *lines])
+    return "\n".join([basis(device, name or ""), first, *lines])
 
 
 def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     estimate = phase.estimate
     described = {"summary": _summary(phase, hardware), **estimate._asdict()}
     described["memory"] = {**estimate.memory._asdict(), "total": estimate.memory.total}
+    described["work"] = [work._asdict() for work in estimate.work]
     described["storage"] = [stored._asdict() for stored in phase.storage]
     described["transfers"] = [transfer._asdict() for transfer in estimate.transfers]
     compiled = compiler_report.as_json(*phase.compiled, estimate.axes) if phase.compiled else phase.proof
@@ -166,7 +174,9 @@ def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     speed = estimate.tokens / seconds / math.prod(estimate.axes.values())
     shares = {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])}
     summary = {"bytes": memory, "allocatable_bytes": hardware.allocatable, "fits": fits, "step_seconds": seconds}
-    summary |= {"tokens_per_second_per_device": speed, "phase_seconds": phase.seconds, "shares": shares}
+    most, seconds = phase.most_seconds, phase.seconds
+    summary |= {"most_step_seconds": most, "least_tokens_per_second_per_device": speed * summary["step_seconds"] / most}
+    summary |= {"tokens_per_second_per_device": speed, "phase_seconds": seconds, "shares": shares}
     return summary | {"try": speedups(estimate, memory, hardware) if fits else advice(estimate, hardware)}
 
 
@@ -176,11 +186,13 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     if hardware is None or "fits" not in summary:
         return [f"Phase {name}: {size_text(summary['bytes'])} per device"]
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
-    speed = f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device, {_duration(summary['phase_seconds'])}"
+    least, most = (summary[f"{end}tokens_per_second_per_device"] for end in ("least_", ""))
+    speed = f"{span(least, most, '{:,.0f}'.format)} tokens/s per device, {span(*summary['phase_seconds'], _duration)}"
     return [
         f"Phase {name}: {'fits' if summary['fits'] else 'DOES NOT FIT'}, {summary['bytes'] / _GB:.1f} of "
         f"{hardware.allocatable / _GB:.1f} GB per device that XLA may allocate",
-        f"  {_step(summary['step_seconds'])}, {speed}; {'predicted' if phase.compiled else 'estimated'}: {shares}",
+        f"  {_step(summary['step_seconds'], summary['most_step_seconds'])}, {speed}; "
+        f"{'predicted' if phase.compiled else 'estimated'}: {shares}",
         *([f"  try: {'; '.join(summary['try'])}"] if summary["try"] else []),
     ]
 
@@ -197,7 +209,7 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
     ]
     if phase.compiled is not None and hardware is not None:
         lines += compiler_report.details(*phase.compiled, hardware, estimate.axes)
-        seconds = _step(estimate.step_seconds or 0.0)
+        seconds = _step(estimate.step_seconds or 0.0, estimate.most_seconds)
         lines.append(f"  estimated without the compiler: {memory.total / _GB:.2f} GB, {seconds}")
     elif proof is not None:
         used = f"{proof['host_bytes'] / _GB:.1f} GB of this machine's memory"

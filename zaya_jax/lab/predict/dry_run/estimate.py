@@ -44,6 +44,8 @@ class PhaseEstimate(NamedTuple):
     bounds: dict[str, float]  # least seconds of a step, by compute, memory and network; {} without hardware
     keys: dict[str, str]  # keys of the configuration that set the phase's `batch`, `remat` and `parallel` layout
     seconds: dict[str, float]  # estimated time of a step by component; {} without hardware
+    most_seconds: float = 0.0  # time of a step at the slow end of what is not known of the hardware
+    work: tuple[Work, ...] = ()  # of a device in a step; () without hardware
 
     @property
     def step_seconds(self) -> float | None:
@@ -125,16 +127,21 @@ def _with_times(estimate: PhaseEstimate, program: PhaseProgram, hardware: Hardwa
         seconds([sent for sent in estimate.transfers if sent.hidden == behind], mesh.shape, hardware, hardware.links)
         for behind in (True, False)
     )
-    work = [
+    launches = estimate.micro_batches * config.model.num_layers * reached.layer_launches
+    work = (
         *_matmuls(executed, program.remat, program),
         Work("other memory traffic", bytes=reached.traffic * least, launches=0),
-        Work("kernel launches", launches=estimate.micro_batches * config.model.num_layers * reached.layer_launches),
-    ]
-    timeline = Timeline()
-    end = timeline.start(hidden)
-    times = timeline.run(work, hardware)
-    times["exposed network"] = timeline.wait(end) + timeline.wait(timeline.start(exposed))
-    return estimate._replace(bounds=bounds, seconds=times)
+        *([] if hardware.rates else [Work("kernel launches", launches=launches)]),  # which measured times have
+    )
+
+    def times(device: Hardware) -> dict[str, float]:
+        timeline = Timeline()
+        end = timeline.start(hidden)
+        components = timeline.run(work, device)
+        return components | {"exposed network": timeline.wait(end) + timeline.wait(timeline.start(exposed))}
+
+    most = sum(times(hardware.slowest).values())
+    return estimate._replace(bounds=bounds, seconds=times(hardware), most_seconds=most, work=work)
 
 
 def _newton_schulz(config: Config, repeats: Mapping[str, int]) -> float:
@@ -149,9 +156,9 @@ def _matmuls(flops: Mapping[str, float], remat: Remat, program: PhaseProgram) ->
     fp32_iterates = fp32 or config.optimizer.muon.newton_schulz_dtype != "bfloat16"
     layers = (flops["attention"] + flops["rest"]) * (4 / 3 if remat == "full" else 1)
     return [
-        Work(name, flops=layers / devices, rate="kernel", fp32=fp32, launches=0),
-        Work(name, flops=flops["head"] / devices, fp32=fp32, launches=0),
-        Work(name, flops=flops["newton_schulz"] / devices, fp32=fp32_iterates, launches=0),
+        Work(name, flops=layers / devices, rate="kernel", fp32=fp32, launches=0, kernel="layers"),
+        Work(name, flops=flops["head"] / devices, fp32=fp32, launches=0, kernel="head"),
+        Work(name, flops=flops["newton_schulz"] / devices, fp32=fp32_iterates, launches=0, kernel="newton_schulz"),
     ]
 
 
