@@ -51,7 +51,7 @@ def _device(found: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[st
         ends = (sum(predicted(row, end).values()) for end in (sheet, sheet.slowest))
         error, shapes = _error(sum(parts.values()), row["seconds"]), _from_shapes(row, others)
         times = number(row["seconds"], 1e-3), number(sum(parts.values()), 1e-3), error, shapes
-        whole.append((name, f"{row['date']}, `{row['recording']}`", *times, span(*ends, _milliseconds)))
+        whole.append((name, f"{row['date']}, `{row['recording']}`", *times, span(ends, _milliseconds)))
         details += [(name, *part) for part in _parts(row, parts, sheet)]
     head = (
         "program",
@@ -79,7 +79,7 @@ def _parts(row: Mapping[str, Any], parts: Mapping[str, float], sheet: Hardware) 
         whole = seconds + gap * sum(work["times"] for work in row["works"] if work["part"] == part)
         share, error = whole / row["seconds"], _error(parts.get(part, 0.0), whole)
         times = number(whole, 1e-3), number(parts.get(part, 0.0), 1e-3), error if share >= _LARGE else f"({error})"
-        yield part, f"{share:.0%}", *times, span(*(end.get(part, 0.0) for end in ends), _milliseconds)
+        yield part, f"{share:.0%}", *times, span((end.get(part, 0.0) for end in ends), _milliseconds)
 
 
 def _from_shapes(row: Mapping[str, Any], others: Hardware) -> str:

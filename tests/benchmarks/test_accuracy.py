@@ -55,7 +55,9 @@ def test_the_slow_end_is_a_tenth_below_what_the_first_device_reached():
     reached = {}
     for work in FOUND["step of 24 layers"]["works"]:
         if work["seconds"]:
-            own = ("kernel" if work["flops"] else "moving") if work["kernel"] else "matmul" if work["flops"] else "memory"
+            own = (
+                ("kernel" if work["flops"] else "moving") if work["kernel"] else "matmul" if work["flops"] else "memory"
+            )
             roofline, seconds = reached.get(own, (0.0, 0.0))
             whole = work["times"] * as_work(work).roofline(H200)
             reached[own] = roofline + whole, seconds + work["seconds"]

@@ -102,7 +102,8 @@ def test_hardware_may_be_a_file_a_name_or_a_folder(tmp_path):
     file = tmp_path / "calibration.json"
     file.write_text(json_text(CONTENT))
     assert get_device(str(file), 8) == calibrated(CONTENT, "")
-    assert get_device("h200", 1).rates == find_device("NVIDIA H200").rates != ()
+    assert get_device("h200", 1).rates
+    assert find_device("NVIDIA H200") == get_device("h200", 1)
     assert get_device("mi300x", 1) is HARDWARE["mi300x"]
     assert find_device("cpu") is None
     with pytest.raises(InputError, match="or a folder with results"):

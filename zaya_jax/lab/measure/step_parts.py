@@ -3,7 +3,7 @@
 import functools
 import statistics
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -161,7 +161,7 @@ def configuration(trace: Trace, shares: Shares, calls: int, untraced: float, **m
     A program runs `calls` times in a step, which takes `untraced` seconds without a profiler; the profiler names what
     runs beside other work by the instruction inside.
     """
-    took, rows = Counter[str](), dict[tuple[Any, ...], dict[str, Any]]()
+    took, rows = defaultdict[str, float](float), dict[tuple[Any, ...], dict[str, Any]]()
     for interval in trace.intervals:
         took[interval.name] += (interval.end - interval.start) / 1e9 / trace.steps
     for place in walk(trace.entry):

@@ -60,8 +60,8 @@ def calibrated(content: Mapping[str, Any], source: str) -> Hardware:
 
 def _rate(row: Mapping[str, Any]) -> Rate:
     current = row["sources"] is None or row["sources"] == kernel_sources(row["work"])
-    numbers = (float(row[key]) for key in ("flops", "bytes"))
-    rate = Rate(str(row["work"]), *numbers, bool(row["fp32"]), float(row["seconds"]), current)
+    flops, moved, seconds = (float(row[key]) for key in ("flops", "bytes", "seconds"))
+    rate = Rate(str(row["work"]), flops, moved, bool(row["fp32"]), seconds, current)
     if not (rate.seconds > 0 and rate.flops + rate.bytes > 0):
         raise ValueError(f"a rate of {rate.work} without work or time")
     return rate

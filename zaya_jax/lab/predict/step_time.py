@@ -83,9 +83,9 @@ def basis(hardware: Hardware, name: str) -> str:
     return f"Times are ranges, since no {name} was measured: {FIRST_SEEN}."
 
 
-def span(low: float, high: float, text: Callable[[float], str]) -> str:
-    """Return the text of a range; of one value if both ends read the same."""
-    return text(low) if text(low) == text(high) else f"{text(low)} to {text(high)}"
+def span(ends: Iterable[float], text: Callable[[float], str]) -> str:
+    """Return the text of a range from its two ends; of one value if both read the same."""
+    return " to ".join(dict.fromkeys(map(text, ends)))
 
 
 class Timeline:

@@ -95,7 +95,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     sizes[f"sum, of {hardware.allocatable / _GB:.1f}"] = step.peak_memory
     components = [(name, part, part / total) for name, part in prediction.components.items() if part > 0.002 * total]
     parts = [
-        (name, span(cost.seconds, cost.most, lambda value: number(value, _MS)), *map(number, cost[1:4], _UNITS))
+        (name, span((cost.seconds, cost.most), lambda value: number(value, _MS)), *map(number, cost[1:4], _UNITS))
         for name, cost in prediction.parts.items()
     ]
     parts += [("collectives, exposed", number(exposed, _MS), NONE, NONE, NONE)] if exposed else []

@@ -94,7 +94,7 @@ def dry_run(
         names = ", ".join(HARDWARE)
         summary.append(f"To estimate the step time and check that it fits in memory, add --hardware NAME ({names}).")
     elif len(phases) > 1:
-        total = span(*(sum(ends) for ends in zip(*(phase.seconds for phase in phases), strict=True)), _duration)
+        total = span(map(sum, zip(*(phase.seconds for phase in phases), strict=True)), _duration)
         summary.append(f"All phases: {total} on {counted(devices, 'device')}")
     for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
@@ -118,7 +118,7 @@ def _unit(largest: float, name: str) -> tuple[float, str]:
 
 def _step(seconds: float, most: float) -> str:
     unit, name = (1.0, "s") if seconds >= 0.1 else (1e-3, "ms")
-    return f"{span(seconds, most, lambda value: f'{value / unit:.2f}')} {name}/step"
+    return f"{span((seconds, most), lambda value: f'{value / unit:.2f}')} {name}/step"
 
 
 def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str | None) -> str:
@@ -139,7 +139,7 @@ def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str |
     else:
         within = f"NVLink at {LINKS.nvlink:.0%}" if device.switched else f"xGMI at {LINKS.xgmi:.0%}"
         kernel, moving, memory = (
-            span(getattr(SLOW, name), getattr(ASSUMPTIONS, name), "{:.0%}".format)
+            span((getattr(SLOW, name), getattr(ASSUMPTIONS, name)), "{:.0%}".format)
             for name in ("kernel", "moving", "memory")
         )
         rest = " of the rest" if device.rates else ""
@@ -187,7 +187,7 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
         return [f"Phase {name}: {size_text(summary['bytes'])} per device"]
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
     least, most = (summary[f"{end}tokens_per_second_per_device"] for end in ("least_", ""))
-    speed = f"{span(least, most, '{:,.0f}'.format)} tokens/s per device, {span(*summary['phase_seconds'], _duration)}"
+    speed = f"{span((least, most), '{:,.0f}'.format)} tokens/s per device, {span(summary['phase_seconds'], _duration)}"
     return [
         f"Phase {name}: {'fits' if summary['fits'] else 'DOES NOT FIT'}, {summary['bytes'] / _GB:.1f} of "
         f"{hardware.allocatable / _GB:.1f} GB per device that XLA may allocate",

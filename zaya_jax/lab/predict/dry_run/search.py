@@ -221,7 +221,9 @@ def suggestion_lines(phase: str, rows: list[dict[str, Any]]) -> list[str]:
         source, wrong = "compiled" if row["compiled"] else "estimated", f" ({row['refused'] or 'does not fit'})"
         change = " ".join(map(shlex.quote, row["overrides"])) or "none"
         size = number(row["bytes"], 1e9)
-        cells.append((span(row["seconds"], row["most"], number), size, source, change + ("" if row["fits"] else wrong)))
+        cells.append(
+            (span((row["seconds"], row["most"]), number), size, source, change + ("" if row["fits"] else wrong))
+        )
     return section(f"Fastest settings of phase {phase}", ("s/step", "GB", "source", "change"), cells, indent="")
 
 
