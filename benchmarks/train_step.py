@@ -93,8 +93,7 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
         trace_steps(compiled, state, place_rows(program, stage, tokens), _TRACED, Path(folder))
         trace = read_trace(Path(folder) / PROFILE)
     shares, name = phase_shares(model, stage.context, {"expert": 1}), f"step of {model.num_layers} layers, {layout}"
-    sums = [{key: getattr(work, key) for key in ("name", "flops", "bytes", "fp32")} for work in estimate.work]
-    ran = configuration(trace, shares, 1, statistics.median(times), estimated=sums)
+    ran = configuration(trace, shares, 1, statistics.median(times), estimate.work)
     traced = trace_rows(trace, shares, instructions=_INSTRUCTIONS) | {"configurations": {name: ran}}
     traced.pop("not_predicted", None)
     for warning in traced["warnings"]:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.accuracy import RECORDINGS, page
+from benchmarks.accuracy import table
 from benchmarks.gpu_report.calibration import as_work, calibration, configurations, device, predicted
 from tests.lab.compilers.test_schedule import TEXT
 from tests.train_helpers import ROOT
@@ -16,7 +16,7 @@ from zaya_jax.lab.measure.step_trace import Interval, Trace
 from zaya_jax.lab.predict.compilers.hlo import parse, walk
 from zaya_jax.lab.predict.compilers.predict import WHOLE, instruction_work, predict
 
-H200, FOLDER = HARDWARE["h200"], RECORDINGS / "nvidia_h200"
+H200, FOLDER = HARDWARE["h200"], ROOT / "benchmarks/gpu/nvidia_h200"
 FOUND = configurations(FOLDER)
 PROGRAMS = [name for name in FOUND if "step" in name]
 
@@ -24,7 +24,7 @@ PROGRAMS = [name for name in FOUND if "step" in name]
 @functools.cache
 def errors(name):
     """Relative errors by part, '' for the whole, of what the other configurations predict."""
-    row, others = FOUND[name], device({other: x for other, x in FOUND.items() if other != name})
+    row, others = FOUND[name], device(calibration({other: x for other, x in FOUND.items() if other != name}))
     parts, whole = predicted(row, others), row["seconds"]
     large = {part: seconds for part, seconds in row["parts"].items() if seconds > 0.05 * whole}
     return {"": sum(parts.values()) / whole - 1} | {part: parts[part] / large[part] - 1 for part in large}
@@ -65,6 +65,8 @@ def test_the_slow_end_is_a_tenth_below_what_the_first_device_reached():
     assert shares["matmul"] >= SLOW.matmul  # products were faster than assumed
     for name in ("kernel", "moving", "memory"):
         assert getattr(SLOW, name) == pytest.approx(shares[name], rel=0.05), name
+    layers = next(rate for rate in calibration(FOUND)["rates"] if rate["work"] == "layers")
+    assert layers["flops"] / H200.peak / layers["seconds"] / 1.1 == pytest.approx(SLOW.layers, rel=0.05)
     assert 1.1 * calibration(FOUND)["launch"] == pytest.approx(SLOW.launch, rel=0.05)
 
 
@@ -92,11 +94,12 @@ def test_programs_that_were_compiled_again_are_those_that_were_recorded():
 
 def test_the_page_has_every_recording_and_is_what_the_command_prints():
     text = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
-    for path in RECORDINGS.rglob("*.json"):
-        assert f"`{path.name}`" in text, path
+    for folder in (ROOT / "benchmarks/gpu").iterdir():
+        assert table(folder) in text, f"python -m benchmarks accuracy --folder {folder} prints what has changed"
+        for path in folder.glob("*.json"):
+            assert f"`{path.name}`" in text, path
     for name in FOUND:
         assert f"| {name} |" in text
-    assert page(RECORDINGS) in text, "python -m benchmarks accuracy prints what has changed"
 
 
 def test_a_program_that_was_traced_launch_by_launch_is_predicted_exactly():
@@ -110,7 +113,7 @@ def test_a_program_that_was_traced_launch_by_launch_is_predicted_exactly():
                     now += took
     ran = configuration(Trace(seen, entry, 0, 1, now / 1e9, "NVIDIA H200", 1), WHOLE, 1, now / 1e9)
     row = {"hardware": {"device": "NVIDIA H200"}, "date": "", "versions": {}, **ran}
-    measured = device({"program": row})
+    measured = device(calibration({"program": row}))
     assert sum(predicted(row, measured).values()) == pytest.approx(now / 1e9, rel=1e-3)
     computed = predict(entry, measured)
     collectives = sum(exposure.exposed for exposure in computed.exposures)

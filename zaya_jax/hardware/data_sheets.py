@@ -24,6 +24,7 @@ class Assumptions(NamedTuple):
     kernel: float = 0.50  # the same in our kernels that multiply matrices
     memory: float = 0.90  # fraction of the memory bandwidth
     moving: float = 0.90  # the same in our kernels that multiply no matrices
+    layers: float = 0.50  # fraction of the peak in the layers' share of the model's FLOPs, if nothing is compiled
     launch: float = 2e-6  # seconds that a kernel takes at least
     gap: float = 0.0  # seconds between two kernels
     latency: float = 10e-6  # seconds that a collective takes before it sends
@@ -38,7 +39,7 @@ class Assumptions(NamedTuple):
 ASSUMPTIONS = Assumptions()
 # A tenth less than the first device reached that was measured, an H200: the slow end of a predicted range. Its vendor's
 # products were faster than assumed (docs/accuracy.md).
-SLOW = ASSUMPTIONS._replace(kernel=0.30, memory=0.72, moving=0.20, launch=4.8e-6)
+SLOW = ASSUMPTIONS._replace(kernel=0.30, memory=0.72, moving=0.20, layers=0.24, launch=4.8e-6)
 FIRST_SEEN = "the first GPU that was measured took 1.2 to 1.4 times the lower end for a step, up to 18 times for a part"
 
 

@@ -140,7 +140,8 @@ def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
         kinds, cpus = (device["device"],), device["cpus"]
         base = Hardware(kinds, float(device["memory_bytes"]), 1.0, peak, peak, speed, 1, speed, speed, speed, cpus)
     matmul, kernel = _share(rows, peak, ("model",)), _share(rows, peak, _KERNELS)
-    reached = base.reached._replace(matmul=matmul or 1.0, kernel=kernel or matmul or 1.0, memory=1.0, moving=1.0)
+    kernel = kernel or matmul or 1.0
+    reached = base.reached._replace(matmul=matmul or 1.0, kernel=kernel, layers=kernel, memory=1.0, moving=1.0)
     peaks = {"peak" if gemm["dtype"] == "bfloat16" else "fp32_peak": peak}
     measured = base._replace(**peaks, bandwidth=speed, measured=True, reached=reached)
     if "collectives" not in results:

@@ -4,6 +4,7 @@ import functools
 import statistics
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from zaya_jax.lab.predict.calibration import find_device, get_device, kernel_sou
 from zaya_jax.lab.predict.compilers.hlo import walk
 from zaya_jax.lab.predict.compilers.predict import Shares, instruction_part, instruction_work, phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
+from zaya_jax.lab.predict.step_time import Work
 from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
@@ -38,7 +40,10 @@ from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import known_options, make_programs
 from zaya_jax.train.state import TrainState
 
-Work = Literal["prefill", "decode"]
+Generation = Literal["prefill", "decode"]
+# Parts of the step by the work of the dry run's estimate that they belong to; all others move bytes.
+_SUMS = {"head": ("loss",), "newton_schulz": ("optimizer",),
+         "layers": ("experts", "attention", "cca_mix", "router", "dispatch")}  # fmt: skip
 _UNCLEAR = 0.05  # share of the time that may be in no part without a warning
 
 
@@ -78,7 +83,7 @@ def break_down(
 
 
 def break_down_generation(
-    source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
+    source: str, overrides: list[str], work: Generation, batch: int, prompt: int, repeats: int, instructions: int = 0
 ) -> dict[str, Any]:
     """Print and return where the time of prompts, or of a decode step, goes; InputError for a run or many tokens."""
     if Path(source).is_dir():
@@ -155,12 +160,15 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int =
     return rows | {"warnings": warnings, "instructions": instruction_rows(trace, instructions)}
 
 
-def configuration(trace: Trace, shares: Shares, calls: int, untraced: float, **more: Any) -> dict[str, Any]:
-    """Return what was run and what each launch took, for `benchmarks.gpu_report.calibration`.
+def configuration(
+    trace: Trace, shares: Shares, calls: int, untraced: float, estimated: Sequence[Work] = ()
+) -> dict[str, Any]:
+    """Return what each launch took, and each work of an estimate as a whole, for `benchmarks.gpu_report.calibration`.
 
     A program runs `calls` times in a step, which takes `untraced` seconds without a profiler; the profiler names what
     runs beside other work by the instruction inside.
     """
+    names = ("part", "component", "kernel", "flops", "bytes", "fp32")
     took, rows = defaultdict[str, float](float), dict[tuple[Any, ...], dict[str, Any]]()
     for interval in trace.intervals:
         took[interval.name] += (interval.end - interval.start) / 1e9 / trace.steps
@@ -171,14 +179,16 @@ def configuration(trace: Trace, shares: Shares, calls: int, untraced: float, **m
             inside = place.computations.get(x.called("calls"), ()) if x.opcode.endswith("-start") else ()
             part, seconds = instruction_part(place, x), sum(took[name] for name in (x.name, *(y.name for y in inside)))
             key = (part, work.component, work.kernel, work.flops, work.bytes, work.fp32, seconds > 0)
-            names = ("part", "component", "kernel", "flops", "bytes", "fp32")
             row = rows.setdefault(key, {**dict(zip(names, key, strict=False)), "times": 0, "seconds": 0.0})
             row["times"] += place.times * calls
             row["seconds"] += seconds
-    kernels = dict.fromkeys(row["kernel"] for row in rows.values() if row["kernel"])
     parts = {part: time / trace.steps for part, time in attribute(trace.intervals).parts.items()}
-    sources = {name: kernel_sources(name) for name in (*kernels, *(work["name"] for work in more.get("estimated", ())))}
-    return {"seconds": untraced, "parts": parts, "sources": sources, "works": list(rows.values()), **more}
+    known = {name: sum(parts.get(part, 0.0) for part in of) for name, of in _SUMS.items()}
+    known["other memory traffic"] = untraced - sum(known.values())
+    sums = [{**dict(zip(names, ("", "", x.name, x.flops, x.bytes, x.fp32), strict=True)), "times": 1,
+             "seconds": known[x.name]} for x in estimated if x.name in known]  # fmt: skip
+    sources = {row["kernel"]: kernel_sources(row["kernel"]) for row in (*rows.values(), *sums) if row["kernel"]}
+    return {"seconds": untraced, "parts": parts, "sources": sources, "works": [*rows.values()], "sums": sums}
 
 
 def _warnings(other: float, unattributed: float) -> list[str]:
@@ -195,7 +205,7 @@ def _warnings(other: float, unattributed: float) -> list[str]:
 
 
 def trace_generation(
-    model: ModelConfig, dtype: str, work: Work, batch: int, prompt: int, repeats: int, folder: Path
+    model: ModelConfig, dtype: str, work: Generation, batch: int, prompt: int, repeats: int, folder: Path
 ) -> tuple[Trace, float, int, int]:
     """Trace `repeats` prompts of a `batch` together, or blocks of decode steps after one, on the first device.
 

@@ -16,7 +16,9 @@ class Work(NamedTuple):
     component: str  # of the step's time, such as 'matmuls'
     bytes: float = 0.0  # read and written
     flops: float = 0.0  # floating-point operations
-    rate: Literal["matmul", "kernel"] = "matmul"  # fraction of the peak that the operations reach, see `Assumptions`
+    rate: Literal["matmul", "kernel", "layers"] = (
+        "matmul"  # fraction of the peak that the operations reach, see `Assumptions`
+    )
     fp32: bool = False  # whether they are in fp32; fp64 counts as fp32, which is faster
     launches: float = 1  # kernels, of which each takes a fixed time at least
     kernel: str = ""  # name of the kernel, or of a sum that was measured as a whole
@@ -29,12 +31,11 @@ class Work(NamedTuple):
     def seconds(self, hardware: Hardware) -> float:
         """Return the predicted time: a measured one in proportion, or the operations' or the bytes' at assumed rates.
 
-        A kernel that has changed since it was measured is between the two: at the end that `hardware.slow` says.
+        A kernel that has changed since it was measured takes the shorter of the two, or the longer if `hardware.slow`.
         """
         reached, (compute, memory) = hardware.reached, self._at_peaks(hardware)
-        ours = self.rate == "kernel"
-        fraction = reached.kernel if ours else reached.matmul
-        seconds = max(compute / fraction, memory / (reached.moving if ours and not self.flops else reached.memory))
+        moves = self.rate == "kernel" and not self.flops
+        seconds = max(compute / getattr(reached, self.rate), memory / (reached.moving if moves else reached.memory))
         if rate := self._nearest(hardware):
             least = Work("", rate.bytes, rate.flops, fp32=rate.fp32).roofline(hardware)
             share = max(compute, memory) / least
@@ -79,7 +80,10 @@ def basis(hardware: Hardware, name: str) -> str:
         changed = "" if all(rate.current for rate in hardware.rates) else "; of kernels that have changed since, ranges"
         return f"Times are predicted from what {hardware.rated}{changed}."
     if hardware.measured:
-        return "Times are predicted from measured speeds."
+        matmul, kernel = (f"{share:.0%}" for share in (hardware.reached.matmul, hardware.reached.kernel))
+        return (
+            f"Times are predicted from measured speeds: matmuls at {matmul} of the fastest square, kernels at {kernel}."
+        )
     return f"Times are ranges, since no {name} was measured: {FIRST_SEEN}."
 
 

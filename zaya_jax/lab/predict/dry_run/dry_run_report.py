@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, SLOW, Hardware
+from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
 from zaya_jax.lab.predict.calibration import get_device
 from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step, prove
@@ -124,32 +124,15 @@ def _step(seconds: float, most: float) -> str:
 def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str | None) -> str:
     first = counted(devices, "device")
     source = "estimated from shapes" if gpu is None else f"those of XLA's program for {gpu}"
-    lines = [f"Memory and network traffic are {source}."]
+    memory = f"Memory and network traffic are {source}."
     if device is None:
-        return "\n".join([first, *lines])
+        return "\n".join([first, memory])
     peak = f"{device.peak / 1e12:.3g} TFLOP/s" if device.measured else f"{device.peak / 1e12:.0f} TFLOP/s in bf16"
     first += f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, {peak}"
     if devices > 1 or not device.measured:
         node, between = (f"{speed / _GB:.0f} GB/s" for speed in (device.intra_node, device.inter_node))
         first += f"; links {node} within a node of {device.node_size}, {between} between nodes"
-    reached = device.reached
-    if device.measured:
-        shares = f"matmuls at {reached.matmul:.0%} of the fastest square, kernels at {reached.kernel:.0%}"
-        lines.append(f"Assumed: {shares}, and twice the least memory traffic.")
-    else:
-        within = f"NVLink at {LINKS.nvlink:.0%}" if device.switched else f"xGMI at {LINKS.xgmi:.0%}"
-        kernel, moving, memory = (
-            span((getattr(SLOW, name), getattr(ASSUMPTIONS, name)), "{:.0%}".format)
-            for name in ("kernel", "moving", "memory")
-        )
-        rest = " of the rest" if device.rates else ""
-        lines += [
-            f"Assumed{rest}: matmuls at {reached.matmul:.0%} of the peak, Pallas kernels at {kernel};",
-            f"of the memory bandwidth, kernels that multiply no matrices at {moving}, other work at {memory};",
-            f"{within}, network adapters at {LINKS.adapter:.0%};",
-            f"at least {1e6 * reached.launch:.3g} µs per kernel, and {1e6 * reached.latency:.3g} µs per collective.",
-        ]
-    return "\n".join([basis(device, name or ""), first, *lines])
+    return "\n".join([basis(device, name or ""), first, memory])
 
 
 def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _matmuls(flops: Mapping[str, float], remat: Remat, program: PhaseProgram) ->
     fp32_iterates = fp32 or config.optimizer.muon.newton_schulz_dtype != "bfloat16"
     layers = (flops["attention"] + flops["rest"]) * (4 / 3 if remat == "full" else 1)
     return [
-        Work(name, flops=layers / devices, rate="kernel", fp32=fp32, launches=0, kernel="layers"),
+        Work(name, flops=layers / devices, rate="layers", fp32=fp32, launches=0, kernel="layers"),
         Work(name, flops=flops["head"] / devices, fp32=fp32, launches=0, kernel="head"),
         Work(name, flops=flops["newton_schulz"] / devices, fp32=fp32_iterates, launches=0, kernel="newton_schulz"),
     ]
