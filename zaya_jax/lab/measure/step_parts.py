@@ -166,8 +166,10 @@ def configuration(
     """Return what each launch took, and each work of an estimate as a whole, for `benchmarks.gpu_report.calibration`.
 
     A program runs `calls` times in a step, which takes `untraced` seconds without a profiler; the profiler names what
-    runs beside other work by the instruction inside.
+    runs beside other work by the instruction inside. {} for a device without a data sheet.
     """
+    if find_device(trace.device) is None:
+        return {}
     names = ("part", "component", "kernel", "flops", "bytes", "fp32")
     took, rows = defaultdict[str, float](float), dict[tuple[Any, ...], dict[str, Any]]()
     for interval in trace.intervals:

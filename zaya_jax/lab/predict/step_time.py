@@ -16,9 +16,7 @@ class Work(NamedTuple):
     component: str  # of the step's time, such as 'matmuls'
     bytes: float = 0.0  # read and written
     flops: float = 0.0  # floating-point operations
-    rate: Literal["matmul", "kernel", "layers"] = (
-        "matmul"  # fraction of the peak that the operations reach, see `Assumptions`
-    )
+    rate: Literal["matmul", "kernel", "layers"] = "matmul"  # fraction of the peak that is reached, see `Assumptions`
     fp32: bool = False  # whether they are in fp32; fp64 counts as fp32, which is faster
     launches: float = 1  # kernels, of which each takes a fixed time at least
     kernel: str = ""  # name of the kernel, or of a sum that was measured as a whole

@@ -65,11 +65,12 @@ def dry_run(
     require(devices >= 1, "--devices", devices, "at least 1")
     config.check()
     if gpu is not None:
-        if hardware not in (None, gpu):
-            raise InputError(f"--hardware is {hardware}, but must be {gpu} or omitted with --compile-for {gpu}.")
         check_devices(gpu, devices)
+        if hardware is not None and get_device(hardware, devices).kinds != HARDWARE[gpu].kinds:
+            allowed = f"{gpu}, measurements of one, or omitted with --compile-for {gpu}"
+            raise InputError(f"--hardware is {hardware}, but must be {allowed}.")
         find_toolchain(gpu)
-        hardware = gpu
+        hardware = hardware or gpu
     device = None if hardware is None else get_device(hardware, devices)
     if suggest and device is None:
         raise InputError("--suggest needs --hardware NAME or --compile-for GPU, to compare times.")
