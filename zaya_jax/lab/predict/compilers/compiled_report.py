@@ -132,12 +132,8 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
     described |= {"collectives": collective_rows(prediction, axes), "moves": move_rows(step.entry)}
     described |= {"costliest": prediction.costliest, "kernels": [kernel._asdict() for kernel in step.kernels]}
     parts = {part: cost._asdict() for part, cost in prediction.parts.items()}
-    predicted = {
-        "seconds": prediction.seconds,
-        "most": prediction.most,
-        "components": prediction.components,
-        "parts": parts,
-    }
+    predicted = {"seconds": prediction.seconds, "most": prediction.most, "parts": parts}
+    predicted["components"] = prediction.components
     predicted["assumptions"] = {**ASSUMPTIONS._asdict(), "slow": SLOW._asdict(), "links": LINKS._asdict()}
     return described | {"predicted": predicted}
 

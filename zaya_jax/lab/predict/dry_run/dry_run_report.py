@@ -158,9 +158,9 @@ def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     speed = estimate.tokens / seconds / math.prod(estimate.axes.values())
     shares = {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])}
     summary = {"bytes": memory, "allocatable_bytes": hardware.allocatable, "fits": fits, "step_seconds": seconds}
-    most, seconds = phase.most_seconds, phase.seconds
-    summary |= {"most_step_seconds": most, "least_tokens_per_second_per_device": speed * summary["step_seconds"] / most}
-    summary |= {"tokens_per_second_per_device": speed, "phase_seconds": seconds, "shares": shares}
+    least = speed * seconds / phase.most_seconds
+    summary |= {"most_step_seconds": phase.most_seconds, "least_tokens_per_second_per_device": least}
+    summary |= {"tokens_per_second_per_device": speed, "phase_seconds": phase.seconds, "shares": shares}
     return summary | {"try": speedups(estimate, memory, hardware) if fits else advice(estimate, hardware)}
 
 

@@ -128,16 +128,16 @@ def _with_times(estimate: PhaseEstimate, program: PhaseProgram, hardware: Hardwa
         for behind in (True, False)
     )
     launches = estimate.micro_batches * config.model.num_layers * reached.layer_launches
-    work = (
-        *_matmuls(executed, program.remat, program),
-        Work("other memory traffic", bytes=reached.traffic * least, launches=0),
-        *([] if hardware.rates else [Work("kernel launches", launches=launches)]),  # which measured times have
-    )
+    traffic = Work("other memory traffic", bytes=reached.traffic * least, launches=0)
+    work = (*_matmuls(executed, program.remat, program), traffic)
 
     def times(device: Hardware) -> dict[str, float]:
         timeline = Timeline()
         end = timeline.start(hidden)
         components = timeline.run(work, device)
+        waits = launches * device.reached.launch  # of which measured times have as much as they can
+        components["kernel launches"] = max(waits - timeline.now, 0.0) if device.rates else waits
+        timeline.now += components["kernel launches"]
         return components | {"exposed network": timeline.wait(end) + timeline.wait(timeline.start(exposed))}
 
     most = sum(times(hardware.slowest).values())

@@ -196,8 +196,7 @@ def suggestions(config: Config, phase: int, devices: int, hardware: Hardware, gp
     for index, (suggestion, change) in enumerate(track("comparing", found, lambda item: " ".join(item[1]))):
         estimate, compiled = suggestion.estimate, gpu is not None and index < COMPILED
         row = {"overrides": change, "seconds": estimate.step_seconds, "most": estimate.most_seconds}
-        row |= {"bytes": estimate.memory.total}
-        row |= {"compiled": compiled, "refused": ""}
+        row |= {"bytes": estimate.memory.total, "compiled": compiled, "refused": ""}
         if gpu is not None and compiled:
             try:
                 step = compile_step(suggestion.config, phase, gpu, devices)
@@ -221,9 +220,8 @@ def suggestion_lines(phase: str, rows: list[dict[str, Any]]) -> list[str]:
         source, wrong = "compiled" if row["compiled"] else "estimated", f" ({row['refused'] or 'does not fit'})"
         change = " ".join(map(shlex.quote, row["overrides"])) or "none"
         size = number(row["bytes"], 1e9)
-        cells.append(
-            (span((row["seconds"], row["most"]), number), size, source, change + ("" if row["fits"] else wrong))
-        )
+        seconds = span((row["seconds"], row["most"]), number)
+        cells.append((seconds, size, source, change + ("" if row["fits"] else wrong)))
     return section(f"Fastest settings of phase {phase}", ("s/step", "GB", "source", "change"), cells, indent="")
 
 
