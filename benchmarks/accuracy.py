@@ -10,7 +10,7 @@ from benchmarks.gpu_report.calibration import as_work, calibration, configuratio
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.lab.predict.step_time import span
 from zaya_jax.lab.result import write_result
-from zaya_jax.run.files import expanded
+from zaya_jax.run.files import expanded, read_json
 from zaya_jax.run.table import NONE, number
 
 _LARGE = 0.05  # share of a program from which on a part is judged
@@ -35,13 +35,18 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     """
     print(table(expanded(parsed.folder)))
     if parsed.calibration:
-        write_result(calibration(configurations(expanded(parsed.folder))), parsed.calibration)
+        write_result(calibration(read_configurations(expanded(parsed.folder))), parsed.calibration)
     return {}
+
+
+def read_configurations(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the configurations in the recordings of a folder; InputError if one is damaged."""
+    return configurations({path.name: read_json(path) for path in sorted(folder.glob("*.json"))})
 
 
 def table(folder: Path) -> str:
     """Return the Markdown of a folder of recordings."""
-    found = configurations(folder)
+    found = read_configurations(folder)
     used = {row["recording"] for row in found.values()}
     others = ", ".join(f"`{path.name}`" for path in sorted(folder.glob("*.json")) if path.name not in used)
     rows = [(name, *cells) for name in found for cells in _rows(name, found)]

@@ -7,27 +7,25 @@ seconds of whole `parts`.
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, Hardware, find_hardware
 from zaya_jax.lab.predict.calibration import CALIBRATION, calibrated, kernel_sources
 from zaya_jax.lab.predict.step_time import Work
-from zaya_jax.run.files import read_json
 
 Configuration = Mapping[str, Any]
 _WAITING = 20e-6  # seconds of a launch, below which most of them wait rather than work
 
 
-def configurations(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the configurations in the recordings of a folder, by name; {} for a device without a data sheet."""
+def configurations(recordings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the configurations of recordings, by file: those of parts that passed, on a device with a data sheet."""
     found = {}
-    for path in sorted(folder.glob("*.json")):
-        recording = read_json(path)
-        for name, row in recording.get("configurations", {}).items() if isinstance(recording, dict) else ():
+    for file, recording in recordings.items():
+        ran = recording.get("configurations", {}) if isinstance(recording, dict) and "failed" not in recording else {}
+        for name, row in ran.items():
             if find_hardware(recording["hardware"]["device"]):
                 origin = {key: recording.get(key) for key in ("date", "hardware", "versions", "sources")}
-                found[f"{name} ({path.stem})" if name in found else name] = {"recording": path.name, **origin, **row}
+                found[f"{name} ({file})" if name in found else name] = {"recording": file, **origin, **row}
     return found
 
 

@@ -124,7 +124,7 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
                 date = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name}
                 recordings[name] = {**date, **header, **result, "before": _last(before, header)}
                 write_result(recordings[name], str(target / f"{name}.json"))
-    if found := configurations(target):
+    if found := configurations({f"{name}.json": part for name, part in (recorded | recordings).items()}):
         write_result(calibration(found), str(target / f"{CALIBRATION}.json"))
         print(f"Predictions read what was measured: --hardware {target / CALIBRATION}.json", flush=True)
     print()

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from benchmarks.accuracy import table
-from benchmarks.gpu_report.calibration import as_work, calibration, configurations, device, predicted
+from benchmarks.accuracy import read_configurations, table
+from benchmarks.gpu_report.calibration import as_work, calibration, device, predicted
 from tests.lab.compilers.test_schedule import TEXT
 from tests.train_helpers import ROOT
 from zaya_jax.hardware.data_sheets import FIRST_SEEN, HARDWARE, SLOW
@@ -17,7 +17,7 @@ from zaya_jax.lab.predict.compilers.hlo import parse, walk
 from zaya_jax.lab.predict.compilers.predict import WHOLE, instruction_work, predict
 
 H200, FOLDER = HARDWARE["h200"], ROOT / "benchmarks/gpu/nvidia_h200"
-FOUND = configurations(FOLDER)
+FOUND = read_configurations(FOLDER)
 PROGRAMS = [name for name in FOUND if "step" in name]
 
 
