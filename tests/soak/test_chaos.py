@@ -71,14 +71,15 @@ class Job:
             for more in own
         ]  # fmt: skip
 
-    def end(
-        self, processes: list[subprocess.Popen[str]], allowed: set[int], fault: str, seconds: float = 120
-    ) -> list[int]:
+    def end(self, processes: list[subprocess.Popen[str]], allowed: set[int], fault: str) -> list[int]:
         """Wait for all processes; check what they said and how they ended."""
+        seconds = (
+            PRESETS["cpu"].join_seconds + 60
+        )  # as long as a process waits for one that was killed before it joined
         late = threading.Timer(seconds, lambda: [process.kill() for process in processes])
         late.start()
         texts = [process.communicate()[0] for process in processes]
-        assert late.is_alive(), f"{fault}: not ended after {seconds:g} s:\n" + "\n---\n".join(texts)
+        assert late.is_alive(), f"{fault}: not ended after {seconds} s:\n" + "\n---\n".join(texts)
         late.cancel()
         self.said += texts
         for text in texts:
@@ -223,8 +224,7 @@ def test_twenty_faults_of_two_processes_lose_nothing(tmp_path):
     quiet.finish()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        joining = PRESETS["cpu"].join_seconds  # process 1 waits for process 0
-        statuses = disturbed.end(disturbed.start(port), {1, 2}, "port in use", joining + 120)
+        statuses = disturbed.end(disturbed.start(port), {1, 2}, "port in use")
         print(f"port in use: {statuses}", flush=True)
         assert str(port) in disturbed.said[-2]
     met = disturb(quiet, disturbed, TOGETHER, 16, random.Random())
