@@ -70,24 +70,23 @@ def summed_gradient(
     reduce_axes = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
-        micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        # With one micro-batch nothing reads an expert twice, so that the layers gather them.
-        compute = compute_copy(params, leaves, dtypes, gather_experts=micro_batches > 1)
+        one_micro_batch = jax.tree.leaves(batch)[0].shape[0] == 1
+        compute = compute_copy(params, leaves, dtypes, one_micro_batch)
         frozen_compute = frozen_copy(frozen, leaves)
 
         def loss(trained: Any, micro: Any) -> tuple[jax.Array, Sums]:
             return local_loss({**frozen_compute, **trained}, constants, micro)
 
         def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
-            parts = scatter_in_layers(compute, totals, leaves, mesh, micro_batches == 1)
+            parts = scatter_in_layers(compute, totals, leaves, mesh, one_micro_batch)
             return _reduced_gradient(loss, parts, micro, totals, leaves, mesh)
 
         accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place)
-        if reduce_axes and micro_batches == 1:
+        if reduce_axes and one_micro_batch:
             grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
             grads, sums = _added(reduced, batch)
-        elif any(leaf.in_layer and leaf.gathers for leaf in leaves.values()):
+        elif any(leaf.reduced_in_layers for leaf in leaves.values()):
             grads, sums = accumulated(jax.tree.map(lambda x: x[:-1], batch))
             grads, last = reduced(_ordered_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
             sums = jax.tree.map(jnp.add, sums, last)
@@ -188,21 +187,23 @@ def _mapped(
     return mapped
 
 
-def compute_copy(params: Arrays, leaves: Leaves, dtypes: Mapping[str, Any], gather_experts: bool = True) -> Arrays:
+def compute_copy(params: Arrays, leaves: Leaves, dtypes: Mapping[str, Any], one_micro_batch: bool = False) -> Arrays:
     """Make the parameters that a device computes with from its shards, inside the region.
 
     Layers that are gathered one at a time, and the embedding, stay in the master weights' dtype (with values rounded to
     the compute dtype if gathered here), so that the sums of their gradients, over fsdp or over all tokens, are in fp32.
-    Without `gather_experts`, they stay sharded; `scatter_in_layers` lets the layers gather them. The other matrices are
-    small, but the first product of a layer needs them: gathered in the layers, they would wait behind its experts.
+    In a step of `one_micro_batch` no expert is read twice: they stay sharded, and `scatter_in_layers` lets the layers
+    gather them. The other matrices are small, but the first product of a layer needs them: gathered in the layers, they
+    would wait behind its experts.
     """
 
     def copy(name: str, x: jax.Array) -> jax.Array:
         leaf, dtype = leaves[name], dtypes[name]
-        if not leaf.gathered or (leaf.gathered_in_layers and not gather_experts):
-            return x if leaf.exact else x.astype(dtype)
+        exact = leaf.by_layer or leaf.kind == "embedding"
+        if not leaf.gathered or (leaf.gathered_in_layers and one_micro_batch):
+            return x if exact else x.astype(dtype)
         x = _gather(leaf, x.astype(dtype))
-        return x.astype(accumulation_dtype(dtype)) if leaf.exact else x
+        return x.astype(accumulation_dtype(dtype)) if exact else x
 
     return {name: copy(name, x) for name, x in params.items()}
 
@@ -215,19 +216,19 @@ def frozen_copy(frozen: Arrays, leaves: Leaves) -> Arrays:
     return {name: _gather(leaves[name], x) for name, x in frozen.items()}
 
 
-def scatter_in_layers(compute: Arrays, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh, sharded: bool) -> Parts:
-    """Make the layers' matrices in a compute copy `Scattered`, with the gradients of earlier micro-batches, if any.
-
-    `sharded` tells whether experts in `compute` are still sharded.
-    """
+def scatter_in_layers(
+    compute: Arrays, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh, one_micro_batch: bool = False
+) -> Parts:
+    """Make the layers' matrices in a `compute_copy` `Scattered`, with the sums of earlier gradients, if any."""
 
     def scattered(name: str, x: jax.Array) -> jax.Array | Scattered:
         leaf = leaves[name]
-        if not (leaf.in_layer and leaf.gathers):
+        if not leaf.reduced_in_layers:
             return x
         ((axis, over),) = leaf.gathers
         shape = list(x.shape)
-        shape[axis] //= 1 if sharded and leaf.gathered_in_layers else math.prod(mesh.shape[name] for name in over)
+        if not (one_micro_batch and leaf.gathered_in_layers):  # which are sharded already
+            shape[axis] //= math.prod(mesh.shape[name] for name in over)
         total = None if totals is None else totals[name]
         return Scattered(x, total, jnp.zeros(shape, accumulation_dtype(x.dtype)))
 

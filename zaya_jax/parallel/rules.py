@@ -10,7 +10,7 @@ The axis of stacked layers is never sharded, since numbers such as 40 layers rar
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,14 +29,9 @@ class LeafPlacement(NamedTuple):
     over: tuple[str, ...]  # mesh axes that `axis` is sharded over
     own: tuple[str, ...]  # mesh axes along which the compute copy stays sharded: `expert` for experts
     experts_over: tuple[str, ...]  # mesh axes that the axis of experts is sharded over, inside `own`
-    # Whether the loop over layers hides its collectives: a sharded stack of the layers' matrices. Vectors are not,
-    # since those of all layers take a few MB.
-    in_layer: bool
-    by_layer: bool  # whether it is gathered over fsdp one layer at a time, in that loop
-    expert: bool  # whether it holds experts, which are nearly all of a layer's bytes
-    # Whether the compute copy stays in the master weights' dtype, because its gradient is a sum over devices or
-    # tokens that the compute dtype would round.
-    exact: bool
+    # The loop over layers hides collectives of the layers' experts, which are nearly all of a layer's bytes, and of
+    # their other matrices. Vectors are not worth it, since those of all layers take a few MB.
+    kind: Literal["layers' experts", "layers' matrices", "embedding", "other"]
 
     @property
     def gathers(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -51,9 +46,19 @@ class LeafPlacement(NamedTuple):
         return tuple(axis for _, over in self.gathers for axis in over)
 
     @property
+    def by_layer(self) -> bool:
+        """True if it is gathered over fsdp one layer at a time, in the loop over layers."""
+        return self.kind in LAYER_KINDS and "fsdp" in self.split
+
+    @property
+    def reduced_in_layers(self) -> bool:
+        """True if the layers reduce the gradient of what is gathered once a step."""
+        return self.kind in LAYER_KINDS and bool(self.gathers)
+
+    @property
     def gathered_in_layers(self) -> bool:
         """True if the layers gather it, instead of the step, if there is a single micro-batch."""
-        return self.expert and self.in_layer and bool(self.gathers)
+        return self.kind == "layers' experts" and bool(self.gathers)
 
     @property
     def layer_axis(self) -> int | None:
@@ -66,6 +71,7 @@ class LeafPlacement(NamedTuple):
         return (*self.own, *self.experts_over, *self.over)
 
 
+LAYER_KINDS = ("layers' experts", "layers' matrices")
 EXPERTS_AXIS = -3  # of a stack of matrices
 
 
@@ -94,11 +100,10 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
         spec[axis] = over
     if own or experts_over:
         spec[EXPERTS_AXIS] = (*own, *experts_over)
-    split = {*own, *experts_over, *over}
-    in_layer = layered and role in MATRIX_ROLES and bool(split)
-    by_layer = in_layer and "fsdp" in split
-    kinds = in_layer, by_layer, role == "expert", by_layer or role == "embedding"
-    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, *kinds)
+    kind = "embedding" if role == "embedding" else "other"
+    if layered and role in MATRIX_ROLES:
+        kind = "layers' experts" if role == "expert" else "layers' matrices"
+    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, kind)
 
 
 def _subsets(mesh: AnyMesh, axes: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -82,7 +82,7 @@ def _parameters(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
         gathers = 2 if in_layers and program.remat != "none" else 1
         add("parameters", "all-gather", leaf.gathered, gathers * held * placement.dtypes[name].itemsize, in_layers)
         if trained:
-            add("gradients", "reduce-scatter", collectives.scatter, held * exact * times, leaf.in_layer)
+            add("gradients", "reduce-scatter", collectives.scatter, held * exact * times, leaf.reduced_in_layers)
             scattered = held / math.prod(sizes[axis] for axis in collectives.scatter)
             add("gradients of replicated parameters", "all-reduce", collectives.sum, 2 * scattered * exact * times)
     return [Transfer(what, kind, axes, count, hidden) for (what, kind, axes, hidden), count in sent.items()]
