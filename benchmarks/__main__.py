@@ -18,7 +18,6 @@ BENCHMARKS = {
     "prefill": "attention of a prompt, against grouped-query and full attention",
     "data": "packing against Grain, data preparation against datasets",
     "checkpoint": "saving and restoring, against Orbax and gather-and-pickle",
-    "supervision": "training under a supervisor, against training without one",
     "startup": "start of training by part, with empty caches and again",
     "kernels": "each Pallas kernel, against XLA, PyTorch and the device's peak",
     "gpu_report": "what training on this machine's GPUs computes, how fast, and whether it can be trusted",

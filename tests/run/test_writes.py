@@ -37,7 +37,6 @@ OTHERS = {
     "benchmarks/gpu_report/speed.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "benchmarks/optimizer.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/startup.py": ("TemporaryDirectory fdopen truncate", TEMPORARY),
-    "benchmarks/supervision.py": ("TemporaryDirectory truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),
     "checkpoint/orbax_save.py": ("save_checkpointables_async",
                                  "into folders that must not exist and that Orbax creates"),
