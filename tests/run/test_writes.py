@@ -27,7 +27,7 @@ OTHERS = {
     "benchmarks/balance.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/checkpoint.py": ("TemporaryDirectory dump mkdir mkdir open open rename rmtree rmtree "
                                  "save_checkpointables_async unlink write_text", TEMPORARY),
-    "benchmarks/data.py": ("TemporaryDirectory TemporaryDirectory mkdir open write_bytes", TEMPORARY),
+    "benchmarks/data.py": ("TemporaryDirectory TemporaryDirectory open tofile write_bytes", TEMPORARY),
     "benchmarks/data_peers.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/gpu_report/determinism.py": ("TemporaryDirectory mkdir", TEMPORARY),
     "benchmarks/gpu_report/runs.py": ("TemporaryDirectory", TEMPORARY),
