@@ -30,13 +30,12 @@ def _argument(name: str, what: str, metavar: str | None = None, **options: Any) 
 
 def _parser() -> Parser:
     program = "python -m zaya_jax.checkpoint"
-    plain = argparse.RawDescriptionHelpFormatter  # keeps the example on one line
     what, example = "Manage the checkpoints of runs.", f"example: {program} ls runs/tiny"
-    parser = Parser(prog=program, description=what, epilog=example, formatter_class=plain)
+    parser = Parser(prog=program, description=what, epilog=example)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (what, example, *options) in _verbs().items():
         about, epilog = f"{what[0].upper()}{what[1:]}.", f"example: {program} {name} {example}"
-        verb = verbs.add_parser(name, help=what, description=about, epilog=epilog, formatter_class=plain)
+        verb = verbs.add_parser(name, help=what, description=about, epilog=epilog)
         for option, settings in options:
             verb.add_argument(option, **settings)
     return parser

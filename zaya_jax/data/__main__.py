@@ -51,18 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    plain = argparse.RawDescriptionHelpFormatter  # keeps examples on one line
     example = f"example: {_PROGRAM} "
     summary = "Prepare and inspect training data."
-    parser = Parser(
-        prog=_PROGRAM, description=summary, epilog=f"{example}describe configs/tiny.yaml", formatter_class=plain
-    )
+    parser = Parser(prog=_PROGRAM, description=summary, epilog=f"{example}describe configs/tiny.yaml")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def verb(run: Callable[[argparse.Namespace], None], name: str, summary: str, arguments: str) -> Callable:
         """Add a verb with an example of its arguments, and return a function that adds one."""
         texts = {"help": summary, "description": run.__doc__, "epilog": f"{example}{name} {arguments}"}
-        added = verbs.add_parser(name, **texts, formatter_class=plain)
+        added = verbs.add_parser(name, **texts)
         added.set_defaults(run=run)
         return lambda argument, **settings: added.add_argument(argument, help=_HELP[argument], **settings)
 

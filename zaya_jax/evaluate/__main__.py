@@ -12,6 +12,7 @@ from zaya_jax.errors import InputError, RunStopped, exit_message
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.command_output import prepare_streams, run_command
+from zaya_jax.run.options import add_job
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
@@ -82,18 +83,16 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--tokenizer": ("tokenizer to use in place of the model's own", {"metavar": "FOLDER"}),
     "--batch-tokens": (_TOKENS, _NUMBER),
     "--batch-rows": (_ROWS, _NUMBER),
-    "--coordinator": ("address of process 0 (default: set by the launcher)", {"metavar": "HOST:PORT"}),
-    "--processes": ("number of processes in the job (default: set by the launcher)", _NUMBER),
-    "--process": ("index of this process, from 0 (default: set by the launcher)", {**_NUMBER, "metavar": "I"}),
 }
 
 
 def _parser() -> Parser:
     description = "Score a model. Without --text, --tasks and --config: the held-out loss of a run."
     texts = {"prog": "python -m zaya_jax.evaluate", "description": description, "epilog": _EXAMPLES}
-    parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+    parser = Parser(**texts)
     for name, (text, settings) in _FLAGS.items():
         parser.add_argument(name, help=text, **settings)
+    add_job(parser)
     return parser
 
 

@@ -166,8 +166,9 @@ def _score_heldout(subject: _Subject, heldout: OpenHeldout) -> dict[str, Any]:
     if is_primary():
         print("Scoring the held-out text of the run", flush=True)
     run, step = heldout(subject.run), subject.step or 0
-    losses = {name: results.text_record(loss) for name, loss in run.losses(weights, step).items()}
-    return {"heldout": losses, "data": {name: text.use._asdict() for name, text in run.texts(step).items()}}
+    losses, texts = run.losses(weights, step), run.texts(step)
+    scores = {name: results.text_record(loss, texts[name].text_bytes) for name, loss in losses.items()}
+    return {"heldout": scores, "data": {name: text.use._asdict() for name, text in texts.items()}}
 
 
 def _score_texts_and_tasks(
@@ -188,7 +189,7 @@ def _score_texts_and_tasks(
     if texts:
         scorer = model.scorer if model else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
         losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
-        record["texts"] = {name: results.text_record(loss) for name, loss in losses.items()}
+        record["texts"] = {name: results.text_record(*loss) for name, loss in losses.items()}
     if tasks is not None:
         record["tasks"] = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
         record["truncated"] = model.truncated

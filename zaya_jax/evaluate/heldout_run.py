@@ -15,8 +15,7 @@ from zaya_jax.data.loading.batches import HeldoutText, heldout_text
 from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
-from zaya_jax.evaluate.heldout import HeldoutEvaluator
-from zaya_jax.evaluate.scoring import TextLoss
+from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss
 from zaya_jax.job.multihost import primary_first
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, roles, shapes, with_values
@@ -55,7 +54,7 @@ class RunHeldout:
         measure = functools.partial(heldout_text, config, prepared, limit=config.evaluation.batches, phase=phase)
         return {name: text for name in prepared.sources if (text := measure(name)) is not None}
 
-    def losses(self, weights: Weights, step: int) -> dict[str, TextLoss]:
+    def losses(self, weights: Weights, step: int) -> dict[str, HeldoutLoss]:
         """Compute the loss of each source with held-out text; InputError if a checkpoint's weights are damaged.
 
         Adapters are merged into their base first.
@@ -64,8 +63,7 @@ class RunHeldout:
         values = weights.load(_abstract(weights, placement))
         balance = {name: values.pop(name) for name in list(values) if is_balancing_bias(name)}
         self._evaluator.evaluate(ModelSnapshot(values, balance, {}, placement, loss_sums, self._phase(step)))
-        sizes, losses = {name: text.text_bytes for name, text in self.texts(step).items()}, self._evaluator.losses
-        return {name: TextLoss(loss.nats, loss.tokens, sizes[name]) for name, loss in losses.items()}
+        return self._evaluator.losses
 
 
 def _program(run_config: Config, run: Path, config: ModelConfig) -> tuple[Placement, Any]:

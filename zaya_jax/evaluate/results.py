@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError, printable
-from zaya_jax.evaluate.scoring import Progress, TextLoss
+from zaya_jax.evaluate.heldout import HeldoutLoss
+from zaya_jax.evaluate.scoring import Progress
 from zaya_jax.run.files import require_regular, write_atomically
 from zaya_jax.run.metrics import finite
 from zaya_jax.run.table import format_table
@@ -23,16 +24,15 @@ _LONGEST_NAME = 100  # characters of the tasks' names
 _EVERY = 30.0  # seconds between lines of progress without a terminal
 
 
-def text_record(loss: TextLoss) -> dict[str, Any]:
-    """Return the scores of a text as JSON."""
-    per_token = loss.nats / max(loss.tokens, 1)
+def text_record(loss: HeldoutLoss, text_bytes: int, lost_bytes: int = 0) -> dict[str, Any]:
+    """Return the scores of a text as JSON; its tokens stand for `text_bytes`, and `lost_bytes` have none."""
     return {
-        "nats_per_token": per_token,
-        "perplexity": math.exp(min(per_token, 700.0)),
-        "bits_per_byte": loss.nats / math.log(2) / max(loss.text_bytes, 1),
+        "nats_per_token": loss.nats_per_token,
+        "perplexity": math.exp(min(loss.nats_per_token, 700.0)),
+        "bits_per_byte": loss.bits_per_byte(text_bytes),
         "tokens": loss.tokens,
-        "bytes": loss.text_bytes,
-        "lost_bytes": loss.lost_bytes,
+        "bytes": text_bytes,
+        "lost_bytes": lost_bytes,
     }
 
 

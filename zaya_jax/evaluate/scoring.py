@@ -17,6 +17,7 @@ from zaya_jax.config.checks import counted
 from zaya_jax.data.loading.bin_packing import pack
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
+from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.job.multihost import all_gather
 from zaya_jax.model.loss import chunked_logprobs
 from zaya_jax.model.zaya import Zaya
@@ -45,15 +46,6 @@ class Score(NamedTuple):
 
     logprob: float  # log-probability of all its tokens in nats
     is_greedy: bool  # whether each token is the most likely one
-
-
-class TextLoss(NamedTuple):
-    """The loss over a text."""
-
-    nats: float  # cross-entropy of all tokens
-    tokens: int  # number of tokens predicted
-    text_bytes: int  # UTF-8 bytes that these tokens stand for
-    lost_bytes: int = 0  # other bytes of the text, for which the tokenizer has no token
 
 
 class _Document(NamedTuple):
@@ -249,8 +241,8 @@ def prefix_token(tokenizer: Tokenizer) -> int:
 
 def text_losses(
     scorer: Scorer, tokenizer: Tokenizer, texts: dict[str, str], progress: Progress | None = None
-) -> dict[str, TextLoss]:
-    """Compute the loss of each text, the first token after `prefix_token`."""
+) -> dict[str, tuple[HeldoutLoss, int, int]]:
+    """Return the loss of each text, the first token after `prefix_token`, and the bytes with and without a token."""
     encoded: dict[str, tuple[list[int], int]] = {}
     for name, text in texts.items():
         try:
@@ -259,6 +251,6 @@ def text_losses(
             raise InputError(f"--text {name} cannot be scored. {error}") from error
     nats = window_sums(scorer, [tokens for tokens, _ in encoded.values()], prefix_token(tokenizer), progress)
     return {
-        name: TextLoss(0.0 - logprob, len(tokens), len(texts[name].encode()) - lost, lost)
+        name: (HeldoutLoss(0.0 - logprob, len(tokens)), len(texts[name].encode()) - lost, lost)
         for logprob, (name, (tokens, lost)) in zip(nats, encoded.items(), strict=True)
     }

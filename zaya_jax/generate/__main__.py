@@ -73,8 +73,8 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _parser() -> Parser:
-    texts = {"description": "Continue texts with a model, or chat with it.", "epilog": _EXAMPLES}
-    parser = Parser(prog="python -m zaya_jax.generate", formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+    description = "Continue texts with a model, or chat with it."
+    parser = Parser(prog="python -m zaya_jax.generate", description=description, epilog=_EXAMPLES)
     for name, (text, settings) in _FLAGS.items():
         parser.add_argument(name, help=text, **settings)
     for name, text in _SAMPLING.items():

@@ -39,9 +39,8 @@ def _is_file(text: str, is_named: bool) -> bool:
 
 def training_parser() -> Parser:
     """Return the parser of the training command."""
-    kind = argparse.RawDescriptionHelpFormatter
     description = "Train a ZAYA1 model, or resume its training."
-    parser = Parser(prog="python -m zaya_jax.main", description=description, epilog=_EXAMPLES, formatter_class=kind)
+    parser = Parser(prog="python -m zaya_jax.main", description=description, epilog=_EXAMPLES)
     add = parser.add_argument
     text = "configuration file, such as configs/tiny.yaml (required; --config may be left out)"
     add("--config", action="append", default=[], metavar="FILE", help=text)

@@ -24,9 +24,9 @@ class Parser(argparse.ArgumentParser):
     _typed: Sequence[str] = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See `argparse.ArgumentParser`; commands in texts have the name that was typed."""
+        """See `argparse.ArgumentParser`; texts keep their lines, and name commands as they were typed."""
         texts = {key: typed_name(value) for key, value in options.items() if isinstance(value, str)}
-        super().__init__(*args, **options | texts)
+        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **options | texts)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None

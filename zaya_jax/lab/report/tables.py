@@ -180,22 +180,12 @@ def _step(result: Result) -> list[Table]:
 
 
 def _context(result: Result) -> list[Table]:
-    scaling = []
-    for length, kinds in result["scaling"].items():
-        scaling += [{"length": int(length), "attention": kind, **power} for kind, power in kinds.items() if power]
-
     def median(row: Row) -> str:
         return number(statistics.median(row["seconds"]), 1e-3)
 
     case = {"tokens": "length", "attention": "attention"}
     rows = {"devices": "devices", "compiled (MiB)": "bytes_per_device", "peak (MiB)": "peak", "median (ms)": median}
-    powers = {"fitted": lambda row: f"{row['exponent']:.2f}"}
-    powers |= {"between the two largest numbers": lambda row: f"{row['last']:.2f}"}
-    ideal = "-1 is ideal: twice the devices, half the memory on each."
-    return [
-        _table("Context-parallel attention: memory per device and time", result["results"], case | rows),
-        _table("Exponent of memory per device against the number of devices", scaling, case | powers, ideal),
-    ]
+    return [_table("Context-parallel attention: memory per device and time", result["results"], case | rows)]
 
 
 def _sizing(result: Result) -> list[Table]:
