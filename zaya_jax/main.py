@@ -61,8 +61,6 @@ def _train(config: Config, options: argparse.Namespace, process: TrainingProcess
     process.peers = join(flags, preset.join_seconds, timeout, progress, expanded(config.run_dir))
     result = run_training(config, process.peers, progress, process.leave)
     progress.enter(Phase.FINISH)
-    if is_primary() and config.sample.tokens:
-        print("Continuing the sample prompt", flush=True)
     text = report(config, result)
     if is_primary():
         print(text)

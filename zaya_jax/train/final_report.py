@@ -80,7 +80,9 @@ def _heldout(loss: HeldoutLoss, text: HeldoutText) -> dict[str, Any]:
 
 @out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
 def continuation(config: Config, result: TrainResult) -> str:
-    """Generate the continuation of the configured prompt."""
+    """Generate the continuation of the configured prompt, which may take a compilation."""
+    if is_primary():
+        print("Continuing the sample prompt", flush=True)
     tokenizer, sample = result.prepared.tokenizer, config.sample
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     room = config.model.max_positions - len(prompt)
