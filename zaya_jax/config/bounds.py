@@ -50,11 +50,11 @@ _BY_BOUND = {
 LARGEST: dict[str, float] = {field: bound for bound, fields in _BY_BOUND.items() for field in fields.split()}
 
 
-def check_bounds(section: Any, where: str = "") -> None:
-    """Raise `InputError` if a number in `section`, whose key is `where`, or its subsections is out of bounds."""
+def check_bounds(section: Any, key: str = "") -> None:
+    """Raise `InputError` if a number in `section`, whose key is `key`, or its subsections is out of bounds."""
     for name, allowed in _ranges(type(section)).items():
         largest = LARGEST.get(f"{type(section).__name__}.{name}")
-        _check(getattr(section, name), f"{where}.{name}" if where else name, largest, allowed)
+        _check(getattr(section, name), f"{key}.{name}" if key else name, largest, allowed)
 
 
 @functools.cache

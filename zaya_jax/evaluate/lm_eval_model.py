@@ -193,13 +193,13 @@ class ZayaLM(LM):  # type: ignore[misc]
 
     def _prompt(self, task: str, context: str, settings: Mapping[str, Any], sample: int) -> Prompt:
         """Make the prompt of a request; InputError if the settings of its task are invalid."""
-        where = f"The task {task}'s "
+        prefix = f"The task {task}'s "
         for key, (named, *types) in _TYPES.items():
-            require(type(settings.get(key)) in (type(None), *types), f"{where}{key}", settings.get(key), named)
+            require(type(settings.get(key)) in (type(None), *types), f"{prefix}{key}", settings.get(key), named)
         until, beams = settings.get("until"), settings.get("num_beams")
         texts = until if isinstance(until, list) else [] if until is None else [until]
-        require(all(isinstance(text, str) for text in texts), f"{where}until", until, "text or a list of texts")
-        require(beams in (None, 1), f"{where}num_beams", beams, "1, since zaya_jax has no beam search")
+        require(all(isinstance(text, str) for text in texts), f"{prefix}until", until, "text or a list of texts")
+        require(beams in (None, 1), f"{prefix}num_beams", beams, "1, since zaya_jax has no beam search")
         normalized = _normalized(settings)
         if unknown := sorted({*normalized} - {*Sampling._fields, *_IGNORED}, key=str):
             supported = f"it supports {', '.join(Sampling._fields)}, until and max_gen_toks"
@@ -214,7 +214,7 @@ class ZayaLM(LM):  # type: ignore[misc]
         fields = ("repetition_penalty",) if greedy else Sampling._fields
         values = {name: normalized[name] for name in fields if normalized.get(name) is not None}
         sampling = Sampling(temperature=0.0 if greedy else 1.0)._replace(**values)
-        sampling.check(where)
+        sampling.check(prefix)
         stop = tuple(filter(None, normalized.get("until", ())))
         # With reasoning, a stop text ends the answer after it, not the reasoning, which lm-eval removes first.
         stop = stop if self._think_end is None else ()
@@ -227,11 +227,11 @@ class ZayaLM(LM):  # type: ignore[misc]
         Without `add_generation_prompt` the model continues the last message, so what the template adds after it is cut.
         """
         for number, message in enumerate(chat_history, 1):
-            where = f"Message {number} of a task's chat"
+            location = f"Message {number} of a task's chat"
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise InputError(f"{where} is {message!r:.200}, but must have a role and a content that are text.")
+                raise InputError(f"{location} is {message!r:.200}, but must have a role and a content that are text.")
             try:
-                check_pairs(message, where)
+                check_pairs(message, location)
             except ValueError as error:
                 raise InputError(f"{error}.") from error
         if add_generation_prompt:

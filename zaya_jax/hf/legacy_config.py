@@ -66,9 +66,9 @@ _READ = {*_WRITTEN, "num_hidden_layers", "num_query_groups_list", "ffn_hidden_si
 _READ |= {"zaya_layers", "cca_num_q_heads", "swa_layers", "rotary_base", "rope_pct"}
 
 
-def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
+def from_legacy(tree: dict[str, Any], path: str) -> ModelConfig:
     """Parse the architecture in a legacy `config.json`, see `from_hf`; unknown keys of ZAYA are rejected, too."""
-    file = ConfigFile(tree, where)
+    file = ConfigFile(tree, path)
     file.require_zaya(_FIXED)
     for key in tree:
         if key.startswith(_OWN) and key not in _READ | _OBSOLETE | set(_FIXED):
@@ -87,7 +87,7 @@ def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
         num_layers=sublayers // 2,
         num_query_heads=_one_of(file, ("cca_num_q_heads", "num_attention_heads"), attention),
         num_kv_heads=_one_of(file, ("num_query_groups_list", "num_query_groups", "num_key_value_heads"), attention),
-        head_dim=hidden // heads if width is None else ConfigFile({"head_dim": width}, where).whole("head_dim"),
+        head_dim=hidden // heads if width is None else ConfigFile({"head_dim": width}, path).whole("head_dim"),
         num_experts=_one_of(file, ("zaya_layers", "num_experts"), mixture),
         expert_size=fused // 2,
         router_size=_one_of(file, ("zaya_mlp_expansion",), mixture),
@@ -130,7 +130,7 @@ def _one_of(file: ConfigFile, keys: Sequence[str], at: range) -> int:
     values = [entries[index] for index in at]
     if any(value != values[0] for value in values):
         file.fail(f"different {key} in different layers ({shown(values)}), but they must be equal")
-    return ConfigFile({key: values[0]}, file.where).whole(key)
+    return ConfigFile({key: values[0]}, file.path).whole(key)
 
 
 def _windows(file: ConfigFile, sublayers: int) -> tuple[tuple[AttentionKind, ...], int | None]:

@@ -195,14 +195,14 @@ def _compare(folder: Path, config: Config) -> None:
     raise InputError(f"{problem} {restore}, or choose another run_dir{weights}.")
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[tuple[str, str, str]]:
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield key, old and new value for a message; what only one configuration has is one difference."""
     for key in {**new, **old}:
         was, becomes = (_ABSENT if tree.get(key, {}) == {} else tree[key] for tree in (old, new))
         if isinstance(was, dict) and isinstance(becomes, dict):
-            yield from _differences(was, becomes, f"{where}{key}.")
+            yield from _differences(was, becomes, f"{prefix}{key}.")
         elif was != becomes:
-            yield f"{where}{key}", _describe(was), _describe(becomes)
+            yield f"{prefix}{key}", _describe(was), _describe(becomes)
 
 
 def _describe(value: Any) -> str:

@@ -63,8 +63,8 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
 
     def prepare(manifest: Manifest) -> TrainState:
         metadata, step = manifest.metadata, manifest.step
-        where = f"The checkpoint at step {step} in {config.run_dir}"
-        check_architecture(model_config(metadata), config.model, where, "Choose another run_dir")
+        origin = f"The checkpoint at step {step} in {config.run_dir}"
+        check_architecture(model_config(metadata), config.model, origin, "Choose another run_dir")
         check_past(from_dict(metadata["config"]), config, step)
         batches.set_state(metadata["data"])
         return _abstract_state(programs, manifest)

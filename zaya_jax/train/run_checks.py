@@ -73,10 +73,10 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
     """
     phases_started = sum(first < step for first, _ in phase_steps(old))
     for index, phase in enumerate(old.phases[:phases_started]):
-        where = f"phases.{phase.name}"
+        phase_key = f"phases.{phase.name}"
         if index >= len(new.phases):
             advice = "Restore it, or choose another run_dir."
-            raise InputError(f"{where} was removed, but the run has started that phase. {advice}")
+            raise InputError(f"{phase_key} was removed, but the run has started that phase. {advice}")
         old_settings, new_settings = _fixed_settings(phase), _fixed_settings(new.phases[index])
         if index < phases_started - 1:
             old_settings["tokens"], new_settings["tokens"] = phase.tokens, new.phases[index].tokens
@@ -84,13 +84,13 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
             if value != new_settings[key]:
                 change = f"was {shown(value)} and is now {shown(new_settings[key])}, but the run has started that phase"
                 advice = "Restore the old value to resume the run, or choose another run_dir."
-                raise InputError(f"{where}.{key} {change}. {advice}")
+                raise InputError(f"{phase_key}.{key} {change}. {advice}")
     if _steps_done(old, step) != _steps_done(new, step):
-        where, budget = f"phases.{old.phases[phases_started - 1].name}", new.phases[phases_started - 1].tokens
+        phase_key, budget = f"phases.{old.phases[phases_started - 1].name}", new.phases[phases_started - 1].tokens
         tokens_done = tokens_before(old, step) - tokens_before(old, phase_steps(old)[phases_started - 1][0])
         if budget < tokens_done:
             done = f"the run has already trained on {tokens_done:,} tokens in that phase"
-            raise InputError(f"{where}.tokens is {budget:,}, but {done}. Set it to at least that number.")
+            raise InputError(f"{phase_key}.tokens is {budget:,}, but {done}. Set it to at least that number.")
         done = f"{step} steps have already used the old values"
         advice = "Restore them, or append a phase with the new ones."
         raise InputError(f"train.batch or data.context was changed, but {done}. {advice}")

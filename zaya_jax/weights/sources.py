@@ -127,8 +127,8 @@ class CheckpointWeights(Weights):
         values, finite = jax.jit(cast, out_shardings=(placed, None))(arrays)
         for name, good in jax.device_get(finite).items():
             if not good:
-                where = f"The parameter {name} in {self.folder}"
-                raise InputError(f"{where} has NaN or infinite values; use an earlier checkpoint.")
+                parameter = f"The parameter {name} in {self.folder}"
+                raise InputError(f"{parameter} has NaN or infinite values; use an earlier checkpoint.")
         return values
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
