@@ -98,8 +98,8 @@ def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
 def saved_slices(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
     """Return the slices in which each array was saved; one slice of the whole array if that is unknown."""
     digests = read_digests(folder, manifest)
-    whole = {name: ",".join(f"0:{size}" for size in leaf["shape"]) for name, leaf in manifest.leaves.items()}
-    return {name: sorted(digests.get(name, {whole[name]: ""})) for name in manifest.leaves}
+    full_spans = {name: ",".join(f"0:{size}" for size in leaf["shape"]) for name, leaf in manifest.leaves.items()}
+    return {name: sorted(digests.get(name, {full_spans[name]: ""})) for name in manifest.leaves}
 
 
 def retried(read: Callable[[], T]) -> T:
@@ -115,8 +115,8 @@ def retried(read: Callable[[], T]) -> T:
 
 
 def _system_error(error: BaseException | None) -> int:
-    found = re.search(r"os_error_code='(\d+)'|OS error (\d+)", str(error))
-    return int(found[1] or found[2]) if found else getattr(error, "errno", None) or 0
+    match = re.search(r"os_error_code='(\d+)'|OS error (\d+)", str(error))
+    return int(match[1] or match[2]) if match else getattr(error, "errno", None) or 0
 
 
 def wrong_parts(

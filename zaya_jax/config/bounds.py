@@ -77,9 +77,9 @@ def _check(value: Any, key: str, largest: float | None, allowed: Range | None = 
         for name, item in value.items():
             _check(item, f"{key}.{name}", largest)
     elif isinstance(value, int | float):
-        whole = isinstance(value, int)
-        most = largest or (_INT if whole else _FLOAT)
-        require(whole or math.isfinite(value), key, value, "a finite number")
-        require(value <= most, key, value, f"at most {most:,}" if whole else f"at most {most:g}")
+        is_integer = isinstance(value, int)
+        most = largest or (_INT if is_integer else _FLOAT)
+        require(is_integer or math.isfinite(value), key, value, "a finite number")
+        require(value <= most, key, value, f"at most {most:,}" if is_integer else f"at most {most:g}")
         if allowed is not None:
             require(allowed.contains(value), key, value, allowed.words)

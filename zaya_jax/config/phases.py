@@ -118,8 +118,8 @@ class PhaseConfig:
         require(is_name(self.name), f"{key}.name", self.name, NAME)
         for name, weight in self.mixture.items():
             require(weight >= 0, f"{key}.mixture.{name}", weight, "at least 0 (0 only evaluates the source)")
-        is_read, one = not self.mixture or any(self.mixture.values()), "at least one source has a weight greater than 0"
-        require(is_read, f"{key}.mixture", dict(self.mixture), f"a table in which {one}")
+        allowed = "a table in which at least one source has a weight greater than 0"
+        require(not self.mixture or any(self.mixture.values()), f"{key}.mixture", dict(self.mixture), allowed)
         require_path(f"{key}.template", self.template)
         if self.schedule is not None:
             self.schedule.check(f"{key}.schedule")

@@ -193,11 +193,11 @@ class Config:
 
     def _check_batch(self, phase: PhaseConfig, phase_key: str, context_key: str) -> None:
         batch, context, key = self.batch_for(phase), self.context_for(phase), self.batch_key(phase)
-        must, whole = field_check(batch, key), f"a multiple of {context_key} ({context}): a step consists of whole rows"
+        must, rule = field_check(batch, key), f"a multiple of {context_key} ({context}): a step consists of whole rows"
         for index, size in enumerate(batch.stepped):
-            require(size.tokens % context == 0, f"{key}.stepped.{index}.tokens", size.tokens, whole)
-        must("tokens", batch.tokens % context == 0, whole)
-        must("start", (batch.start or 0) % context == 0, whole)
+            require(size.tokens % context == 0, f"{key}.stepped.{index}.tokens", size.tokens, rule)
+        must("tokens", batch.tokens % context == 0, rule)
+        must("start", (batch.start or 0) % context == 0, rule)
         for _, tokens in batch.sizes():
             rows = tokens // context
             divides = batch.micro_batch is None or rows % batch.micro_batch == 0

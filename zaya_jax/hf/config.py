@@ -36,9 +36,9 @@ class ConfigFile(NamedTuple):
     tree: dict[str, Any]
     path: str  # its path, for messages
 
-    def fail(self, what: str) -> NoReturn:
+    def fail(self, problem: str) -> NoReturn:
         """Raise an `InputError` that says what the file has."""
-        raise InputError(f"{self.path} has {what}.")
+        raise InputError(f"{self.path} has {problem}.")
 
     def read(self, key: str, allowed: str, is_allowed: Callable[[Any], bool], default: Any = None) -> Any:
         """Read a value; InputError unless it `is_allowed`, which `allowed` describes."""

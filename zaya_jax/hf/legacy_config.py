@@ -170,8 +170,8 @@ def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
     pattern = config.period * config.num_groups
     sliding = "sliding" in pattern
     if sliding and config.sliding_window == 1:
-        why = "which the legacy layout cannot represent (it stores the window minus 1, and 0 means full attention)"
-        raise InputError(f"model.sliding_window is 1, {why}; export with --layout hf.")
+        problem = "which the legacy layout cannot represent (it stores the window minus 1, and 0 means full attention)"
+        raise InputError(f"model.sliding_window is 1, {problem}; export with --layout hf.")
     back = (config.sliding_window or 1) - 1
     return {
         **described,

@@ -77,18 +77,18 @@ def summed_gradient(
         def loss(trained: Any, micro: Any) -> tuple[jax.Array, Sums]:
             return local_loss({**frozen_compute, **trained}, constants, micro)
 
-        def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
+        def reduced_gradient(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
             parts = scatter_in_layers(compute, totals, leaves, mesh, one_micro_batch)
             return _reduced_gradient(loss, parts, micro, totals, leaves, mesh)
 
         accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place)
         if reduce_axes and one_micro_batch:
-            grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
+            grads, sums = reduced_gradient(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
-            grads, sums = _added(reduced, batch)
+            grads, sums = _added(reduced_gradient, batch)
         elif any(leaf.reduced_in_layers for leaf in leaves.values()):
             grads, sums = accumulated(jax.tree.map(lambda x: x[:-1], batch))
-            grads, last = reduced(_ordered_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
+            grads, last = reduced_gradient(_ordered_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
             sums = jax.tree.map(jnp.add, sums, last)
         else:
             grads, sums = accumulated(batch)
@@ -243,13 +243,13 @@ def differentiated(parts: Parts) -> Arrays:
 def reduce_rest(grads: Arrays, parts: Parts, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh) -> Arrays:
     """Reduce the gradients that the layers have not reduced, after adding those of earlier micro-batches."""
 
-    def reduced(name: str, g: jax.Array) -> jax.Array:
+    def reduce_leaf(name: str, g: jax.Array) -> jax.Array:
         if isinstance(parts[name], Scattered):
             return _replicas(g, leaves[name], mesh)
         g = g.astype(accumulation_dtype(g.dtype))
         return _to_stored(g if totals is None else totals[name] + g, leaves[name], mesh)
 
-    return {name: reduced(name, g) for name, g in grads.items()}
+    return {name: reduce_leaf(name, g) for name, g in grads.items()}
 
 
 def _added(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -273,16 +273,16 @@ def _ordered_after(sums: Sums, batch: Any) -> Any:
 
 
 def _gather(leaf: LeafPlacement, x: jax.Array) -> jax.Array:
-    def whole(x: jax.Array) -> jax.Array:
+    def gather(x: jax.Array) -> jax.Array:
         for axis, over in leaf.gathers:
             x = jax.lax.all_gather(x, over, axis=x.ndim + axis, tiled=True)
         return x
 
     if not leaf.gathered_in_layers:
-        return whole(x)
+        return gather(x)
     # Of all layers at once, experts would be gathered in the order of the devices, and then transposed: both in memory.
     # On CPUs, devices would run the collectives of loops in different orders, and wait for each other forever.
-    return jax.lax.platform_dependent(x, cpu=whole, default=functools.partial(jax.lax.map, whole))
+    return jax.lax.platform_dependent(x, cpu=gather, default=functools.partial(jax.lax.map, gather))
 
 
 def _to_stored(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:

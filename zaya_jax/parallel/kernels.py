@@ -30,8 +30,8 @@ def validated_kernels(
       InputError: an implementation of `config.ops` does not exist, or cannot be used.
       TimeoutError: another process did not answer.
     """
-    dtype, found = config.train.compute_dtype, _read_table(folder, say) if is_primary() else None
-    texts = broadcast([found.text, found.source] if found else [])
+    dtype, own = config.train.compute_dtype, _read_table(folder, say) if is_primary() else None
+    texts = broadcast([own.text, own.source] if own else [])
     table = KernelTable(*texts) if texts else None
     while True:
         selection, problem = device_kernels(config.model, dtype, table, config.ops), None

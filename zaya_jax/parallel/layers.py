@@ -32,7 +32,7 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
     """
     places = {name_in_layer(name): (place, dtypes[name]) for name, place in leaves.items() if place.kind in LAYER_KINDS}
 
-    def whole(name: str, x: Any) -> jax.Array:
+    def gather_array(name: str, x: Any) -> jax.Array:
         if name not in places:
             return x
         place, dtype = places[name]
@@ -43,9 +43,9 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
 
     def gather(name: str, x: jax.Array | Scattered | Adapted) -> jax.Array:
         if not isinstance(x, Adapted):
-            return whole(name, x)
+            return gather_array(name, x)
         a, b = adapter_names(name)
-        return merge(Adapted(whole(name, x.base), whole(a, x.a), whole(b, x.b), x.scale))
+        return merge(Adapted(gather_array(name, x.base), gather_array(a, x.a), gather_array(b, x.b), x.scale))
 
     return lambda block: map_variables(block, gather)
 

@@ -93,9 +93,9 @@ class Weights(abc.ABC):
 class CheckpointWeights(Weights):
     """A checkpoint of all parameters, or of the adapters for `AdaptedWeights`; `reader` reads the arrays."""
 
-    def __init__(self, source: str | Path, what: str) -> None:
-        """Open a checkpoint that `what` names; InputError if there is none, or its manifest or a file is damaged."""
-        self.source, self.folder = str(source), checkpoint_folder(str(source), what)
+    def __init__(self, source: str | Path, key: str) -> None:
+        """Open a checkpoint that `key` names; InputError if there is none, or its manifest or a file is damaged."""
+        self.source, self.folder = str(source), checkpoint_folder(str(source), key)
         self.tokenizer = run_tokenizer(self.folder)
         self.manifest, self.reader = open_checkpoint(self.folder)
         metadata = self.manifest.metadata
