@@ -1,4 +1,4 @@
-"""Which devices generate: rows of a batch are split over some, the cache of each row over others."""
+"""The devices that generate: rows of a batch are split over some, the cache of each row over others."""
 
 import dataclasses
 import functools

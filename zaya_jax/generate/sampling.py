@@ -42,7 +42,7 @@ class Sampling(NamedTuple):
 
     @property
     def branches(self) -> "Branches":
-        """Which operations `draw` needs."""
+        """The operations that `draw` needs."""
         greedy = self.temperature == 0
         return Branches(greedy, not greedy and (self.top_k > 0 or self.top_p < 1), self.repetition_penalty != 1)
 

@@ -66,7 +66,7 @@ def _read_table(folder: Path | None, say: Callable[[str], object]) -> KernelTabl
     table = None if began else find_table(target, say)
     if table is None and target.platform in GPU_PLATFORMS:
         advice = f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
-        say("This run began without measured kernels, and goes on with the default ones." if began else advice)
+        say("This run began without measured kernels, and continues with the default ones." if began else advice)
     return table
 
 

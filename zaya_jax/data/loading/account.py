@@ -44,13 +44,13 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
             "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
             "skipped_rows": _skipped_rows(config, plan, name),
             "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
-            "train": _of_split(plan.uses[name], manifest.train, rows),
-            "heldout": _of_split(heldout_use(config, prepared, name, limit), manifest.heldout, batches),
+            "train": _split_account(plan.uses[name], manifest.train, rows),
+            "heldout": _split_account(heldout_use(config, prepared, name, limit), manifest.heldout, batches),
         }
     return accounts
 
 
-def _of_split(use: Use, entry: SplitEntry, rows: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
+def _split_account(use: Use, entry: SplitEntry, rows: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
     in_loss = any(row["loss_mask"].any() for row in islice(rows, ROWS))
     return use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes, "in_loss": in_loss}
 
