@@ -24,19 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: _run(options))
 
 
-def _argument(name: str, text: str, metavar: str | None = None, **options: Any) -> tuple[str, dict[str, Any]]:
-    return name, {"help": text, **options} | ({"metavar": metavar} if metavar else {})
+def _argument(name: str, what: str, metavar: str | None = None, **options: Any) -> tuple[str, dict[str, Any]]:
+    return name, {"help": what, **options} | ({"metavar": metavar} if metavar else {})
 
 
 def _parser() -> Parser:
     program = "python -m zaya_jax.checkpoint"
     plain = argparse.RawDescriptionHelpFormatter  # keeps the example on one line
-    text, example = "Manage the checkpoints of runs.", f"example: {program} ls runs/tiny"
-    parser = Parser(prog=program, description=text, epilog=example, formatter_class=plain)
+    what, example = "Manage the checkpoints of runs.", f"example: {program} ls runs/tiny"
+    parser = Parser(prog=program, description=what, epilog=example, formatter_class=plain)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, (text, example, *options) in _verbs().items():
-        description, epilog = f"{text[0].upper()}{text[1:]}.", f"example: {program} {name} {example}"
-        verb = verbs.add_parser(name, help=text, description=description, epilog=epilog, formatter_class=plain)
+    for name, (what, example, *options) in _verbs().items():
+        about, epilog = f"{what[0].upper()}{what[1:]}.", f"example: {program} {name} {example}"
+        verb = verbs.add_parser(name, help=what, description=about, epilog=epilog, formatter_class=plain)
         for option, settings in options:
             verb.add_argument(option, **settings)
     return parser
@@ -140,8 +140,8 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
             from zaya_jax.weights.interop import export_hf, export_peft
 
             if options.peft and options.layout != "hf":
-                reason = "transformers loads adapters onto the hf layout"
-                raise InputError(f"--layout legacy cannot be combined with --peft: {reason}.")
+                why = "transformers loads adapters onto the hf layout"
+                raise InputError(f"--layout legacy cannot be combined with --peft: {why}.")
             source, carry, base = options.checkpoint, options.carry, options.base
             if options.peft:
                 return [export_peft(source, options.folder, options.dtype, carry, base)], True

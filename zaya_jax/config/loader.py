@@ -182,23 +182,23 @@ def _names(items: list[Any], cls: Any) -> list[Any]:
     return [item.get("name", default) if isinstance(item, dict) else None for item in items]
 
 
-def _build(cls: type, tree: Any, section: str) -> Any:
-    require(isinstance(tree, dict), section or "The configuration", tree, "a section with keys")
+def _build(cls: type, tree: Any, where: str) -> Any:
+    require(isinstance(tree, dict), where or "The configuration", tree, "a section with keys")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in tree:
-        if current := RENAMED.get((section.rpartition(".")[2], key)):
-            raise InputError(f"The key {_join(section, key)} was renamed; use {_join(section, current)} instead.")
+        if current := RENAMED.get((where.rpartition(".")[2], key)):
+            raise InputError(f"The key {_join(where, key)} was renamed; use {_join(where, current)} instead.")
         if key not in fields:
-            unknown = _join(section, key if len(key) <= 50 and key.isprintable() else shown(key))
-            hint = did_you_mean(key, fields, _join(section, "")) or ("" if section else _suggest_full_keys(key, tree))
+            unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
+            hint = did_you_mean(key, fields, _join(where, "")) or ("" if where else _suggest_full_keys(key, tree))
             raise InputError(f"The key {unknown} is unknown.{hint} Allowed keys: {', '.join(fields)}.")
     hints = _type_hints(cls)
     values = {}
     for name, field in fields.items():
         if name in tree:
-            values[name] = _convert(hints[name], tree[name], _join(section, name))
+            values[name] = _convert(hints[name], tree[name], _join(where, name))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise InputError(f"The key {_join(section, name)} is missing and has no default.")
+            raise InputError(f"The key {_join(where, name)} is missing and has no default.")
     return cls(**values)
 
 

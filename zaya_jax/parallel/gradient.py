@@ -70,25 +70,25 @@ def summed_gradient(
     reduce_axes = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
-        one_micro_batch = jax.tree.leaves(batch)[0].shape[0] == 1
-        compute = compute_copy(params, leaves, dtypes, one_micro_batch)
+        micro_batches = jax.tree.leaves(batch)[0].shape[0]
+        compute = compute_copy(params, leaves, dtypes, micro_batches == 1)
         frozen_compute = frozen_copy(frozen, leaves)
 
         def loss(trained: Any, micro: Any) -> tuple[jax.Array, Sums]:
             return local_loss({**frozen_compute, **trained}, constants, micro)
 
-        def reduced_gradient(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
-            parts = scatter_in_layers(compute, totals, leaves, mesh, one_micro_batch)
+        def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
+            parts = scatter_in_layers(compute, totals, leaves, mesh, micro_batches == 1)
             return _reduced_gradient(loss, parts, micro, totals, leaves, mesh)
 
         accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place)
-        if reduce_axes and one_micro_batch:
-            grads, sums = reduced_gradient(jax.tree.map(lambda x: x[0], batch))
+        if reduce_axes and micro_batches == 1:
+            grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
-            grads, sums = _added(reduced_gradient, batch)
+            grads, sums = _added(reduced, batch)
         elif any(leaf.reduced_in_layers for leaf in leaves.values()):
             grads, sums = accumulated(jax.tree.map(lambda x: x[:-1], batch))
-            grads, last = reduced_gradient(_ordered_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
+            grads, last = reduced(_ordered_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
             sums = jax.tree.map(jnp.add, sums, last)
         else:
             grads, sums = accumulated(batch)

@@ -197,13 +197,13 @@ def _call(call: Any, location: str) -> dict[str, Any]:
     return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
 
 
-def _function(value: Any, location: str) -> dict[str, Any]:
+def _function(value: Any, where: str) -> dict[str, Any]:
     """Return the function that a call or a tool names."""
     if not isinstance(value, dict):
-        raise ValueError(f"{location} is {json_kind(value)}, but must be an object")
+        raise ValueError(f"{where} is {json_kind(value)}, but must be an object")
     function = value.get("function", value)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError(f"{location}{'.function' if 'function' in value else ''} has no name")
+        raise ValueError(f"{where}{'.function' if 'function' in value else ''} has no name")
     return {key: function[key] for key in ("name", "arguments") if key in function} if function is value else function
 
 

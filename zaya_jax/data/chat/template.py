@@ -103,8 +103,8 @@ class Template:
         self.digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
         answer = run_template(source, [])
         if "syntax" in answer:
-            location, problem = f"has an error in line {answer['line']}", _shorten(answer["syntax"])
-            raise InputError(f"The chat template {name} {location}: {problem}.")
+            where, problem = f"has an error in line {answer['line']}", _shorten(answer["syntax"])
+            raise InputError(f"The chat template {name} {where}: {problem}.")
         if "texts" not in answer:
             message = _shorten(answer.get("compile") or answer["render"])
             raise InputError(f"The chat template {name} cannot be compiled: {message}.")

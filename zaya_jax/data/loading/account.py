@@ -32,25 +32,25 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
     reads it; `skipped_rows`, its rows in `data.skip_rows`, which count as used; `train` and `heldout`, the fields of
     `Use` for each split, with `bytes`, `lost_bytes`, and `in_loss`, whether a token of the first `ROWS` rows is.
     """
-    accounts: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, source in prepared.sources.items():
         limit, manifest = config.evaluation.batches, source.manifest
         shares = [phase.shares[name] for phase in plan.phases if name in phase.shares]
         rows = (share.phase_rows.row(index) for share in shares for index in range(share.rows))
         batches = heldout_batches(config, prepared, name, limit)
-        accounts[name] = {
+        found[name] = {
             "refused": manifest.counts,
             "unread_files": manifest.unread_files,
             "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
             "skipped_rows": _skipped_rows(config, plan, name),
             "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
-            "train": _split_account(plan.uses[name], manifest.train, rows),
-            "heldout": _split_account(heldout_use(config, prepared, name, limit), manifest.heldout, batches),
+            "train": _of_split(plan.uses[name], manifest.train, rows),
+            "heldout": _of_split(heldout_use(config, prepared, name, limit), manifest.heldout, batches),
         }
-    return accounts
+    return found
 
 
-def _split_account(use: Use, entry: SplitEntry, rows: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
+def _of_split(use: Use, entry: SplitEntry, rows: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
     in_loss = any(row["loss_mask"].any() for row in islice(rows, ROWS))
     return use._asdict() | {"bytes": entry.text_bytes, "lost_bytes": entry.lost_bytes, "in_loss": in_loss}
 
@@ -65,17 +65,17 @@ def _skipped_rows(config: Config, plan: RunPlan, name: str) -> int:
     return count
 
 
-def account_lines(accounts: dict[str, dict[str, Any]]) -> list[str]:
+def account_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the account as one line, and a line more for whatever is left out or changed."""
-    used = {split: sum(source[split]["used"] for source in accounts.values()) for split in SPLITS}
-    documents = sum(source[split]["documents"] for source in accounts.values() for split in SPLITS)
-    read = documents + sum(sum(source["refused"].values()) for source in accounts.values())
+    used = {split: sum(source[split]["used"] for source in found.values()) for split in SPLITS}
+    documents = sum(source[split]["documents"] for source in found.values() for split in SPLITS)
+    read = documents + sum(sum(source["refused"].values()) for source in found.values())
     left = read - sum(used.values())
     lines = [
-        f"Data: {counted(read, 'document')} in {counted(len(accounts), 'source')}: {used['train']:,} trained on, "
+        f"Data: {counted(read, 'document')} in {counted(len(found), 'source')}: {used['train']:,} trained on, "
         f"{used['heldout']:,} evaluated, {left:,} left out{':' if left else '.'}"
     ]
-    for name, source in accounts.items():
+    for name, source in found.items():
         lines += [f"  {name}: {line}" for line in _source_lines(source)]
     return lines
 
@@ -101,10 +101,10 @@ def _source_lines(source: dict[str, Any]) -> list[str]:
 def _trained(source: dict[str, Any]) -> list[str]:
     use = source["train"]
     if not source["phases"] and use["documents"]:
-        reason = "no phase's mixture names the source: add it (weight 0 only evaluates it), or remove it"
+        why = "no phase's mixture names the source: add it (weight 0 only evaluates it), or remove it"
         if source["evaluated"]:
-            reason = "it is only evaluated (mixture weight 0)"
-        return [f"{counted(use['documents'], 'training document')} left out: {reason}"]
+            why = "it is only evaluated (mixture weight 0)"
+        return [f"{counted(use['documents'], 'training document')} left out: {why}"]
     return _left_out(use, "training", _REASONS)
 
 
@@ -118,8 +118,8 @@ def _left_out(use: dict[str, Any], split: str, reasons: dict[str, str]) -> list[
     lines = [f"{100 * use['read']:.1f} % of the {split} tokens are read"] if 0 < use["read"] < 0.9995 else []
     lines += [f"{use[key]:,} of {documents} left out: {reason}" for key, reason in reasons.items() if use[key]]
     if use["trimmed"]:
-        change = "trimmed to a row, or without the reasoning of earlier turns, which the template leaves out"
-        lines.append(f"{use['trimmed']:,} of {documents} {change}")
+        how = "trimmed to a row, or without the reasoning of earlier turns, which the template leaves out"
+        lines.append(f"{use['trimmed']:,} of {documents} {how}")
     if use["used"] and not use.get("in_loss", True):
         lines.append(f"no token of the first {ROWS:,} {split} rows is in the loss, which covers assistants' answers")
     return lines

@@ -92,14 +92,14 @@ def open_sources(config: Config) -> Prepared:
 def _check_sources(config: Config, sources: dict[str, Source]) -> None:
     """Raise `InputError` unless the sources fit each other and the phases."""
     first, *_ = (source.manifest for source in sources.values())
-    first_key = f"data.sources.{next(iter(sources))}"
+    one = f"data.sources.{next(iter(sources))}"
     for name, manifest in ((name, source.manifest) for name, source in sources.items()):
         if (manifest.tokenizer.digest, manifest.eot) != (first.tokenizer.digest, first.eot):
             advice = "prepare both with the same tokenizer.json"
-            raise InputError(f"data.sources.{name} and {first_key} were prepared with different tokenizers; {advice}.")
+            raise InputError(f"data.sources.{name} and {one} were prepared with different tokenizers; {advice}.")
         if None is not manifest.bos != first.bos is not None:
             raise InputError(
-                f"Documents of data.sources.{name} begin with {manifest.bos!r}, but those of {first_key} begin with "
+                f"Documents of data.sources.{name} begin with {manifest.bos!r}, but those of {one} begin with "
                 f"{first.bos!r}; prepare both with the same --bos."
             )
         for index, phase in enumerate(config.phases):

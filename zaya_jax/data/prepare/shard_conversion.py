@@ -49,7 +49,7 @@ class Record(NamedTuple):
 class Skipped(NamedTuple):
     """A document that cannot be used."""
 
-    location: str  # file and line
+    where: str  # file and line
     reason: str  # category to count
     detail: str
 
@@ -168,7 +168,7 @@ def _usable(results: Iterable[T | Skipped], job: Job, add: Callable[[int], None]
         if isinstance(result, Skipped):
             note.skipped[result.reason] += 1
             if len(note.examples) < EXAMPLES:
-                note.examples.append(f"{result.location}: {result.reason}: {result.detail}")
+                note.examples.append(f"{result.where}: {result.reason}: {result.detail}")
             continue
         yield result
         read += result.read if isinstance(result, Record) else result
