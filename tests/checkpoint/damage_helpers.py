@@ -153,10 +153,10 @@ def count(folder: Path, number: int, seed: int, all_files: bool) -> dict[str, Co
 
 
 def _ending(run: Path, done: Damage, states: dict[int, Any]) -> str:
-    said: list[str] = []
-    step, state = newest(run, said, WIDTH)
+    messages: list[str] = []
+    step, state = newest(run, messages, WIDTH)
     if differing(state, states[step]):
         return "silent"
-    assert (step == 1) == any("It was quarantined as 2.corrupt-" in sentence for sentence in said), (done, said)
+    assert (step == 1) == any("It was quarantined as 2.corrupt-" in sentence for sentence in messages), (done, messages)
     assert (run / "2").exists() == (step == 2), done
     return "harmless" if step == 2 else "found"

@@ -58,9 +58,9 @@ def test_every_number_has_bounds(key, kind, put):
     values = [2**63, 99999999999999999999, 10**5000, -1, -(10**5000)] if kind is int else \
         [math.inf, -math.inf, math.nan, 1e300, -1.0]  # fmt: skip
     for value in values:
-        said = refused({}, put(value))
-        assert said.startswith(f"{key} is "), value
-        assert len(said) < 300
+        message = refused({}, put(value))
+        assert message.startswith(f"{key} is "), value
+        assert len(message) < 300
 
 
 @pytest.mark.parametrize("key", ["model.norm_eps", "evaluation.every", "checkpoint.keep_every", "optimizer.clip_norm"])

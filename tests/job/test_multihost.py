@@ -256,9 +256,9 @@ def test_a_process_that_is_killed_or_stopped_ends_the_other_with_its_name(tmp_pa
     assert job[1 - victim].wait(60) == 1
     job[victim].kill()
     text = finish_job(tmp_path, job)[1 - victim][1]
-    said = [line for line in text.splitlines() if line.startswith(f"Stopped: Process {victim} on ")]
-    assert len(said) == 1, text
-    assert how in said[0]
+    messages = [line for line in text.splitlines() if line.startswith(f"Stopped: Process {victim} on ")]
+    assert len(messages) == 1, text
+    assert how in messages[0]
     for noise in ("Traceback", "Check failure", "gloo", "DEADLINE", "UNAVAILABLE"):
         assert noise not in text
 

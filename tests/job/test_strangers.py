@@ -183,9 +183,9 @@ def test_a_flood_of_connections_keeps_nobody_out(descriptors):
 def test_a_process_with_another_secret_says_so_and_ends_nothing():
     job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
     with process_0(job) as first:
-        said, _ = start(1, job.port, seconds=1, **{VARIABLE: "another"}).communicate(timeout=100)
-        assert f"Process 1 could not reach process 0 at {job.coordinator} within 1 s (it has another" in said
-        assert SECRET not in said
+        output, _ = start(1, job.port, seconds=1, **{VARIABLE: "another"}).communicate(timeout=100)
+        assert f"Process 1 could not reach process 0 at {job.coordinator} within 1 s (it has another" in output
+        assert SECRET not in output
         join(first, job)
 
 
@@ -207,8 +207,8 @@ def test_a_name_that_only_its_own_host_reaches_is_said_at_once(monkeypatch, capf
     port = free_port()
     with pytest.raises(PeersMissing):
         connect_processes(Job(host, port, "--coordinator", 2, 0), 0)
-    said = f"{host} is {' and '.join(addresses)} on this host"
-    assert (said in capfd.readouterr().err) == (host in ("node1", "here"))
+    message = f"{host} is {' and '.join(addresses)} on this host"
+    assert (message in capfd.readouterr().err) == (host in ("node1", "here"))
 
 
 def test_an_address_of_another_host_is_named(monkeypatch):

@@ -158,7 +158,7 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun,
         assert f"was {shown(old)} and is now {shown(new)}." in message
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"lora": LoraConfig(4, 8), "init_from": "runs/base", "seed": 7},
      r"seed was 0 and is now 7\. init_from and lora also differ\. Restore .*, or choose another run_dir: with "
      r"init_from=.*/run it starts from that run's weights\.$"),
@@ -166,8 +166,8 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun,
     ({"data.sources": Table({"web": SourceConfig("data/web")})}, r"data\.sources was absent and is now set\. "),
     ({"model.num_layers": 1}, r" Restore the old value to resume that run, or choose another run_dir\.$"),
 ])  # fmt: skip
-def test_the_section_that_differs_is_named_with_what_can_be_done(config, begun, changes, said):
-    refused(change(config, changes), begun, said)
+def test_the_section_that_differs_is_named_with_what_can_be_done(config, begun, changes, message):
+    refused(change(config, changes), begun, message)
 
 
 def test_changes_are_recorded_once_with_their_step(config, begun):
@@ -313,8 +313,8 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_one_that_never_had_any_
     if not saved and (ended or (rows and not token)):
         rest = f"{METRICS} has 1 step, and the run's {FENCE} is missing there"
         evidence = f"{PHASES} names that of step 1" if ended else rest
-        said = refused(config, parent, evidence)
-        assert said.startswith(f"{folder / CHECKPOINTS} has no checkpoint, but {evidence}")
+        message = refused(config, parent, evidence)
+        assert message.startswith(f"{folder / CHECKPOINTS} has no checkpoint, but {evidence}")
     else:
         with claimed(config):
             pass
@@ -375,6 +375,6 @@ def test_mount_options_that_make_locks_local_are_named(tmp_path, options, named)
     mounts.write_text(f"22 1 0:99999 / / rw - ext4 /dev/x rw,nolock\n23 22 {os.major(device)}:{os.minor(device)} / "
                       f"/a\\040b rw,noatime shared:1 master:2 - nfs4 server:/x {options}\n")  # fmt: skip
     with lock_folder(tmp_path):
-        why = why_unlocked(tmp_path, mounts)
-    assert why == (f"file locks hold on one node only (mount option {named})" if named else "")
+        reason = why_unlocked(tmp_path, mounts)
+    assert reason == (f"file locks hold on one node only (mount option {named})" if named else "")
     assert why_unlocked(tmp_path, tmp_path / "none") == "file locks do not work"  # nobody holds this one

@@ -128,10 +128,10 @@ class Disk:
 @given(calls=st.lists(st.sampled_from([None, None, 1, 30, 1000]), max_size=30), syncs=st.sets(st.integers(1, 6)))
 def test_a_row_that_cannot_be_written_is_written_later(calls, syncs):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        path, said, disk = Path(folder) / "metrics.jsonl", [], Disk(calls)
+        path, messages, disk = Path(folder) / "metrics.jsonl", [], Disk(calls)
         patch.setattr(module, "os", disk)
         whole = b""
-        with opened(path, 0, said.append) as file:
+        with opened(path, 0, messages.append) as file:
             for step in range(1, 7):
                 file.append(row(step))
                 whole += (json.dumps(row(step)) + "\n").encode()
@@ -142,8 +142,8 @@ def test_a_row_that_cannot_be_written_is_written_later(calls, syncs):
                     assert not problem or "metrics.jsonl cannot be written: No space left on device." in problem
             disk.calls = []
         assert path.read_bytes() == whole
-        assert len(said) == 2 * sum("Training continues" in sentence for sentence in said)  # each failure ends
-        assert all("no row is missing" in sentence for sentence in said[1::2])
+        assert len(messages) == 2 * sum("Training continues" in sentence for sentence in messages)  # each failure ends
+        assert all("no row is missing" in sentence for sentence in messages[1::2])
 
 
 def test_rows_that_a_run_drops_are_counted(tmp_path):

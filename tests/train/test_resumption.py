@@ -49,11 +49,11 @@ def test_a_checkpoint_says_what_it_is_of_and_json_keeps_it():
 
 
 def test_another_architecture_is_refused_before_an_array_is_read(run):
-    said = r"a different architecture: its model.num_experts is 4, but .* has 8\. Choose another"
+    message = r"a different architecture: its model.num_experts is 4, but .* has 8\. Choose another"
     config = change(run, {"model.num_experts": 8})
-    with open_store(Path(run.run_dir) / "checkpoints") as store, pytest.raises(InputError, match=said):
+    with open_store(Path(run.run_dir) / "checkpoints") as store, pytest.raises(InputError, match=message):
         resume(config, make_programs(config), store, Batches())
-    with pytest.raises(InputError, match=f"^init_from={run.run_dir} .*{said}"):
+    with pytest.raises(InputError, match=f"^init_from={run.run_dir} .*{message}"):
         open_init_from(change(config, {"run_dir": "elsewhere", "init_from": run.run_dir}))
 
 

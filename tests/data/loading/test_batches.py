@@ -412,6 +412,6 @@ def test_a_past_budget_that_moves_the_phase_is_refused(two_sources):
 def test_a_phase_whose_batch_does_not_divide_is_named(two_sources):
     config, prepared = two_source_run(two_sources, changed_phases(1, batch={"tokens": 96}))
     train_batches(config, prepared, shares=[(1, 2)] * len(config.phases)).close()
-    said = r"^The batch of phase phase1 has 6 sequences per step, but must have a multiple of 4"
-    with pytest.raises(InputError, match=said):
+    message = r"^The batch of phase phase1 has 6 sequences per step, but must have a multiple of 4"
+    with pytest.raises(InputError, match=message):
         train_batches(config, prepared, shares=[(1, 4)] * len(config.phases))
