@@ -45,8 +45,8 @@ def fill(path, leave):
             file.flush()
 
 
-def remount(folder, how):
-    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+def remount(folder, options):
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
 def saved_when_due(store, step):
@@ -165,10 +165,10 @@ def test_a_folder_that_is_read_only_for_a_while_is_written_again(done):
 
 def test_a_full_disk_is_one_warning_of_a_training_and_everything_is_written_when_there_is_room(done):
     folder, _, _, runs, _ = done
-    whole = runs["whole"][1]
-    assert len(whole["metrics"].splitlines()) == 12
+    undisturbed = runs["whole"][1]
+    assert len(undisturbed["metrics"].splitlines()) == 12
     for name in ("freed", "again"):
-        assert runs[name][1] == whole, name
+        assert runs[name][1] == undisturbed, name
 
     messages = runs["freed"][0]
     warnings = [line for line in messages if line.endswith("until the disk accepts them.")]

@@ -35,10 +35,10 @@ def test_arrays_are_read_whole_and_in_pieces_without_devices(tmp_path):
     save_all(tmp_path, [1], width=WIDTH)
     _, reader = open_checkpoint(tmp_path / "1")
     for name, array in named(make_state(1, WIDTH)).items():
-        whole = reader.read(name)
-        assert whole.dtype == array.dtype
-        assert whole.tobytes() == np.asarray(array).tobytes()
-        if whole.ndim:
+        read = reader.read(name)
+        assert read.dtype == array.dtype
+        assert read.tobytes() == np.asarray(array).tobytes()
+        if read.ndim:
             assert np.array_equal(reader.read(name, (slice(1, 2),)), np.asarray(array)[1:2])
 
 

@@ -32,7 +32,7 @@ def all_counts(counts, ending):
 
 def test_damage_is_never_loaded(tmp_path, capfd):
     counts = count(tmp_path, 40, seed=3, all_files=False)
-    assert set(counts) == {f"{kind}, {where}" for kind in KINDS for where in WHERE}
+    assert set(counts) == {f"{kind}, {place}" for kind in KINDS for place in WHERE}
     assert all_counts(counts, "silent") == 0
     assert all_counts(counts, "found") >= 30  # `count` lets only damage of GENERATION be harmless
     assert all("GENERATION" in line for line in capfd.readouterr().err.splitlines())

@@ -36,9 +36,9 @@ def abstract(state):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
 
 
-def open_store(folder, said=None, **config):
+def open_store(folder, messages=None, **config):
     store = CheckpointStore(folder, CheckpointConfig(**config))
-    store.say = print if said is None else said.append
+    store.say = print if messages is None else messages.append
     return store
 
 
@@ -53,17 +53,18 @@ def abstract_state(width):
     return abstract(make_state(0, width))
 
 
-def restored(store, state, said=None):
+def restored(store, state, messages=None):
     """Step and state of the newest checkpoint, laid out as `state`."""
-    checkpoint = restore_newest(store, lambda manifest: abstract(state), [].append if said is None else said.append)
+    say = [].append if messages is None else messages.append
+    checkpoint = restore_newest(store, lambda manifest: abstract(state), say)
     assert checkpoint is not None
     return checkpoint.manifest.step, checkpoint.state
 
 
-def newest(folder, said=None, width=3, **config):
+def newest(folder, messages=None, width=3, **config):
     """Step and state of the newest checkpoint in `folder`."""
-    with open_store(folder, said, **config) as store:
-        return restored(store, abstract_state(width), said)
+    with open_store(folder, messages, **config) as store:
+        return restored(store, abstract_state(width), messages)
 
 
 def check(folder, step):

@@ -202,7 +202,7 @@ def test_resuming_from_what_cannot_be_read_may_be_tried_again(tmp_path, no_pause
 def test_arrays_that_a_file_server_does_not_return_leave_the_reason_of_a_disk(tmp_path, monkeypatch, no_pauses):
     save_all(tmp_path / "checkpoints", [2])
 
-    def read(self, name, where=()):  # as tensorstore raises it
+    def read(self, name, index=()):  # as tensorstore raises it
         raise ValueError("Error reading local file [os_error_code='116']: OS error 116 Stale file handle")
 
     monkeypatch.setattr(reader.CheckpointReader, "_array", read)

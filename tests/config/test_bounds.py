@@ -22,11 +22,11 @@ EVERYTHING = changed(SMALL, {
 })  # fmt: skip
 
 
-def leaves(section, where=""):
+def leaves(section, prefix=""):
     """Key, class of its field (int or float), and a copy of `EVERYTHING` with another value there, for each number."""
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
-        value, key = getattr(section, field.name), f"{where}{field.name}"
+        value, key = getattr(section, field.name), f"{prefix}{field.name}"
 
         def put(new, name=field.name):
             return dataclasses.replace(section, **{name: new})

@@ -267,10 +267,10 @@ def test_the_tree_is_plain_and_in_the_order_of_the_fields():
 
 @pytest.mark.parametrize(("section", "key"), RENAMED)
 def test_a_key_of_an_earlier_version_is_refused_with_its_name_now(base, section, key):
-    where = {"batch": "train.batch", "muon": "optimizer.muon"}.get(section, section)
-    message = refused_to_load(base, f"{where}.{key}=1")
-    assert f"{where}.{key} " in message
-    assert f"{where}.{RENAMED[section, key]}" in message
+    key_prefix = {"batch": "train.batch", "muon": "optimizer.muon"}.get(section, section)
+    message = refused_to_load(base, f"{key_prefix}.{key}=1")
+    assert f"{key_prefix}.{key} " in message
+    assert f"{key_prefix}.{RENAMED[section, key]}" in message
 
 
 def test_what_an_earlier_version_saved_is_read():

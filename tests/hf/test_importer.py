@@ -56,8 +56,8 @@ def values_of(config, dtype="float32"):
 
 
 def abstract_of(values, sharding=None, dtype=None):
-    where = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return {name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where) for name, x in values.items()}
+    target = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=target) for name, x in values.items()}
 
 
 JOURNEYS = {

@@ -232,14 +232,14 @@ def test_the_port_is_free_while_connections_are_open():
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(connect_processes, job, 20)
         second = pool.submit(connect_processes, job._replace(process=1), 20)
-        (other,), (itself,) = first.result(), second.result()
+        (other,), (server,) = first.result(), second.result()
     with socket.create_server(("127.0.0.1", job.port)):
         assert other.process == 1
         assert other.host == socket.gethostname()
         other.send("still open")
         time.sleep(0.1)
-        assert (itself.receive() or [])[-1:] == ["still open"]
-    threading.Thread(target=end_connections, args=([itself], "farewell", 5)).start()
+        assert (server.receive() or [])[-1:] == ["still open"]
+    threading.Thread(target=end_connections, args=([server], "farewell", 5)).start()
     time.sleep(0.1)
     assert other.receive() == ["farewell"]
     assert other.receive() is None

@@ -76,9 +76,9 @@ def test_strangers_neither_end_nor_enter_a_job_nor_learn_of_it(contents):
             assert visit(job.port, content)[42:] in (b"", b"rejected\n")
             connection.sendall(content[: len(content) // 2])  # and waits
         assert not first.done()
-        (itself,) = join(first, job)
+        (accepted,) = join(first, job)
     (other,) = first.result()
-    assert (other.process, other.host, itself.process) == (1, socket.gethostname(), 0)
+    assert (other.process, other.host, accepted.process) == (1, socket.gethostname(), 0)
     for connection in held:
         connection.close()
 

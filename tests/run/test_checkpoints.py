@@ -204,6 +204,6 @@ def test_without_a_manifest_or_with_two_it_is_no_checkpoint(tmp_path):
 def test_readers_see_to_every_part_between_them_and_to_none_twice(tmp_path, readers):
     manifest = make(tmp_path / "1")
     seen = [read_digests(tmp_path / "1", manifest, reader, readers) for reader in range(readers)]
-    pairs = [(name, where) for digests in seen for name, parts in digests.items() for where in parts]
+    pairs = [(name, span) for digests in seen for name, parts in digests.items() for span in parts]
     assert sorted(pairs) == [("x", "0:2"), ("x", "2:4"), ("x", "4:6"), ("y", "")]
     assert read_digests(tmp_path / "1", manifest) == {"x": {"0:2": "a", "2:4": "c", "4:6": "d"}, "y": {"": "b"}}

@@ -96,9 +96,9 @@ def test_a_run_goes_on_where_its_file_is_damaged_or_gone(tmp_path):
     check(tmp_path, 4)
 
 
-def stale_pair(folder, said):
+def stale_pair(folder, messages):
     """A store that was given up for dead after checkpoint 1, and one that has gone on and saved 2 since."""
-    stale, newer = open_store(folder, said, keep=1), open_store(folder, keep=5)
+    stale, newer = open_store(folder, messages, keep=1), open_store(folder, keep=5)
     stale.save(1, make_state(1), ABOUT)
     assert stale.wait()
     newer.save(2, make_state(2), ABOUT)

@@ -132,9 +132,9 @@ def test_at_any_moment_one_or_two_signals_end_a_run_and_the_next_start_resumes(t
     path, rng = write_run(tmp_path), random.Random(workers)
     settings = ['phases=[{"tokens": 38400, "schedule": {"warmup_tokens": 256}}]', "checkpoint.every=50",
                 "evaluation.every=70", f"data.workers={workers}"]  # fmt: skip
-    whole = start(path, *settings, f"run_dir={tmp_path / 'whole'}")
+    uninterrupted = start(path, *settings, f"run_dir={tmp_path / 'whole'}")
     began = time.monotonic()
-    assert "Run folder" in whole.communicate()[0]
+    assert "Run folder" in uninterrupted.communicate()[0]
     length = time.monotonic() - began
     for _ in range(12):
         run = start(path, *settings)

@@ -27,8 +27,8 @@ def compiler(monkeypatch):
     return state
 
 
-def make(folder, said=None, *, is_kept=True, writes=True, check=lambda: None):
-    return Autotuning(folder, is_kept, writes, check, (said if said is not None else []).append)
+def make(folder, messages=None, *, is_kept=True, writes=True, check=lambda: None):
+    return Autotuning(folder, is_kept, writes, check, (messages if messages is not None else []).append)
 
 
 def test_a_resumed_run_reads_what_was_chosen(compiler, tmp_path):
