@@ -259,7 +259,7 @@ def test_a_run_begins_with_another_ones_state(phase_run, tmp_path, form):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("{}@four", r"init_from is .*@four', but the phase_run phases of .* are: one, two, three\."),
+        ("{}@four", r"init_from is .*@four', but the finished phases of .* are: one, two, three\."),
         ("{}/nothing@one", r"but .*/nothing does not exist"),
         ("{}/nothing", r"init_from is .*, which does not exist"),
     ],
