@@ -249,7 +249,7 @@ def test_a_link_that_is_cut_ends_the_run_with_a_sentence(tmp_path):
     "begun", [says("joined"), says("compiling"), has_two_rows], ids=["joined", "compiling", "rows"]
 )
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("sent", "how"), [("SIGKILL", "was lost"), ("SIGSTOP", "sent no heartbeat for 5 s")])
+@pytest.mark.parametrize(("sent", "ending"), [("SIGKILL", "was lost"), ("SIGSTOP", "sent no heartbeat for 5 s")])
 def test_a_process_that_is_killed_or_stopped_ends_the_other_with_its_name(tmp_path, begun, victim, sent, ending):
     job = start_and_wait(tmp_path, begun, 'phases=[{"tokens": 128000}]', code=IMPATIENT + SPEAKING)
     job[victim].send_signal(signal.Signals[sent])

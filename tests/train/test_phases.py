@@ -120,7 +120,7 @@ def test_each_boundary_is_a_named_checkpoint_that_stays(phase_run):
 @pytest.mark.parametrize("step", [4, 6, *(pytest.param(step, marks=pytest.mark.soak) for step in (3, 5, 7, 8))])
 def test_interrupted_around_a_boundary_it_goes_on_bitwise(request, tmp_path, step):
     soak = request.node.get_closest_marker("soak")
-    config, result, *_ = request.getfixturevalue("computed" if soak else "whole")
+    config, result, *_ = request.getfixturevalue("computed" if soak else "phase_run")
     config = change(config, {"run_dir": str(tmp_path / "run")})
     train_until(config, step)
     again = run_training(config)

@@ -61,11 +61,9 @@ class LocalCopies:
         except (OSError, ValueError) as error:  # ValueError: an invalid path
             warned, self._warned = self._warned, True
             reason = getattr(error, "strerror", None) or str(error)
-            problem = f"cannot be written to checkpoint.local_dir ({self._home}): {reason}"
-            warning = (
-                f"The local copy of the checkpoint of step {step} {problem}. Training continues without local copies."
-            )
-            return "" if warned else warning
+            copy = f"The local copy of the checkpoint of step {step}"
+            problem = f"{copy} cannot be written to checkpoint.local_dir ({self._home}): {reason}"
+            return "" if warned else f"{problem}. Training continues without local copies."
         self._warned = False
         return ""
 

@@ -103,7 +103,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         pairs = [update_leaf(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
-        momenta, directions = (tree.unflatten([pair[which] for pair in pairs]) for which in range(2))
+        momenta, directions = (tree.unflatten([pair[index] for pair in pairs]) for index in range(2))
         if summed:
             return directions, (optax.TraceState(momenta), empty)
         return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)

@@ -13,7 +13,7 @@ Frozen parameters under adapters enter next to the trained ones, sharded, in the
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,9 @@ Parts = dict[str, jax.Array | Scattered]
 Loss = Callable[[Any, Any], tuple[jax.Array, Sums]]  # compute copy of the trained parameters, micro-batch
 
 
-class Reduction(NamedTuple):
-    """The collectives that turn each device's gradient of a parameter into the sharded global sum."""
-
-    scatter: tuple[str, ...]  # mesh axes of the reduce-scatter along the parameter's sharded axis; may be empty
-    sum: tuple[str, ...]  # mesh axes of the all-reduce that follows; may be empty
-
-
-def reduction(leaf: LeafPlacement, mesh: AnyMesh) -> Reduction:
-    """Return the collectives of a parameter's gradient, without those inside the layer (`layers.gather_layer`)."""
-    return Reduction(leaf.gathered, tuple(axis for axis in nontrivial_axes(mesh, AXES) if axis not in leaf.split))
+def replicated_over(leaf: LeafPlacement, mesh: AnyMesh) -> tuple[str, ...]:
+    """Return the mesh axes of the all-reduce of a parameter's gradient, after the reduce-scatter over `gathered`."""
+    return tuple(axis for axis in nontrivial_axes(mesh, AXES) if axis not in leaf.split)
 
 
 def summed_gradient(
@@ -192,14 +185,13 @@ def compute_copy(params: Arrays, leaves: Leaves, dtypes: Mapping[str, Any], one_
 
     Layers that are gathered one at a time, and the embedding, stay in the master weights' dtype (with values rounded to
     the compute dtype if gathered here), so that the sums of their gradients, over fsdp or over all tokens, are in fp32.
-    In a step of `one_micro_batch` no expert is read twice: they stay sharded, and `scatter_in_layers` lets the layers
-    gather them. The other matrices are small, but the first product of a layer needs them: gathered in the layers, they
-    would wait behind its experts.
+    In a step of `one_micro_batch`, experts stay sharded, since none is read twice; `scatter_in_layers` lets the layers
+    gather them. The other matrices are small, and the first product of a layer would wait for them behind its experts.
     """
 
     def copy(name: str, x: jax.Array) -> jax.Array:
         leaf, dtype = leaves[name], dtypes[name]
-        exact = leaf.by_layer or leaf.kind == "embedding"
+        exact = leaf.by_layer or leaf.role == "embedding"
         if not leaf.gathered or (leaf.gathered_in_layers and one_micro_batch):
             return x if exact else x.astype(dtype)
         x = _gather(leaf, x.astype(dtype))
@@ -293,5 +285,5 @@ def _to_stored(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:
 
 def _replicas(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:
     """Add up the gradients of what is replicated."""
-    others = reduction(leaf, mesh).sum
+    others = replicated_over(leaf, mesh)
     return jax.lax.psum(g, others) if others else g
