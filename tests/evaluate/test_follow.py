@@ -36,36 +36,36 @@ class Training:
 
 
 @pytest.fixture
-def messages():
+def said():
     return []
 
 
-def test_each_checkpoint_is_scored_once_until_training_ends(tmp_path, monkeypatch, messages):
+def test_each_checkpoint_is_scored_once_until_training_ends(tmp_path, monkeypatch, said):
     path = tmp_path / "evaluations" / "scores.jsonl"
     looks = (RUNNING, []), (RUNNING, [5]), (RUNNING, [5, 10]), (FINISHED, [10, 12])
     training = Training(monkeypatch, tmp_path, *looks)
-    follow(tmp_path, path, "a-1", training.score, 3, messages.append, training.sleep)
+    follow(tmp_path, path, "a-1", training.score, 3, said.append, training.sleep)
     assert training.scored == [5, 10, 12]
     assert training.slept == [3, 3, 3]
     assert read_rows(path) == [{"name": "a-1", "score": step / 10, "step": step} for step in (5, 10, 12)]
-    assert "3 checkpoints" in messages[-1]
+    assert "3 checkpoints" in said[-1]
 
 
-def test_what_was_scored_before_is_not_scored_again_and_half_a_line_is_cut_off(tmp_path, monkeypatch, messages):
+def test_what_was_scored_before_is_not_scored_again_and_half_a_line_is_cut_off(tmp_path, monkeypatch, said):
     path = tmp_path / "scores.jsonl"
     append_row(path, {"name": "a-1", "step": 5})
     append_row(path, {"name": "a-2", "step": 10})  # of another evaluation
     with path.open("a") as file:
         file.write('{"step": 10, "sc')
     training = Training(monkeypatch, tmp_path, (None, [5, 10]))
-    follow(tmp_path, path, "a-1", training.score, 3, messages.append, training.sleep)
+    follow(tmp_path, path, "a-1", training.score, 3, said.append, training.sleep)
     assert training.scored == [10]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["name"], row["step"]) for row in rows] == [("a-1", 5), ("a-2", 10), ("a-1", 10)]
-    assert messages[-1].endswith("the scores of 2 checkpoints.")
+    assert said[-1].endswith("the scores of 2 checkpoints.")
 
 
-def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, monkeypatch, messages):
+def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, monkeypatch, said):
     training = Training(monkeypatch, tmp_path, (FINISHED, [5, 10]))
 
     def score(step):
@@ -74,12 +74,12 @@ def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, mon
             raise InputError("It is gone.")
         return training.score(step)
 
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, messages.append, training.sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
     assert training.scored == [10]
-    assert messages[0] == "Step 5 is not scored: its checkpoint was removed first."
+    assert said[0] == "Step 5 is not scored: its checkpoint was removed first."
 
 
-def test_a_damaged_checkpoint_is_left_out(tmp_path, monkeypatch, messages):
+def test_a_damaged_checkpoint_is_left_out(tmp_path, monkeypatch, said):
     training = Training(monkeypatch, tmp_path, (FINISHED, [7, 10]))
 
     def score(step):
@@ -87,19 +87,19 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, monkeypatch, messages):
             raise InputError("It is damaged.")
         return training.score(step)
 
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, messages.append, training.sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
     assert training.scored == [10]
-    assert messages[0] == "Step 7 is not scored: its checkpoint is damaged."
+    assert said[0] == "Step 7 is not scored: its checkpoint is damaged."
 
 
-def test_an_intact_checkpoint_that_cannot_be_scored_is_an_error(tmp_path, monkeypatch, messages):
+def test_an_intact_checkpoint_that_cannot_be_scored_is_an_error(tmp_path, monkeypatch, said):
     training = Training(monkeypatch, tmp_path, (RUNNING, [5]))
 
     def score(step):
         raise InputError("It does not fit.")
 
     with pytest.raises(InputError, match="does not fit"):
-        follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, messages.append, training.sleep)
+        follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
 
 
 def test_a_training_that_starts_has_not_ended(tmp_path):
@@ -127,7 +127,7 @@ def test_a_user_who_may_only_read_a_run_sees_when_it_ends():
             assert has_ended(run)
 
 
-def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, messages):
+def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, said):
     training = Training(monkeypatch, tmp_path, (None, []), (None, []), (FINISHED, [1]))
     (tmp_path / CONFIG).unlink()
 
@@ -136,9 +136,9 @@ def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, mess
         if len(training.looks) == 1:
             (tmp_path / CONFIG).write_text("")
 
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", training.score, 3, messages.append, sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", training.score, 3, said.append, sleep)
     assert training.scored == [1]
-    assert messages == [f"Waiting for a training to start in {tmp_path}.",
+    assert said == [f"Waiting for a training to start in {tmp_path}.",
                     f"The training has ended; {tmp_path / 'scores.jsonl'} has the scores of 1 checkpoint."]  # fmt: skip
 
 

@@ -182,9 +182,9 @@ def _check(
         raise InputError("A prompt is empty, but must have at least one token.")
     if len(seeds) != len(rows):
         raise InputError(f"There are {len(seeds)} seeds, but must be one for each of {len(rows)} prompts.")
-    for subject, tokens in (("A prompt contains", itertools.chain(*rows)), ("stop_tokens contains", stop_tokens)):
+    for what, tokens in (("A prompt contains", itertools.chain(*rows)), ("stop_tokens contains", stop_tokens)):
         for unknown in (token for token in tokens if not 0 <= token < config.vocab_size):
-            raise InputError(f"{subject} token {unknown}, but tokens must be from 0 to {config.vocab_size - 1}.")
+            raise InputError(f"{what} token {unknown}, but tokens must be from 0 to {config.vocab_size - 1}.")
     if new < 1:
         raise InputError(f"max_new_tokens is {new}, but must be at least 1.")
     longest = max(map(len, rows))

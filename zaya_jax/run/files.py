@@ -137,16 +137,16 @@ class Unlockable(InputError):
 
 
 @contextlib.contextmanager
-def locked(path: Path, name: str = "The folder", *, wait: bool = True) -> Iterator[None]:
+def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterator[None]:
     """Hold a file lock, which the operating system releases when the process ends, even after a kill.
 
-    The lock file at `path` and its folder are created if missing. Messages begin with `name`.
+    The lock file at `path` and its folder are created if missing. Messages begin with `what`.
 
     Raises:
       InputError: the folder cannot be written, or another process holds the lock and this one does not `wait`.
       Unlockable: the file system has no locks.
     """
-    subject = f"{name} ({path.parent})"
+    subject = f"{what} ({path.parent})"
     if os.path.lexists(path.parent) and not path.parent.is_dir():
         kind = "a file" if path.parent.is_file() else "a pipe, a device or a link without a target"
         raise InputError(f"{subject} is {kind}, but must be a folder.")
