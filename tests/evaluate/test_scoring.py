@@ -118,8 +118,10 @@ def test_progress_reaches_the_end():
 
 @pytest.mark.parametrize("empty", [Request([], [1]), Request([1], []), Request([1], [1] * (LENGTH + 1))])
 def test_what_cannot_be_scored_is_an_error(empty):
-    said = f"score {len(empty.continuation)} tokens? after {len(empty.context)} tokens? .* must ask for 1 to {LENGTH} "
-    with pytest.raises(InputError, match=said):
+    message = (
+        f"score {len(empty.continuation)} tokens? after {len(empty.context)} tokens? .* must ask for 1 to {LENGTH} "
+    )
+    with pytest.raises(InputError, match=message):
         scorer().score([empty])
 
 

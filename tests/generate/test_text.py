@@ -198,12 +198,12 @@ def test_a_template_with_a_generation_prompt_uses_it(answers):
     assert prompts == [["[user] a [end][assistant] <think>"]]
 
 
-@pytest.mark.parametrize(("template", "said"), [
+@pytest.mark.parametrize(("template", "message"), [
     ("{{ messages[0].role }}", "leaves out the content of the assistant"), ("{% if %}", "cannot render"),
     ("{{ raise_exception('no users') }}", "cannot render the conversation: .*no users"),
 ])  # fmt: skip
-def test_a_template_that_cannot_hold_a_conversation_is_an_error(template, said):
-    with pytest.raises(InputError, match=said):
+def test_a_template_that_cannot_hold_a_conversation_is_an_error(template, message):
+    with pytest.raises(InputError, match=message):
         Chat(opened(template), Sampling(), 5)
 
 

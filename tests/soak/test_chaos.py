@@ -92,10 +92,10 @@ class Job:
         return statuses
 
     def finish(self) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         processes = self.start()
         while not self.startup and processes[0].poll() is None:
-            self.startup = time.monotonic() - begun if self.rows() else 0.0
+            self.startup = time.monotonic() - started if self.rows() else 0.0
             time.sleep(0.01)
         self.end(processes, {0}, "undisturbed")
 
@@ -105,9 +105,9 @@ class Job:
 
     def wait(self, moment: float, target: int, processes: list[subprocess.Popen[str]], rng: random.Random) -> None:
         """Wait for `target` rows, or, where it is 0, for a moment of the start-up in seconds."""
-        begun = time.monotonic()
+        started = time.monotonic()
         while all(process.poll() is None for process in processes):
-            if (target and self.rows() >= target) or (not target and time.monotonic() - begun >= moment):
+            if (target and self.rows() >= target) or (not target and time.monotonic() - started >= moment):
                 break
             time.sleep(0.001)
         time.sleep(rng.random() * 0.02 if target else 0.0)

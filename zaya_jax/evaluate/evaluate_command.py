@@ -83,7 +83,7 @@ def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts
 
 
 def _failed(record: dict[str, Any]) -> list[str]:
-    return [said for result in record.get("tasks", {}).values() for said in result.get("failed", ())]
+    return [message for result in record.get("tasks", {}).values() for message in result.get("failed", ())]
 
 
 def _require_all(failed: Sequence[str]) -> None:
@@ -132,8 +132,8 @@ def _name(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[st
     settings = {key: None if value is None else str(expanded(value).resolve()) for key, value in folders.items()}
     settings |= {"seed": options.seed, "limit": options.limit, "dtype": options.dtype, "peers": options.peer}
     digests = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
-    whole = {"suite": None if suite is None else to_dict(suite), "texts": digests, **settings}
-    return results.evaluation_name(scored, whole)
+    identity = {"suite": None if suite is None else to_dict(suite), "texts": digests, **settings}
+    return results.evaluation_name(scored, identity)
 
 
 def _subject(source: str) -> _Subject:

@@ -45,8 +45,8 @@ def text_table(records: Mapping[str, Mapping[str, Any]]) -> str:
     lines += [
         [printable(name), *(format(row[key], kind) for key, kind in _FORMATS.items())] for name, row in records.items()
     ]
-    why = "more bytes have no token in the tokenizer, and do not count"
-    remarks = [f"{name}: {row['lost_bytes']:,} {why}" for name, row in records.items() if row["lost_bytes"]]
+    remark = "more bytes have no token in the tokenizer, and do not count"
+    remarks = [f"{name}: {row['lost_bytes']:,} {remark}" for name, row in records.items() if row["lost_bytes"]]
     return "\n".join([*format_table(lines), *remarks])
 
 

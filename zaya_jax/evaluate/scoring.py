@@ -144,8 +144,8 @@ def _documents(requests: Sequence[Request], longest: int, queries: int, grouped:
     last: dict[tuple[int, ...], int] = {}  # input → its newest document
     for index, (context, continuation) in enumerate(requests):
         if not context or not continuation or len(continuation) > longest:
-            asked = f"{counted(len(continuation), 'token')} after {counted(len(context), 'token')} of context"
-            raise InputError(f"A task asks to score {asked}, but must ask for 1 to {longest:,} after at least 1.")
+            request = f"{counted(len(continuation), 'token')} after {counted(len(context), 'token')} of context"
+            raise InputError(f"A task asks to score {request}, but must ask for 1 to {longest:,} after at least 1.")
         tokens = tuple([*context, *continuation][-(longest + 1) : -1])
         count, place = len(continuation), last.get(tokens) if grouped else None
         if place is not None and documents[place].queries + count <= max(queries, len(tokens)):

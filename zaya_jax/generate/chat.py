@@ -80,8 +80,8 @@ def render_prompt(opened: TextModel, conversation: Conversation) -> str:
 
 def _around_answer(opened: TextModel, conversation: Conversation) -> tuple[str, str]:
     """Render a conversation; returns the text before and after the assistant's next answer."""
-    whole = render(opened, [*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
-    before, mark, after = whole.partition(_ANSWER)
+    rendered = render(opened, [*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+    before, mark, after = rendered.partition(_ANSWER)
     if not mark:
         raise InputError("The chat template leaves out the content of the assistant's messages.")
     return before, after

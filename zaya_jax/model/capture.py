@@ -75,7 +75,7 @@ def capture_shapes(
 
 
 def _run(patterns: tuple[str, ...], ops: Ops, model: Zaya, *inputs: Maybe) -> dict[str, jax.Array]:
-    whole: dict[str, jax.Array] = {}
+    values_by_name: dict[str, jax.Array] = {}
     layers: list[dict[str, jax.Array]] = []  # of the layers that one step of the scan runs
 
     def gather_layer(block: Any) -> Any:
@@ -89,12 +89,12 @@ def _run(patterns: tuple[str, ...], ops: Ops, model: Zaya, *inputs: Maybe) -> di
             return carry, (out, {name: jnp.stack([values[name] for values in layers]) for name in layers[0]})
 
         carry, (out, values) = ops.scan_layers(recorded, carry, scanned)
-        whole.update({name: x.reshape(-1, *x.shape[2:]) for name, x in values.items()})
+        values_by_name.update({name: x.reshape(-1, *x.shape[2:]) for name, x in values.items()})
         return carry, out
 
     recording = dataclasses.replace(ops, gather_layer=gather_layer, scan_layers=scan_layers)
-    _Recorded(model, "", functools.partial(_note, whole, patterns))(*inputs, ops=recording)
-    return whole
+    _Recorded(model, "", functools.partial(_note, values_by_name, patterns))(*inputs, ops=recording)
+    return values_by_name
 
 
 def _note(values: dict[str, jax.Array], patterns: tuple[str, ...], name: str, value: Any) -> None:

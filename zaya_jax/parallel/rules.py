@@ -10,7 +10,7 @@ The axis of stacked layers is never sharded, since numbers such as 40 layers rar
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,9 +29,9 @@ class LeafPlacement(NamedTuple):
     over: tuple[str, ...]  # mesh axes that `axis` is sharded over
     own: tuple[str, ...]  # mesh axes along which the compute copy stays sharded: `expert` for experts
     experts_over: tuple[str, ...]  # mesh axes that the axis of experts is sharded over, inside `own`
-    # The loop over layers hides collectives of the layers' experts, which are nearly all of a layer's bytes, and of
-    # their other matrices. Vectors are not worth it, since those of all layers take a few MB.
-    kind: Literal["layers' experts", "layers' matrices", "embedding", "other"]
+    # The loop over layers hides the collectives of `MATRIX_ROLES`, whose parameters are stacks of the layers' matrices.
+    # Experts are nearly all of a layer's bytes. Vectors are not worth it, since those of all layers take a few MB.
+    role: Role
 
     @property
     def gathers(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -48,17 +48,17 @@ class LeafPlacement(NamedTuple):
     @property
     def by_layer(self) -> bool:
         """True if it is gathered over fsdp one layer at a time, in the loop over layers."""
-        return self.kind in LAYER_KINDS and "fsdp" in self.split
+        return self.role in MATRIX_ROLES and "fsdp" in self.split
 
     @property
     def reduced_in_layers(self) -> bool:
         """True if the layers reduce the gradient of what is gathered once a step."""
-        return self.kind in LAYER_KINDS and bool(self.gathers)
+        return self.role in MATRIX_ROLES and bool(self.gathers)
 
     @property
     def gathered_in_layers(self) -> bool:
         """True if the layers gather it, instead of the step, if there is a single micro-batch."""
-        return self.kind == "layers' experts" and bool(self.gathers)
+        return self.role == "expert" and bool(self.gathers)
 
     @property
     def layer_axis(self) -> int | None:
@@ -71,7 +71,6 @@ class LeafPlacement(NamedTuple):
         return (*self.own, *self.experts_over, *self.over)
 
 
-LAYER_KINDS = ("layers' experts", "layers' matrices")
 EXPERTS_AXIS = -3  # of a stack of matrices
 
 
@@ -100,10 +99,7 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
         spec[axis] = over
     if own or experts_over:
         spec[EXPERTS_AXIS] = (*own, *experts_over)
-    kind = "embedding" if role == "embedding" else "other"
-    if layered and role in MATRIX_ROLES:
-        kind = "layers' experts" if role == "expert" else "layers' matrices"
-    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, kind)
+    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, role)
 
 
 def _subsets(mesh: AnyMesh, axes: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -155,8 +155,8 @@ def read_digests(folder: Path, manifest: Manifest, reader: int = 0, readers: int
     try:
         files = sorted((name for name in manifest.digests if name.startswith(f"{DIGESTS}/")), key=_process)
         digests = joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
-        for where in (where for parts in digests.values() for where in parts):
-            read_slice(where)
+        for span in (span for parts in digests.values() for span in parts):
+            read_slice(span)
     except InputError:
         raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

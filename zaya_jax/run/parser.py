@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from zaya_jax.config.schema import Config
 from zaya_jax.errors import did_you_mean, printable
-from zaya_jax.run.command_output import status_of_output
+from zaya_jax.run.command_output import output_status
 from zaya_jax.run.typed_name import typed_name
 
 _KEYS = {field.name for field in dataclasses.fields(Config)}  # with which overrides begin
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit; with status 1 if the help that was asked for is lost."""
-        super().exit(status or status_of_output(), message)
+        super().exit(status or output_status(), message)
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""

@@ -94,8 +94,8 @@ class Windows(_PackedRows):
           item. `loss_mask` bool: whether the loss covers the target, which must belong to the same item as the token.
         """
         tokens, segments, positions, mask = self._fill(self._read(self.parts(epoch, index)), self._context + 1)
-        inside = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
-        arrays = tokens[:-1], tokens[1:], segments[:-1], positions[:-1], inside & mask[1:]
+        continues = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
+        arrays = tokens[:-1], tokens[1:], segments[:-1], positions[:-1], continues & mask[1:]
         return dict(zip(_ARRAYS, arrays, strict=True))
 
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:

@@ -82,8 +82,8 @@ class RenderWork:
             yield Record(self.split, pack_text(tokens, loss_mask), len(tokens), text_bytes, len(data), outcome)
 
 
-def _refuse(shard: Path, number: int, how: str) -> int:
-    raise InputError(f"The conversation {shard}:{number} cannot be rendered: {how}.")
+def _refuse(shard: Path, number: int, reason: str) -> int:
+    raise InputError(f"The conversation {shard}:{number} cannot be rendered: {reason}.")
 
 
 def open_rendered(

@@ -166,8 +166,8 @@ def _skipped(document: Entry, reason: str, detail: str) -> Skipped:
     return Skipped(f"{document.file}:{document.line}", reason, detail)
 
 
-def _refuse(document: Entry, how: str) -> Entry:
-    return BadDocument(document.file, document.line, "ended its process", how)
+def _refuse(document: Entry, detail: str) -> Entry:
+    return BadDocument(document.file, document.line, "ended its process", detail)
 
 
 def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:

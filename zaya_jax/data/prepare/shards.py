@@ -88,9 +88,9 @@ class ShardWriter:
         try:
             yield
         except (OSError, RuntimeError) as error:  # the latter raised by the library's C++ code
-            why = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             advice = "Is the disk full? Rerun the command to resume."
-            raise RunStopped(f"The shard {self._path} cannot be written: {why}. {advice}") from error
+            raise RunStopped(f"The shard {self._path} cannot be written: {reason}. {advice}") from error
 
 
 @dataclass

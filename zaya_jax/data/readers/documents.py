@@ -113,10 +113,10 @@ def require_pieces(unit: Unit, file: str, count: int, noun: str, ending: str = "
 
 
 @contextmanager
-def reading(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn `OSError`, `MemoryError` and `errors` in the block into an `InputError` that `what` cannot be read."""
+def reading(subject: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn `OSError`, `MemoryError` and `errors` in the block into an `InputError` that `subject` cannot be read."""
     try:
         yield
     except (OSError, MemoryError, *errors) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
-        raise InputError(f"{what} cannot be read: {why}.") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
+        raise InputError(f"{subject} cannot be read: {reason}.") from error
