@@ -305,10 +305,8 @@ def summary(folder: Path, manifest: Manifest) -> str:
     lines = [f"{folder} is complete."]
     for split in SPLITS:
         entry = manifest.split(split)
-        lines.append(
-            f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
-            f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}"
-        )
+        size = f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}"
+        lines.append(f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, {size}")
         if entry.lost_bytes:
             lines.append(
                 f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token for them, "
@@ -317,10 +315,8 @@ def summary(folder: Path, manifest: Manifest) -> str:
             )
     if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
-        lines.append(
-            f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare into another "
-            f"--output with --heldout {fraction:.1g}."
-        )
+        advice = f"prepare into another --output with --heldout {fraction:.1g}."
+        lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, {advice}")
     keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread_keys.items())
     lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]
