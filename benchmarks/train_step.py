@@ -172,7 +172,6 @@ def estimated_bytes(config: Config, devices: int) -> int:
 
 
 def _describe_program(fitting: Fitting, kind: str, devices: int, hardware: Hardware | None) -> dict[str, Any]:
-    """Describe the compiled program, and predict its time if the device has a data sheet."""
     compiled, seconds, axes = fitting.compiled, fitting.seconds, fitting.estimate.axes
     memory, host_bytes = program_memory(compiled), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = {"peak": peak_bytes(memory)}

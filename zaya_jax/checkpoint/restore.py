@@ -143,7 +143,6 @@ def _restore(
 
 
 def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any], part: bool) -> None:
-    """Raise `InputError` if the checkpoint's arrays do not match the expected ones."""
 
     def mismatch(reason: str) -> InputError:
         return InputError(f"The checkpoint {folder} cannot be restored into this configuration: {reason}")

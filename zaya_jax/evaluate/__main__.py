@@ -12,7 +12,7 @@ from zaya_jax.errors import InputError, RunStopped, exit_message
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.command_output import prepare_streams, run_command
-from zaya_jax.run.options import add_job
+from zaya_jax.run.options import MODEL_PATH, add_job
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
@@ -49,10 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(run)
 
 
-_PATH = (
-    "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), RUN_DIR/checkpoints/STEP, or a "
-    "transformers folder; adapters are merged into their base"
-)
 _PEER = "model to score with transformers in the same way, such as hf:Qwen/Qwen3-4B; can be given several times"
 _CODE = "allow tasks that execute code which the model writes, on this machine"
 _POLL = "seconds to wait between checks of the run folder (--follow only; default: 30)"
@@ -67,7 +63,7 @@ _ROWS = "continuations that a device writes at once (tasks only; default: 16)"
 _NUMBER, _FILE, _SWITCH = {"type": int, "metavar": "N"}, {"metavar": "FILE"}, {"action": "store_true"}
 # Of each flag its help, and the other arguments of `add_argument`.
 _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "path": (_PATH, {"metavar": "PATH"}),
+    "path": (MODEL_PATH, {"metavar": "PATH"}),
     "--text": ("plain-text files to score", {"nargs": "+", "default": [], **_FILE}),
     "--tasks": ("tasks, groups or tags of lm-eval, with their own settings", {"metavar": "A,B"}),
     "--config": ("suite of tasks, such as configs/evals/base.yaml", _FILE),

@@ -14,6 +14,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.command_output import Unescaped, is_output_read, prepare_streams, run_command
 from zaya_jax.run.files import read_text
+from zaya_jax.run.options import MODEL_PATH
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
@@ -41,10 +42,6 @@ _SAMPLING = {
     "min-p": "keep tokens at least this many times as likely as the most likely",
     "repetition-penalty": "divide logits of tokens that occurred",
 }
-_PATH = (
-    "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), RUN_DIR/checkpoints/STEP, or a "
-    "transformers folder; adapters are merged into their base"
-)
 _RSA = (
     "Markovian RSA: N candidates, then T rounds of N more, each written from the last TAIL tokens of C of them; prints "
     "the last round's first"
@@ -52,7 +49,7 @@ _RSA = (
 _DTYPE = "dtype to compute in (default: bfloat16 on GPUs, float32 on CPUs)"
 # Of each flag its help, and the other arguments of `add_argument`.
 _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "path": (_PATH, {"metavar": "PATH"}),
+    "path": (MODEL_PATH, {"metavar": "PATH"}),
     "stdin": ("read one prompt from standard input", {"nargs": "?", "metavar": "-"}),
     "--prompt": ("text to continue; can be given several times", _TEXTS),
     "--message": ("message to answer, through the chat template; can be given several times", _TEXTS),

@@ -86,7 +86,6 @@ def open_text_model(
 
 
 def _sampling(path: Path) -> Sampling:
-    """Read the settings of `generation_config.json` that are set."""
     tree: dict[str, Any] = read_beside(path)
     values = {name: tree[name] for name in Sampling._fields if isinstance(tree.get(name), int | float)}
     values |= {"temperature": 0.0} if tree.get("do_sample") is False else {}

@@ -149,7 +149,6 @@ def _size(*arrays: Any) -> int:
 
 
 def _both(name: str, case: Case, **backward: Any) -> dict[str, Case]:
-    """Return a case and its backward pass, with what differs."""
     return {name: case, f"{name} backward": case._replace(backward=True, **backward)}
 
 

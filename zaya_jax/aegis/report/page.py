@@ -83,8 +83,7 @@ def _make_sections(runs: Sequence[RunData], config: str | None) -> list[Section]
             *each(run_page.expert_load, run_page.entropy_by_layer),
             *every(comparison.SKIP_RATE.plot, comparison.BIAS_RANGE.plot),
         ],
-        "Gradients and updates": every(comparison.GRAD_NORM.plot)
-        + each(run_page.gradient_norms, run_page.update_norms),
+        "Gradients and updates": every(comparison.GRAD_NORM.plot) + each(run_page.norms),
         "Reliability": each(run_page.goodput, tables.faults, tables.skipped_steps, tables.checkpoints),
         "Evaluations and samples": each(tables.evaluations, _samples),
         "Configuration": [
@@ -97,7 +96,6 @@ def _make_sections(runs: Sequence[RunData], config: str | None) -> list[Section]
 
 
 def _named(block: Block, run: RunData, runs: Sequence[RunData]) -> Block:
-    """Return a block that names its run, if there are several."""
     if len(runs) == 1:
         return block
     return f"{run.name}: {block}" if isinstance(block, str) else block._replace(title=f"{run.name}: {block.title}")

@@ -31,7 +31,7 @@ def overview(runs: Sequence[RunData]) -> Table:
 
 def _facts(run: RunData) -> Facts:
     """Yield what can be said; damage in one file costs what is made of it."""
-    for facts in (_state, _losses, _training_loss, _speed, _mean_speed, _supervision, _skipped, _checkpoints, _model):
+    for facts in (_state, _losses, _training_loss, _speed, _supervision, _skipped, _checkpoints, _model):
         with contextlib.suppress(*DAMAGE):
             yield from facts(run)
 
@@ -69,9 +69,6 @@ def _speed(run: RunData) -> Facts:
     yield "tokens, with padding", _whole(run.metrics.last("tokens_seen"))
     seconds = sum(run.timings.line("seconds").finite)
     yield "time in steps", duration(seconds) if seconds else NONE
-
-
-def _mean_speed(run: RunData) -> Facts:
     yield "tokens/s", _whole(_mean(run, "tokens_per_second"))
     yield "MFU", percent(_mean(run, "mfu"))
 
@@ -259,7 +256,6 @@ def changes(run: RunData) -> Table:
 
 
 def _differences(title: str, settings: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Make a table of the keys whose values differ."""
     keys = dict.fromkeys(key for each in settings.values() for key in each)
     texts = {key: [shown(each[key]) if key in each else NONE for each in settings.values()] for key in keys}
     rows = [[key, *values] for key, values in texts.items() if len(set(values)) > 1]

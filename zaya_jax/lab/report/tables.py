@@ -27,7 +27,6 @@ def _table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell], *
 
 
 def _same(*keys: str) -> dict[str, str]:
-    """Return columns whose heads are their keys."""
     return {key: key for key in keys}
 
 
