@@ -33,7 +33,7 @@ from zaya_jax.run.files import sync_folder
 from zaya_jax.run.reserved_port import reserved_port
 from zaya_jax.run.table import format_table
 
-_FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "memory")
+_FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "memory")
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
 _HEAD = ("medians, in seconds", "training waits", "durable after", "restore from disk", "restore cached", "peak memory")
 _NAMES: dict[str, str] = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
