@@ -8,7 +8,7 @@ import numpy as np
 
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, list_counts
-from zaya_jax.data.loading.batches import heldout_batches, heldout_text
+from zaya_jax.data.loading.batches import heldout_text
 from zaya_jax.data.loading.document_parts import Tally, Use
 from zaya_jax.data.loading.run_plan import RunPlan
 from zaya_jax.data.loading.sources import Prepared
@@ -37,7 +37,7 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
         limit, manifest = config.evaluation.batches, source.manifest
         shares = [phase.shares[name] for phase in plan.phases if name in phase.shares]
         rows = (share.phase_rows.row(index) for share in shares for index in range(share.rows))
-        batches, text = heldout_batches(config, prepared, name, limit), heldout_text(config, prepared, name, limit)
+        text = heldout_text(config, prepared, name, limit)
         use = text.use if text else Tally(manifest.heldout.documents).use(0.0)
         found[name] = {
             "refused": manifest.counts,
@@ -46,7 +46,7 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
             "skipped_rows": _skipped_rows(config, plan, name),
             "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
             "train": _of_split(plan.uses[name], manifest.train, rows),
-            "heldout": _of_split(use, manifest.heldout, batches),
+            "heldout": _of_split(use, manifest.heldout, text.read() if text else ()),
         }
     return found
 

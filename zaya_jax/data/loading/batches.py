@@ -171,16 +171,13 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
 def heldout_batches(
     config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
 ) -> Iterator[Batch]:
-    """Yield batches [evaluation.batch_size, s] of a source's held-out split in its natural order, each document once.
+    """Return batches [evaluation.batch_size, s] of a source's held-out split in its natural order, each document once.
 
     The last batch is filled with padding rows. There is none if no phase reads the source. `limit`, if any, is the
     maximum number of batches, evenly spaced over the split; `phase` is the index of the trained phase, or None (last).
     """
-    heldout = heldout_text(config, prepared, name, limit, phase)
-    for indices in heldout.batches if heldout else ():
-        batch = [heldout.packed.rows.row(0, row) for row in indices]
-        padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
-        yield _stack(batch + [padding] * (config.evaluation.batch_size - len(batch)))
+    text = heldout_text(config, prepared, name, limit, phase)
+    return text.read() if text else iter(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +188,21 @@ class HeldoutText:
     documents: Documents
     packed: PackedEpoch
     batches: list[range]  # of rows
+    batch_size: int  # rows of a batch, of which the last one may have fewer
     all_bytes: int  # UTF-8 bytes of all documents
     trimmed: int  # number of conversations
+
+    def read(self) -> Iterator[Batch]:
+        """Yield the batches, see `heldout_batches`."""
+        for indices in self.batches:
+            batch = [self.packed.rows.row(0, row) for row in indices]
+            padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
+            yield _stack(batch + [padding] * (self.batch_size - len(batch)))
+
+    @functools.cached_property
+    def loaded(self) -> list[Batch]:
+        """The batches, in memory."""
+        return list(self.read())
 
     @functools.cached_property
     def parts(self) -> list[DocumentPart]:
@@ -231,7 +241,7 @@ def heldout_text(
     chosen = [batches[index * len(batches) // count] for index in range(count)]
     counts = manifest.counts if source.manifest.kind == "chat" else {}
     trimmed = trimmed_documents(packed.counts, counts)
-    return HeldoutText(prepared.tokenizer, documents, packed, chosen, manifest.heldout.text_bytes, trimmed)
+    return HeldoutText(prepared.tokenizer, documents, packed, chosen, size, manifest.heldout.text_bytes, trimmed)
 
 
 def _part_bytes(tokenizer: Tokenizer, text: Text, part: DocumentPart) -> int:
