@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -126,7 +126,7 @@ class Records:
     def _source(self, shard: int) -> ArrayRecordDataSource:
         entry, folder = self._shards[shard], plain_path(self._folder)
         sizes = {"skip": 0, "take": entry.documents, "examples_in_shard": entry.documents}
-        lazily = SimpleNamespace(filename=str(folder / entry.file), **sizes)  # the library sets these names
+        lazily: Any = SimpleNamespace(filename=str(folder / entry.file), **sizes)  # the library sets these names
         return ArrayRecordDataSource([lazily])
 
     def damaged(self, index: int) -> InputError:
