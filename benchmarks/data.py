@@ -30,7 +30,6 @@ _THREADS = (0, 1, 2, 4, 16)  # numbers of Grain's reading threads to try
 _BUFFERS = (1, 4, 16)  # sizes of its workers' buffers to try, in batches
 _TRIES = 3  # passes with each setting
 _MEDIAN, _SIGMA = 700, 1.1  # log-normal distribution of document lengths, in tokens
-_HELDOUT = 0.05  # fraction of the documents
 _SKIPPED = 50  # batches before timing; more than all buffers hold
 
 
@@ -221,7 +220,7 @@ def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> None
     parts = (lengths.tobytes(), starts.tobytes(), documents.tobytes())
     folder.with_suffix(".idx").write_bytes(header + b"".join(parts))
     size = -(-dataset.stat().st_size // shards)
-    prepare([str(dataset)], tokenizer, folder, PrepareSettings(heldout=_HELDOUT), unit_bytes=size, workers=1)
+    prepare([str(dataset)], tokenizer, folder, PrepareSettings(), unit_bytes=size, workers=1)
 
 
 main = command(run, {}, repeats=5)

@@ -17,10 +17,6 @@ from zaya_jax.lab.result import require_packages
 from zaya_jax.lab.subprocesses import run_in_subprocess
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
-_TOO_LARGE = (
-    "The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller model with "
-    "--config FILE model.num_layers=N."
-)
 Pass = Callable[[Any, int], Any]  # (tokens of some rows, rows of the whole batch) → loss
 Wait = Callable[[], object]
 
@@ -143,7 +139,8 @@ def _fastest(torch: Any, model: Any, tokens: Any, one_pass: Pass, update: Wait, 
                     speeds[checkpointing, rows] = rows / time_calls(lambda one=one: (one(), wait()), 1).median
     model.zero_grad(set_to_none=True)
     if not speeds:
-        raise InputError(_TOO_LARGE)
+        problem = "The transformers model and its AdamW state do not fit in this device's memory"
+        raise InputError(f"{problem}. Choose a smaller model with --config FILE model.num_layers=N.")
     return max(speeds, key=speeds.__getitem__)
 
 

@@ -78,5 +78,4 @@ def make_layer(config: ModelConfig, length: int, dtype: str) -> Callable[[], flo
     return step
 
 
-LENGTHS = {"--lengths": flag([4096, 16384], "TOKENS", "tokens of a prompt")}
-main = command(run, LENGTHS | DTYPE, repeats=5)
+main = command(run, {"--lengths": flag([4096, 16384], "TOKENS", "tokens of a prompt")} | DTYPE, repeats=5)
