@@ -280,8 +280,7 @@ def _decode(
 ) -> Decoded:
     """Draw up to `block.steps` tokens, fewer if all rows end.
 
-    Returns:
-      The new state; int32 [size, b] tokens, -1 from a row's stop token on; and their fp32 log-probabilities.
+    Return the new state; int32 [size, b] tokens, -1 from a row's stop token on; and their fp32 log-probabilities.
     """
     shard = functools.partial(_decode_shard, size=size, branches=branches, ops=placement.decode_ops)
     state_specs, block_specs = _state_specs(model.config, state), (ROWS, REPLICATED, REPLICATED, REPLICATED)
