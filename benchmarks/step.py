@@ -49,10 +49,9 @@ _PEER = "transformers ZayaForCausalLM (sdpa, default experts)"
 
 def default_config(sequences: int = 4, micro_batch: int | None = None) -> Config:
     """Make a configuration with 52.75M parameters, and sequences of 512 tokens."""
-    model = ModelConfig(
-        vocab_size=16384, hidden_size=384, num_layers=8, num_query_heads=6, num_kv_heads=2, head_dim=64,
-        num_experts=12, expert_size=384, router_size=64, max_positions=2048,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"vocab_size": 16384, "hidden_size": 384, "num_layers": 8, "max_positions": 2048}
+    sizes |= {"num_query_heads": 6, "num_kv_heads": 2, "head_dim": 64}
+    model = ModelConfig(**sizes, num_experts=12, expert_size=384, router_size=64)
     tokens = sequences * 512
     train = TrainConfig(batch=BatchConfig(tokens=tokens, micro_batch=micro_batch))  # keeps what the peer keeps
     return Config(model, (PhaseConfig(tokens),), data=DataConfig(context=512), train=train)
