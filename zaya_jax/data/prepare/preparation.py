@@ -143,21 +143,10 @@ def write_merged(
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
     shards = [[*([e.digest, e.documents] for e in s.shards), [s.lengths.digest]] for s in splits.values()]
     content = content or json_digest(kind, dtype, list(special), tokenizer.digest, shards)
-    manifest = Manifest(
-        format=FORMAT,
-        kind=kind,
-        inputs=inputs,
-        content=content,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        **splits,
-        counts=dict(counts),
-        examples=tuple(islice((example for note in notes for example in note.examples), EXAMPLES)),
-        extras=tuple(extras),
-        **special._asdict(),
-        unread_files=unread or {},
-        unread_keys=dict(keys.most_common()),
-    )
+    examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
+    found: dict[str, Any] = {**splits, "counts": dict(counts), "examples": examples, "extras": tuple(extras)}
+    found |= {**special._asdict(), "unread_files": unread or {}, "unread_keys": dict(keys.most_common())}
+    manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, **found)
     write_atomically(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
     return manifest
 
@@ -198,17 +187,15 @@ def _plan(
     del chosen["bos"]
     entry, eot = describe_file(tokenizer), special.eot
     others = [] if special == (eot, eot, eot) else [special.bos, special.eos]
-    return {
+    digest = json_digest(chosen, eot, entry.digest, [list(unit) for unit in units], stats, *others)
+    plan = {
         "format": FORMAT,
         **chosen,
         **special._asdict(),
         "tokenizer": entry.digest,
         "inputs": list(map(str, inputs)),
-        "files": json_digest(stats),
-        "units": len(units),
-        "tasks": tasks,
-        "digest": json_digest(chosen, eot, entry.digest, [list(unit) for unit in units], stats, *others),
     }
+    return plan | {"files": json_digest(stats), "units": len(units), "tasks": tasks, "digest": digest}
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> bool:
