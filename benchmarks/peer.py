@@ -13,7 +13,7 @@ from zaya_jax.config import Config, ModelConfig
 from zaya_jax.errors import InputError, printable
 from zaya_jax.hf.config import to_hf
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.result import require_packages
+from zaya_jax.lab.result import require_packages, rounded
 from zaya_jax.lab.subprocesses import run_in_subprocess
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
@@ -95,13 +95,9 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
         losses.append(round(float(loss), 4))
 
     seconds = time_calls(one_step, repeats).seconds
-    return {
-        "micro_batch": rows,
-        "checkpointing": checkpointing,
-        "seconds": {"step": [round(second, 4) for second in seconds]},
-        "losses": losses,
-        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-    }
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    settings, timed = {"micro_batch": rows, "checkpointing": checkpointing}, {"step": rounded(seconds)}
+    return {**settings, "seconds": timed, "losses": losses, "peak_bytes": peak}
 
 
 def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> tuple[Any, Any]:

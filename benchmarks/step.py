@@ -168,15 +168,11 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
 
     for name, program in compiled.items():
         seconds[name] = time_calls(functools.partial(move, program), repeats).seconds
-    return {
-        "device": device.device_kind,
-        "platform": programs.kernels.target.platform,
-        "micro_batch": config.batch_for(config.phases[0]).micro_batch or stage.sequences,
-        "remat": config.remat_for(config.phases[0]),
-        "seconds": {name: rounded(each) for name, each in seconds.items()},
-        "losses": [round(loss, 4) for loss in losses],
-        **peak,
-    }
+    settings = {"micro_batch": config.batch_for(config.phases[0]).micro_batch or stage.sequences}
+    settings |= {"remat": config.remat_for(config.phases[0])}
+    timed = {name: rounded(each) for name, each in seconds.items()}
+    measured = {"device": device.device_kind, "platform": programs.kernels.target.platform, **settings}
+    return {**measured, "seconds": timed, "losses": [round(loss, 4) for loss in losses], **peak}
 
 
 def compile_parts(programs: Programs) -> dict[str, Any]:
@@ -227,13 +223,9 @@ def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) 
     for n in SHARED:
         seconds, share = step - optimizer + optimizer / n, optimizer / n
         shared[f"1/{n}"] = throughput(seconds, tokens, flops, kind) | {"optimizer_share": round(share / seconds, 5)}
-    return {
-        **measured,
-        **throughput(step, tokens, flops, kind),
-        "optimizer_share": round(optimizer / step, 4),
-        "newton_schulz_share": round((optimizer - rest) / step, 4),
-        "with_part_of_the_optimizer": shared,
-    }
+    shares = {"optimizer_share": optimizer / step, "newton_schulz_share": (optimizer - rest) / step}
+    figures = throughput(step, tokens, flops, kind) | {name: round(each, 4) for name, each in shares.items()}
+    return {**measured, **figures, "with_part_of_the_optimizer": shared}
 
 
 def _print_ours(ours: dict[str, Any]) -> None:
