@@ -117,15 +117,10 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
     def ratio(key: str, way: str, other: str) -> float:
         return table[way][key]["median"] / table[other][key]["median"]
 
-    return {
-        "gib": size,
-        "processes": processes,
-        "ways": table,
-        "stall_ratio": ratio("stall", PEER, OURS),
-        "commit_ratio": ratio("commit", PEER, OURS),
-        "digest_share": ratio("commit", OURS, BARE) - 1,
-        "restore_ratio": ratio("restore_warm", PEER, OURS),
-    }
+    keys = {"stall_ratio": "stall", "commit_ratio": "commit", "restore_ratio": "restore_warm"}
+    ratios = {name: ratio(key, PEER, OURS) for name, key in keys.items()}
+    ratios["digest_share"] = ratio("commit", OURS, BARE) - 1
+    return {"gib": size, "processes": processes, "ways": table, **ratios}
 
 
 def print_table(job: dict[str, Any]) -> None:
