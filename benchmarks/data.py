@@ -117,13 +117,10 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
     peer = f"Grain {speeds['peer'] / 1e6:.1f} ({best.threads} reading threads{buffers})"
     text = f"zaya_jax {speeds['ours'] / 1e6:.1f} million tokens/s, {peer}; zaya_jax is {ratio:.2f}× as fast"
     print(f"packing, {workers} workers: {text}", flush=True)
-    return {
-        "tokens_per_second": {name: round(speed) for name, speed in speeds.items()},
-        "ratio": round(ratio, 3),
-        "peer_settings": best._asdict(),
-        "peer_settings_tried": [settings._asdict() | {"tokens_per_second": speed} for settings, speed in tried.items()],
-        "seconds": {name: rounded(times) for name, times in seconds.items()},
-    }
+    rows = [settings._asdict() | {"tokens_per_second": speed} for settings, speed in tried.items()]
+    result = {"tokens_per_second": {name: round(speed) for name, speed in speeds.items()}, "ratio": round(ratio, 3)}
+    result |= {"peer_settings": best._asdict(), "peer_settings_tried": rows}
+    return result | {"seconds": {name: rounded(times) for name, times in seconds.items()}}
 
 
 def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:

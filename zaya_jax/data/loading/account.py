@@ -39,15 +39,12 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
         rows = (share.phase_rows.row(index) for share in shares for index in range(share.rows))
         text = heldout_text(config, prepared, name, limit)
         use = text.use if text else Tally(manifest.heldout.documents).use(0.0)
-        found[name] = {
-            "refused": manifest.counts,
-            "unread_files": manifest.unread_files,
-            "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
-            "skipped_rows": _skipped_rows(config, plan, name),
-            "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
-            "train": _of_split(plan.uses[name], manifest.train, rows),
-            "heldout": _of_split(use, manifest.heldout, text.read() if text else ()),
-        }
+        phases = [phase.config.name for phase in plan.phases if name in phase.shares]
+        evaluated = any(not phase.mixture or name in phase.mixture for phase in config.phases)
+        found[name] = {"refused": manifest.counts, "unread_files": manifest.unread_files, "phases": phases}
+        found[name] |= {"skipped_rows": _skipped_rows(config, plan, name), "evaluated": evaluated}
+        found[name]["train"] = _of_split(plan.uses[name], manifest.train, rows)
+        found[name]["heldout"] = _of_split(use, manifest.heldout, text.read() if text else ())
     return found
 
 
