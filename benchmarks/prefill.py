@@ -46,14 +46,10 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         cca, gqa, full = (f"{1e3 * each:,.0f} ms" for each in medians.values())
         others = f"GQA {gqa} ({ratios['gqa']:.2f}×), full attention {full} ({ratios['full']:.2f}×)"
         print(f"{length:,} tokens: CCA {cca}, {others}", flush=True)
-        result["results"][str(length)] = {
-            name: {
-                "seconds": seconds[name],
-                "relative_time": round(ratios[name], 3),
-                "cache_bytes_per_token": 2 * config.kv_size * jnp.dtype(parsed.dtype).itemsize,
-            }
-            for name, config in KINDS.items()
-        }
+        result["results"][str(length)] = rows = dict[str, Any]()
+        for name, config in KINDS.items():
+            rows[name] = {"seconds": seconds[name], "relative_time": round(ratios[name], 3)}
+            rows[name]["cache_bytes_per_token"] = 2 * config.kv_size * jnp.dtype(parsed.dtype).itemsize
     return result
 
 
