@@ -33,7 +33,7 @@ from zaya_jax.run.files import sync_folder
 from zaya_jax.run.reserved_port import reserved_port
 from zaya_jax.run.table import format_table
 
-_FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "memory")
+_FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "memory")
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
 _HEAD = ("medians, in seconds", "training waits", "durable after", "restore from disk", "restore cached", "peak memory")
 _NAMES: dict[str, str] = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
@@ -117,15 +117,10 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
     def ratio(key: str, way: str, other: str) -> float:
         return table[way][key]["median"] / table[other][key]["median"]
 
-    return {
-        "gib": size,
-        "processes": processes,
-        "ways": table,
-        "stall_ratio": ratio("stall", PEER, OURS),
-        "commit_ratio": ratio("commit", PEER, OURS),
-        "digest_share": ratio("commit", OURS, BARE) - 1,
-        "restore_ratio": ratio("restore_warm", PEER, OURS),
-    }
+    keys = {"stall_ratio": "stall", "commit_ratio": "commit", "restore_ratio": "restore_warm"}
+    ratios = {name: ratio(key, PEER, OURS) for name, key in keys.items()}
+    ratios["digest_share"] = ratio("commit", OURS, BARE) - 1
+    return {"gib": size, "processes": processes, "ways": table, **ratios}
 
 
 def print_table(job: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ _THREADS = (0, 1, 2, 4, 16)  # numbers of Grain's reading threads to try
 _BUFFERS = (1, 4, 16)  # sizes of its workers' buffers to try, in batches
 _TRIES = 3  # passes with each setting
 _MEDIAN, _SIGMA = 700, 1.1  # log-normal distribution of document lengths, in tokens
-_HELDOUT = 0.05  # fraction of the documents
 _SKIPPED = 50  # batches before timing; more than all buffers hold
 
 
@@ -118,13 +117,10 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
     peer = f"Grain {speeds['peer'] / 1e6:.1f} ({best.threads} reading threads{buffers})"
     text = f"zaya_jax {speeds['ours'] / 1e6:.1f} million tokens/s, {peer}; zaya_jax is {ratio:.2f}× as fast"
     print(f"packing, {workers} workers: {text}", flush=True)
-    return {
-        "tokens_per_second": {name: round(speed) for name, speed in speeds.items()},
-        "ratio": round(ratio, 3),
-        "peer_settings": best._asdict(),
-        "peer_settings_tried": [settings._asdict() | {"tokens_per_second": speed} for settings, speed in tried.items()],
-        "seconds": {name: rounded(times) for name, times in seconds.items()},
-    }
+    rows = [settings._asdict() | {"tokens_per_second": speed} for settings, speed in tried.items()]
+    result = {"tokens_per_second": {name: round(speed) for name, speed in speeds.items()}, "ratio": round(ratio, 3)}
+    result |= {"peer_settings": best._asdict(), "peer_settings_tried": rows}
+    return result | {"seconds": {name: rounded(times) for name, times in seconds.items()}}
 
 
 def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
@@ -221,7 +217,7 @@ def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> None
     parts = (lengths.tobytes(), starts.tobytes(), documents.tobytes())
     folder.with_suffix(".idx").write_bytes(header + b"".join(parts))
     size = -(-dataset.stat().st_size // shards)
-    prepare([str(dataset)], tokenizer, folder, PrepareSettings(heldout=_HELDOUT), unit_bytes=size, workers=1)
+    prepare([str(dataset)], tokenizer, folder, PrepareSettings(), unit_bytes=size, workers=1)
 
 
 main = command(run, {}, repeats=5)

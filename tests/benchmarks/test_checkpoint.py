@@ -39,8 +39,7 @@ def test_every_way_gives_back_what_it_saved(small, tmp_path):
         for turn in (0, 1):
             took = timed_save(method, turn)
             assert 0 < took["stall"] <= took["commit"], name
-        kinds = {"restore_cold", "restore_warm"} | ({"verify_cold", "verify_warm"} if name == "verified" else set())
-        assert time_restores(method, tmp_path, small).keys() == kinds
+        assert time_restores(method, tmp_path, small).keys() == {"restore_cold", "restore_warm"}
         other = {**small, "large.0": small["large.0"] + 1}
         with pytest.raises(RuntimeError, match=r"large\.0 was restored from .* with wrong values"):
             time_restores(method, tmp_path, other)
@@ -79,6 +78,5 @@ def test_two_processes_are_measured(tmp_path):
     (job,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert set(job["ways"]) == {PEER, "Orbax", "Orbax, asynchronous", OURS, BARE}
     assert all(way["stall"]["median"] > 0 and way["restore_warm"]["median"] > 0 for way in job["ways"].values())
-    assert job["ways"][OURS]["verify_cold"]["median"] > 0
     assert (tmp_path / "out.png").stat().st_size > 1000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]

@@ -73,7 +73,7 @@ def calls(opened, monkeypatch):
     """Calls of `continuations`, each of whose rows writes four tokens: seed + 40, one more, and so on."""
     calls = []
 
-    def continuations(_model, rows, most, sampling, *, seeds, block, **options):
+    def continuations(_model, rows, most, sampling, *, seeds, **options):
         calls.append({"rows": rows, "most": most, "sampling": sampling, "seeds": list(seeds), **options})
         tokens = [[seed + 40 + index for index in range(4)] for seed in seeds]
         for count in (2, 4):

@@ -72,8 +72,7 @@ def digests(parts: Iterable[ArrayPart]) -> Digests:
 def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[str], dict[str, list[str]]]:
     """Compare this process's shards of `arrays` with the saved digests.
 
-    Returns:
-      The names of arrays that differ, and array name → saved slices that no local device holds completely.
+    Return the names of arrays that differ, and array name → saved slices that no local device holds completely.
     """
     jobs: list[tuple[str, str, np.ndarray]] = []
     not_held: dict[str, list[str]] = {}

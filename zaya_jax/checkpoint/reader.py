@@ -48,9 +48,8 @@ class CheckpointReader:
     def read(self, name: str, index: tuple[Any, ...] = ()) -> np.ndarray:
         """Read the array `name`, or its part at the index `index`.
 
-        Raises:
-          Damaged: a file is missing or cut, a checksum of the storage format differs, or the manifest contradicts it.
-          Unreadable: it could not be read for any other reason, also after a while where that can help.
+        `Damaged` if a file is missing or cut, a checksum of the storage format differs, or the manifest contradicts it;
+        `Unreadable` if it cannot be read for any other reason, also after a while where that can help.
         """
         return retried(lambda: self._read(name, index))
 

@@ -39,11 +39,7 @@ def restore_newest(
     """Restore the newest intact checkpoint of a run; quarantine damaged ones, and `say` so.
 
     `prepare` returns the abstract state with its shardings for a manifest; it can raise `InputError`. Returns None if
-    no checkpoint was ever finished.
-
-    Raises:
-      InputError: raised by `prepare`, or the checkpoint's arrays do not match the state.
-      RunStopped: every checkpoint is damaged.
+    no checkpoint was ever finished. `InputError` if its arrays do not match the state, `RunStopped` if all are damaged.
     """
     folder, quarantined = store.folder, ""
     while steps := broadcast(names.named_steps(folder)):
@@ -143,7 +139,6 @@ def _restore(
 
 
 def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any], part: bool) -> None:
-    """Raise `InputError` if the checkpoint's arrays do not match the expected ones."""
 
     def mismatch(reason: str) -> InputError:
         return InputError(f"The checkpoint {folder} cannot be restored into this configuration: {reason}")

@@ -66,7 +66,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _is_text(parts: Sequence[str]) -> bool:
-    """Return whether the value of a dotted key is text."""
     hint: Any = Config
     for part in parts:
         section = next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)

@@ -34,8 +34,6 @@ _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
 
 
 class _Subject(NamedTuple):
-    """The model to score."""
-
     source: str
     run: Path | None  # None for a `transformers` folder
     step: int | None

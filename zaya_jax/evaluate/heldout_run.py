@@ -11,7 +11,7 @@ import jax
 
 from zaya_jax.config import Config, ModelConfig, ParallelConfig, from_dict
 from zaya_jax.config.stages import first_step, stage_at
-from zaya_jax.data.loading.batches import HeldoutText, heldout_text
+from zaya_jax.data.loading.batches import HeldoutText
 from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
@@ -35,24 +35,17 @@ class RunHeldout:
     def __init__(self, run: Path) -> None:
         """Open the data that the configuration in a run folder names; InputError if it is missing."""
         self._config = from_dict(read_config(run))
-        prepared = primary_first(lambda: open_sources(self._config))
-        self._prepared, self._measure = prepared, functools.cache(self._measure_texts)
-        if not any(text.text_bytes for text in self._measure(len(self._config.phases) - 1).values()):
+        self._evaluator = HeldoutEvaluator(self._config, primary_first(lambda: open_sources(self._config)))
+        if not any(text.text_bytes for text in self._evaluator.texts[-1].values()):
             raise InputError(f"The sources of {run} have no held-out text. Name files to score with --text.")
-        self._evaluator = HeldoutEvaluator(self._config, prepared)
         self._program = functools.cache(functools.partial(_program, self._config, run))
 
     def texts(self, step: int) -> dict[str, HeldoutText]:
-        """Measure the held-out text of each source as the phase reads it that trained the step before `step`."""
-        return self._measure(self._phase(step))
+        """Return the held-out text of each source as the phase reads it that trained the step before `step`."""
+        return self._evaluator.texts[self._phase(step)]
 
     def _phase(self, step: int) -> int:
         return stage_at(self._config, max(step - 1, first_step(self._config))).phase
-
-    def _measure_texts(self, phase: int) -> dict[str, HeldoutText]:
-        config, prepared = self._config, self._prepared
-        measure = functools.partial(heldout_text, config, prepared, limit=config.evaluation.batches, phase=phase)
-        return {name: text for name in prepared.sources if (text := measure(name)) is not None}
 
     def losses(self, weights: Weights, step: int) -> dict[str, HeldoutLoss]:
         """Compute the loss of each source with held-out text; InputError if a checkpoint's weights are damaged.

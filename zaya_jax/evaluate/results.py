@@ -26,14 +26,9 @@ _EVERY = 30.0  # seconds between lines of progress without a terminal
 
 def text_record(loss: HeldoutLoss, text_bytes: int, lost_bytes: int = 0) -> dict[str, Any]:
     """Return the scores of a text as JSON; its tokens stand for `text_bytes`, and `lost_bytes` have none."""
-    return {
-        "nats_per_token": loss.nats_per_token,
-        "perplexity": math.exp(min(loss.nats_per_token, 700.0)),
-        "bits_per_byte": loss.bits_per_byte(text_bytes),
-        "tokens": loss.tokens,
-        "bytes": text_bytes,
-        "lost_bytes": lost_bytes,
-    }
+    scores = {"nats_per_token": loss.nats_per_token, "perplexity": math.exp(min(loss.nats_per_token, 700.0))}
+    sizes = {"tokens": loss.tokens, "bytes": text_bytes, "lost_bytes": lost_bytes}
+    return {**scores, "bits_per_byte": loss.bits_per_byte(text_bytes), **sizes}
 
 
 _FORMATS = {"nats_per_token": ".4f", "perplexity": ".2f", "bits_per_byte": ".4f", "tokens": ",", "bytes": ","}

@@ -92,7 +92,6 @@ def render(opened: TextModel, conversation: Conversation, *, generation_prompt: 
     texts = {"bos_token": opened.special.bos, "eos_token": opened.special.eos, **(opened.others or {})}
     names = {"add_generation_prompt": generation_prompt, **{name: text for name, text in texts.items() if text}}
     answer = run_template(opened.template, [render_request(conversation, names) | {"now": time.time()}])
-    if "texts" not in answer:
-        reason = answer.get("syntax") or answer.get("compile") or answer.get("render") or "unknown error"
-        raise InputError(f"The chat template cannot render the conversation: {reason}.")
+    if "error" in answer:
+        raise InputError(f"The chat template cannot render the conversation: {answer['error']}.")
     return answer["texts"][0]

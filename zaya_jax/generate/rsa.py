@@ -37,16 +37,13 @@ class MarkovianRSA(NamedTuple):
         require(self.aggregated <= self.candidates, f"{prefix}aggregated", self.aggregated, most)
 
 
-# Prompts and seeds of a round → the tokens of its candidates.
-WriteCandidates = Callable[[Sequence[str], Sequence[int]], list[list[int]]]
-
-
 def aggregate_recursively(
-    write: WriteCandidates, tokenizer: Tokenizer, question: str, settings: MarkovianRSA, seed: int = 0
+    write: Callable[..., list[list[int]]], tokenizer: Tokenizer, question: str, settings: MarkovianRSA, seed: int = 0
 ) -> list[list[int]]:
-    """Return the tokens of the last round's candidates, which `write` generates; InputError for invalid settings.
+    """Return the tokens of the last round's candidates; InputError for invalid settings.
 
-    `seed` is that of the choice of candidates, and of the first candidate; each further one has the next seed.
+    `write` generates the tokens of a round's candidates from their prompts and seeds. `seed` is that of the choice of
+    candidates, and of the first candidate; each further one has the next seed.
     """
     settings.check("")
     count, draw = settings.candidates, np.random.default_rng(seed)

@@ -68,7 +68,6 @@ def draw(verb: str, path: Path, result: Result) -> str:
 
 
 def _lines(rows: Sequence[Result], name: Callable[[Result], str], *values: Callable[[Result], float]) -> dict[str, Any]:
-    """Return xs and ys of each line of `rows`, by its name."""
     points: dict[str, list[list[float]]] = {}
     for row in rows:
         points.setdefault(name(row), []).append([value(row) for value in values])

@@ -65,7 +65,6 @@ class Unescaped:
     """A standard stream for those who write colours, or text that must stay as it is."""
 
     def __init__(self, stream: Any) -> None:
-        """Wrap a stream, of `prepare_streams` or another."""
         self._stream, self.write = stream, getattr(stream, "write_exactly", stream.write)
 
     def __getattr__(self, name: str) -> Any:

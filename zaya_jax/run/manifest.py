@@ -89,9 +89,8 @@ def try_read(folder: Path) -> Manifest | None:
 def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
     """Read the manifest of the checkpoint in `folder`; check the sizes of its files and the content of its digests.
 
-    Raises:
-      Damaged: the manifest is missing or altered, or a file is missing, altered or of another size.
-      InputError: the format is newer, or a file cannot be read.
+    `Damaged` if the manifest is missing or altered, or a file is missing, altered or of another size; `InputError` if
+    the format is newer, or a file cannot be read.
     """
     manifest = _read(folder)
     for name, size in manifest.files.items() if check_files else ():

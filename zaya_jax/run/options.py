@@ -16,6 +16,11 @@ _EXAMPLES = """examples:
 
 Rerunning a command resumes from the newest checkpoint in run_dir."""
 
+MODEL_PATH = (  # help of commands that read a model
+    "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), RUN_DIR/checkpoints/STEP, or a "
+    "transformers folder; adapters are merged into their base"
+)
+
 
 def parse_training(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a training command, whose overrides may stand anywhere; exits with status 2 if it is invalid."""

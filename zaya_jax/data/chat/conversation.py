@@ -198,7 +198,6 @@ def _call(call: Any, location: str) -> dict[str, Any]:
 
 
 def _function(value: Any, where: str) -> dict[str, Any]:
-    """Return the function that a call or a tool names."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {json_kind(value)}, but must be an object")
     function = value.get("function", value)

@@ -31,7 +31,6 @@ class Items(NamedTuple):
         return self._replace(length=np.where(trimmed, originals.length[place], self.length))
 
     def __add__(self, other: "Items") -> "Items":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Concatenate two lists of items."""
         return Items(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 

@@ -59,11 +59,11 @@ class Document(NamedTuple):
 
 
 class BadDocument(NamedTuple):
-    """A line, row or file without a usable document."""
+    """A line, row, file or record without a usable document."""
 
     file: str  # path
     line: int  # see `Document.line`
-    reason: Reason
+    reason: str  # a category to count, such as a `Reason`
     detail: str  # exact problem, as a clause
     bytes = 0
     unread = ()
@@ -106,10 +106,8 @@ def even_share(total: int, count: int, start: int, stop: int) -> int:
 def require_pieces(unit: Unit, file: str, count: int, noun: str, ending: str = "s") -> None:
     """Raise `InputError` if a file has fewer pieces than the unit: `count` of what `noun` (plural: `ending`) names."""
     if count < unit.stop:
-        raise InputError(
-            f"The file {file} has {counted(count, noun, ending)}, fewer than the {unit.stop:,} it had; do not change "
-            "inputs while they are prepared."
-        )
+        change = f"fewer than the {unit.stop:,} it had; do not change inputs while they are prepared."
+        raise InputError(f"The file {file} has {counted(count, noun, ending)}, {change}")
 
 
 @contextmanager

@@ -121,7 +121,6 @@ def read_megatron(unit: Unit, field: str = "") -> Iterator[Document | BadDocumen
 
 
 def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
-    """Read the items [start, stop) of one of the three arrays of the `.idx`."""
     lengths_end = HEADER.size + 4 * index.sequences
     dtype, offset = {
         "lengths": ("<i4", HEADER.size),
