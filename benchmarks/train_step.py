@@ -70,25 +70,15 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     flops = stage.tokens * training_flops_per_token(model, stage.context)
     speed = throughput(statistics.median(times), stage.tokens, flops, kind, devices)
     print(f"   {describe_throughput(speed)}", flush=True)
+    sizes = {"layers": model.num_layers, "parameters": total_parameters(model), "tokens": stage.tokens}
+    sizes |= {"context": stage.context, "micro_batch": estimate.sequences}
+    settings = {"compute_dtype": config.train.compute_dtype, "remat": estimate.remat, "flops": flops}
+    measured = {"step_seconds": rounded(times), "losses": [round(loss, 4) for loss in losses], **speed}
     estimated = {"seconds": estimate.step_seconds, "bytes": estimate.memory.total, "bounds": estimate.bounds}
-    result = {
-        "devices": devices,
-        "layout": layout,
-        "layers": model.num_layers,
-        "parameters": total_parameters(model),
-        "tokens": stage.tokens,
-        "context": stage.context,
-        "micro_batch": estimate.sequences,
-        "compute_dtype": config.train.compute_dtype,
-        "remat": estimate.remat,
-        "flops": flops,
-        "step_seconds": rounded(times),
-        "losses": [round(loss, 4) for loss in losses],
-        **speed,
-        **peak_memory(jax.devices()[0], compiled),
-        "estimated": estimated | {"memory": estimate.memory._asdict()},
-        **_describe_program(fitting, kind, devices, hardware),
-    }
+    estimated["memory"] = estimate.memory._asdict()
+    result = {"devices": devices, "layout": layout, **sizes, **settings, **measured}
+    result |= {**peak_memory(jax.devices()[0], compiled), "estimated": estimated}
+    result |= _describe_program(fitting, kind, devices, hardware)
     with tempfile.TemporaryDirectory() as folder:
         trace_steps(compiled, state, place_rows(program, stage, tokens), _TRACED, Path(folder))
         trace = read_trace(Path(folder) / PROFILE)
@@ -175,7 +165,6 @@ def estimated_bytes(config: Config, devices: int) -> int:
 
 
 def _describe_program(fitting: Fitting, kind: str, devices: int, hardware: Hardware | None) -> dict[str, Any]:
-    """Describe the compiled program, and predict its time if the device has a data sheet."""
     compiled, seconds, axes = fitting.compiled, fitting.seconds, fitting.estimate.axes
     memory, host_bytes = program_memory(compiled), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = {"peak": peak_bytes(memory)}

@@ -11,20 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from pallas_kernels.grouped_matmul import (
     Layer,
     Static,
     both,
-    load,
     piece,
     place,
     row_tile,
     row_tiles,
     rows_times_matrix,
 )
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.tiles import Architecture, tile
 
 HALVES = 2  # parts of a tile that the backward kernel processes in turn, since registers cannot hold it whole
@@ -38,17 +36,17 @@ def _forward_kernel(
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
     column, fits = piece(column_index, n, f)
-    rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
+    rows = load(order_ref.at[own.rows], mask=own.inside)
     gate, up = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits), (f + column, fits)], depth)
     # Rounded before SwiGLU, which the backward pass recomputes from the rounded values.
     gate, up = gate.astype(hidden_ref.dtype), up.astype(hidden_ref.dtype)
     mask = both(own.inside, fits)
     if gate_up_ref is not None:
-        triton.store(gate_up_ref.at[own.rows[:, None], column[None, :]], gate, mask=mask)
-        triton.store(gate_up_ref.at[own.rows[:, None], f + column[None, :]], up, mask=mask)
+        store(gate_up_ref.at[own.rows[:, None], column[None, :]], gate, mask=mask)
+        store(gate_up_ref.at[own.rows[:, None], f + column[None, :]], up, mask=mask)
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
     hidden = gate * _sigmoid(gate) * up
-    triton.store(hidden_ref.at[own.rows[:, None], column[None, :]], hidden.astype(hidden_ref.dtype), mask=mask)
+    store(hidden_ref.at[own.rows[:, None], column[None, :]], hidden.astype(hidden_ref.dtype), mask=mask)
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
@@ -86,16 +84,16 @@ def _backward_kernel(
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], architecture)
     own = row_tile(tiles_ref, row_index, m, down_ref.shape[1])
     columns = [piece(HALVES * column_index + half, n, f, HALVES) for half in range(HALVES)]
-    rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
+    rows = load(order_ref.at[own.rows], mask=own.inside)
     parts = rows_times_matrix(dout_ref, rows, down_ref, own, columns, depth, transpose=True)
 
     here = own.rows[:, None]
-    scale = triton.load(scale_ref.at[rows], mask=own.inside, other=0)[:, None]
+    scale = load(scale_ref.at[rows], mask=own.inside)[:, None]
     dscale = jnp.zeros(m, jnp.float32)
     for dhidden, (column, fits) in zip(parts, columns, strict=True):
         mask = both(own.inside, fits)
-        gate = load(gate_up_ref, here, column[None, :], mask=mask).astype(jnp.float32)
-        up = load(gate_up_ref, here, f + column[None, :], mask=mask).astype(jnp.float32)
+        gate = load(gate_up_ref.at[here, column[None, :]], mask=mask).astype(jnp.float32)
+        up = load(gate_up_ref.at[here, f + column[None, :]], mask=mask).astype(jnp.float32)
         sigmoid = _sigmoid(gate)
         silu = gate * sigmoid
         hidden = silu * up
@@ -103,8 +101,8 @@ def _backward_kernel(
         results = hidden * scale, scaled * up * (sigmoid + silu * (1 - sigmoid)), scaled * silu
         dscale += (dhidden * hidden).sum(1)
         for ref, first, result in zip((hidden_ref, dgate_up_ref, dgate_up_ref), (0, 0, f), results, strict=True):
-            triton.store(ref.at[here, first + column[None, :]], result.astype(ref.dtype), mask=mask)
-    triton.store(dscale_ref.at[column_index, own.rows], dscale, mask=own.inside)
+            store(ref.at[here, first + column[None, :]], result.astype(ref.dtype), mask=mask)
+    store(dscale_ref.at[column_index, own.rows], dscale, mask=own.inside)
 
 
 def grouped_swiglu_backward(

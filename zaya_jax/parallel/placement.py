@@ -1,4 +1,4 @@
-"""What a layout of devices applies to the model, and in which order.
+"""A layout of devices, applied to the model in this order.
 
 1. Master weights and optimizer state are sharded (`rules.place_leaves`, `Placement.shardings`).
 2. A batch is split by sequences over the batch axes, and by tokens over `context` (`Placement.place`).

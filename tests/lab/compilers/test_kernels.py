@@ -22,7 +22,9 @@ from zaya_jax.lab.kernel_cases import EIGHT_B, cases, passes
 from zaya_jax.lab.measure.tune import DECIDING, deciding_cases, with_choice
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.kernels import Request, compile_cases, moved_bytes, read_program
+from zaya_jax.lab.predict.compilers.predict import instruction_work
 from zaya_jax.lab.predict.compilers.toolchain import compile_program
+from zaya_jax.model.loss import chunk_tokens, chunked_loss
 from zaya_jax.ops.kernel_table import Choice, tiles_of
 from zaya_jax.ops.registry import OPERATIONS, select_kernels
 from zaya_jax.optim.build import make_optimizer
@@ -35,6 +37,7 @@ SPILLS = {"h200": {"gram_polynomial": 12}}  # bytes of a thread, with either jax
 # In rows of 8,192 elements; registers of a thread.
 FURTHER_SPILLS = {"mi300x": {"residual_norm_backward": 16}, "mi355x": {"residual_norm_backward": 22}, **SPILLS}
 BOTH = (jnp.bfloat16, jnp.float32)
+WIDTH, VOCABULARY = 2048, 262_272  # of the 8B
 
 
 @functools.cache
@@ -98,6 +101,27 @@ def test_an_optimizer_step_moves_what_it_must(tmp_path):
         moved = sum(moved_bytes(entry, x) for x in entry.instructions)
         momentum, update = 4 + 4 + 4 + 2, 2 + 4 + 4
         assert momentum + update <= moved / (4 * 256 * 512) < 1.01 * (momentum + update)
+
+
+def compile_head(gpu, folder):
+    def gradient(hidden, head, targets, weights):
+        return jax.value_and_grad(chunked_loss, (0, 1), has_aux=True)(hidden, head, None, targets, weights)
+
+    hidden, head = shape(8192, WIDTH, dtype=jnp.bfloat16), shape(VOCABULARY, WIDTH, dtype=jnp.float32)
+    targets, weights = shape(8192, dtype=jnp.int32), shape(8192, dtype=jnp.float32)
+    compile_program("head", gradient, (hidden, head, targets, weights), gpu, Path(folder))
+
+
+@pytest.mark.parametrize("gpu", ["mi300x", "h200"])
+def test_the_head_reads_its_logits_once_besides_the_matmuls(gpu, tmp_path):
+    """For each logit, 4 bytes are read and 2 written."""
+    done = run(gpu, tmp_path, f"from {__name__} import *\ncompile_head({gpu!r}, {str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    program = read_program("head", gpu, tmp_path)
+    (chunks,) = program.entry.loops()
+    work = [instruction_work(chunks, x) for x in chunks.instructions]
+    moved = sum(x.bytes for x in work if x is not None and x.component != "matmuls")
+    assert 6 < moved / (chunk_tokens(8192, VOCABULARY, WIDTH, False) * VOCABULARY) < 6.2
 
 
 def further(gpu):

@@ -68,7 +68,10 @@ def phase_shares(config: ModelConfig, context: int, axes: Mapping[str, int]) -> 
 
 
 def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Prediction:
-    """Predict the time of a compiled step on `hardware`, of whose kernels `shares` are computed."""
+    """Predict the time of a compiled step on `hardware`, of whose kernels `shares` are computed.
+
+    Branches of conditions count nothing: a usual step runs none that has work.
+    """
     fast, slow = (_predict(entry, device, shares) for device in (hardware, hardware.slowest))
     parts = {part: cost._replace(most=slow.parts[part].seconds) for part, cost in fast.parts.items()}
     return fast._replace(parts=parts, most=slow.seconds)
@@ -211,6 +214,9 @@ def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
     return 0.0
 
 
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written into the first, in place
+
+
 def fusion_bytes(place: Place, instruction: Instruction) -> int:
     """Return the bytes that a fusion reads and writes; slices and updates in place count as much as they touch."""
     body = place.computations[instruction.called("calls")]
@@ -223,7 +229,7 @@ def fusion_bytes(place: Place, instruction: Instruction) -> int:
                 parts += read(user.name)
             elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
                 parts += sizes[user.name]
-            elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+            elif not (user.opcode in _UPDATES and user.operands[0] == name):
                 return sizes[name]
         return min(parts, sizes[name])
 
@@ -231,6 +237,6 @@ def fusion_bytes(place: Place, instruction: Instruction) -> int:
         x = by_name[name]
         if x.opcode in ("bitcast", "tuple"):
             return sum(map(written, x.operands))
-        return sizes[x.operands[1] if x.opcode == "dynamic-update-slice" else name]
+        return sizes[x.operands[_UPDATES[x.opcode]] if x.opcode in _UPDATES else name]
 
     return sum(read(x.name) for x in body if x.opcode == "parameter") + written(body[-1].name)
