@@ -75,6 +75,13 @@ def test_the_shipped_rates_are_those_of_the_recordings():
     assert shipped == json.loads(json.dumps(calibration(FOUND)))
 
 
+def test_kernels_are_as_unchanged_as_the_table_of_measured_kernels_says():
+    table = json.loads((ROOT / "zaya_jax/ops/tables/nvidia_h200.json").read_text(encoding="utf-8"))
+    of_table = {row["sources"] for row in table["operations"].values()}
+    advice = "put the table's digests into works.json, and run: python -m benchmarks accuracy --calibration FILE"
+    assert set(FOUND["step of 24 layers"]["sources"].values()) == of_table, advice
+
+
 def test_programs_that_were_compiled_again_are_those_that_were_recorded():
     """Each part's FLOPs, and the times, are those of the files that recorded the programs."""
     step = json.loads((FOLDER / "step.json").read_text())
