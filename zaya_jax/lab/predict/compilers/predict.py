@@ -102,7 +102,7 @@ def _predict(entry: Place, hardware: Hardware, shares: Shares) -> Prediction:
                 components[work.component] += seconds * place.times
                 once = (seconds, work.roofline(hardware), work.flops, work.bytes, 0.0)
                 parts[part] = PartCost(*(x + place.times * more for x, more in zip(parts[part], once, strict=True)))
-                if work.component in ("fusions", "copies"):
+                if work.component in ("fusions", "scatters", "copies"):
                     row = {"seconds": seconds * place.times, "times": place.times, "place": place.label}
                     moves.append(row | {"what": instruction.title, "bytes": shape_bytes(instruction.shape)})
         return timeline.now
@@ -160,7 +160,9 @@ def instruction_work(place: Place, instruction: Instruction, shares: Shares = WH
     read = [place.shapes.get(name, "") for name in instruction.operands]
     moved = shape_bytes(instruction.shape) + sum(map(shape_bytes, read))
     if instruction.opcode in FUSIONS:
-        return Work("fusions", fusion_bytes(place, instruction))
+        body = place.computations[instruction.called("calls")]
+        scatters = any(inside.opcode == "scatter" for inside in body)  # which wait for each other
+        return Work("scatters" if scatters else "fusions", fusion_bytes(place, instruction))
     if instruction.opcode == "sort":
         return Work("sorts", moved)
     if instruction.opcode.startswith("copy"):
