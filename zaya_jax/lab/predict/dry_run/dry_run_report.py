@@ -93,6 +93,9 @@ def dry_run(
         summary.append(f"All phases: {total} on {counted(devices, 'device')}")
     for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
+    if others := sorted(config.ops.items() - programs.kernels.pinned.items()):
+        names = ", ".join(f"ops.{name}={kernel}" for name, kernel in others)
+        summary.append(f"Estimates are those of the default kernels in place of {names}.")
     details = ["\n".join(_details(phase, device)) for phase in phases]
     return "\n\n".join([_heading(devices, hardware, device, gpu), "\n".join(summary), *details])
 

@@ -15,7 +15,7 @@ from zaya_jax.lab.predict.dry_run.memory import CountActivations, Memory, count_
 from zaya_jax.lab.predict.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.lab.predict.step_time import Timeline, Work
 from zaya_jax.model import arithmetic
-from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.registry import KernelSelection, pins_on, select_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.mesh import batch_shards
@@ -65,9 +65,15 @@ class DecodeEstimate(NamedTuple):
         return sum(self.seconds.values())
 
 
+def simulated_kernels(config: Config) -> KernelSelection:
+    """Select the kernels that estimates trace, with the pins of those that `TARGET` has."""
+    pinned = pins_on(TARGET.platform, config.ops)
+    return select_kernels(TARGET, config.model, config.train.compute_dtype, None, pinned)
+
+
 def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
     """Make a run's programs on abstract devices; InputError if mesh axes or a batch do not divide over them."""
-    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
+    kernels = kernels or simulated_kernels(config)
     programs = Programs(config, kernels, devices)
     programs.check()
     return programs
