@@ -16,6 +16,7 @@ from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, pre
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
+from zaya_jax.ops.registry import check_pinned
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
 from zaya_jax.run.table import format_table, size_text
@@ -59,6 +60,7 @@ def dry_run(
     """
     require(devices >= 1, "--devices", devices, "at least 1")
     config.check()
+    check_pinned(config.ops)
     if gpu is not None:
         if hardware not in (None, gpu):
             raise InputError(f"--hardware is {hardware}, but must be {gpu} or omitted with --compile-for {gpu}.")

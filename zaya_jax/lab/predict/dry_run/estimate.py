@@ -65,15 +65,10 @@ class DecodeEstimate(NamedTuple):
         return sum(self.seconds.values())
 
 
-def simulated_kernels(config: Config) -> KernelSelection:
-    """Select the kernels that estimates trace, with the pins of those that `TARGET` has."""
-    pinned = pins_on(TARGET.platform, config.ops)
-    return select_kernels(TARGET, config.model, config.train.compute_dtype, None, pinned)
-
-
 def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
     """Make a run's programs on abstract devices; InputError if mesh axes or a batch do not divide over them."""
-    kernels = kernels or simulated_kernels(config)
+    pinned = pins_on(TARGET.platform, config.ops)
+    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, pinned)
     programs = Programs(config, kernels, devices)
     programs.check()
     return programs
