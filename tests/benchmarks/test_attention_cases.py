@@ -11,23 +11,23 @@ from zaya_jax.ops.operation import Kernel
 
 
 def test_kernels_are_right_refuse_or_are_named(monkeypatch):
-    def forgets_the_window(_architecture, *qkv, window, **options):
-        return attention_cases.attention(*qkv, window=None, **options)
+    def too_small(_architecture, *qkv, **options):
+        return 0.9 * attention_cases.attention(*qkv, **options)
 
     def unsupported(*_, **__):
         return "It takes nothing."
 
     operation = registry.OPERATIONS["attention"]
-    others = (Kernel("forgetful", forgets_the_window, lambda *_, **__: "", ()), Kernel("idle", None, unsupported, ()))
+    others = (Kernel("small", too_small, lambda *_, **__: "", ()), Kernel("idle", None, unsupported, ()))
     widened = dataclasses.replace(operation, kernels=(*operation.kernels, *others))
     monkeypatch.setitem(registry.OPERATIONS, "attention", widened)
     result = measure_attention(True)
-    pallas, forgetful = (result["kernels"][name] for name in ("pallas", "forgetful"))
-    assert pallas["cases"] == forgetful["cases"] == 6
+    pallas, small = (result["kernels"][name] for name in ("pallas", "small"))
+    assert pallas["cases"] == small["cases"] == 4
     assert pallas["differ"] == 0
-    assert 0 < pallas["error"] < 0.02 < forgetful["error"]
-    assert result["refused"] == {"idle: It takes nothing.": 6}
-    assert "forgetful has error" in result["failed"]
+    assert 0 < pallas["error"] < 0.02 < small["error"]
+    assert result["refused"] == {"idle: It takes nothing.": 4}
+    assert "small has error" in result["failed"]
     assert "pallas" not in result["failed"]
     assert result["figures"]["error of pallas"] == [pallas["error"], "of 0.03"]
 

@@ -58,7 +58,7 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     assert summary.startswith(f"Phase train: fits, {total} per device that XLA may allocate\n  {speed}")
     assert re.search(r"; estimated: (\d+% [a-z ]+(, )?){3}$", summary, re.MULTILINE)
     assert summary.endswith("Estimates are those of the default kernels in place of ops.attention=cudnn.")
-    assert main(arguments("--devices", "8", overrides=["ops.attention=palas"])) == 1
+    assert main(arguments("--devices", "8", overrides=["ops.attention=palas"])) == 2
     assert "ops.attention is 'palas', but must be one of" in capsys.readouterr().err
     assert "layout: data 8; remat" in table
     assert "step: 8,192 tokens; per device 16 × micro_batch 1\n" in table
