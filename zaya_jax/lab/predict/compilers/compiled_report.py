@@ -104,6 +104,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     listed = ((f"{x['times']:,}", number(x["bytes"], _MB), x["what"], x["place"]) for x in moves[:_LISTED])
     return [
         f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {used}",
+        *([f"  {step.stand_ins}"] if step.stand_ins else []),
         *section("memory per device, from the compiler", ("", "GB"), ((x, number(y, _GB)) for x, y in sizes.items())),
         *section(
             "predicted time per step", ("", "ms", ""), ((x, number(y, _MS), percent(z)) for x, y, z in components)
