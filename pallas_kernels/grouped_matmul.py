@@ -144,28 +144,27 @@ def rows_times_matrix(
 
 
 def _product_kernel(
-    static: Static, transpose: bool, inputs: tuple[Any, ...], moved: Moved, _stack_ref: Any, out_ref: Any
+    static: Static, transpose: bool, tiles_ref: Any, x_ref: Any, w_ref: Any, moved: tuple[Any, Any], out_ref: Any
 ) -> None:
-    ((m, n, depth), architecture), (order_ref, scale_ref) = static, moved
-    (tiles_ref, x_ref, w_ref), (t, width) = inputs, out_ref.shape[-2:]
-    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(width, n), architecture)
+    (m, n, depth), architecture = static
+    order_ref, scale_ref = moved
+    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
-    column, fits = piece(column_index, n, width)
+    column, fits = piece(column_index, n, out_ref.shape[1])
     rows = jnp.where(own.inside, own.rows, 0)
     (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
     written = own.rows
     if order_ref is not None:
         # Masked rows get an index past the end: an emulated store would otherwise overwrite rows of this tile.
-        written = triton.load(order_ref.at[own.rows], mask=own.inside, other=t)
+        written = triton.load(order_ref.at[own.rows], mask=own.inside, other=out_ref.shape[0])
     if scale_ref is not None:
         out = out * triton.load(scale_ref.at[written], mask=own.inside, other=0)[:, None]
-    here = *own.layer(out_ref), written[:, None], column[None, :]
-    triton.store(out_ref.at[here], out.astype(out_ref.dtype), mask=both(own.inside, fits))
+    triton.store(out_ref.at[written[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
 
 
 def grouped_product(
-    x_tp: jax.Array, w: Layer, sizes_e: jax.Array, transpose: bool = False, moved: Moved = (None, None),
-    kept: jax.Array | None = None, *, architecture: Architecture,
+    x_tp: jax.Array, w: Layer, sizes_e: jax.Array, transpose: bool = False, moved: Moved = (None, None), *,
+    architecture: Architecture,
 ) -> jax.Array:  # fmt: skip
     """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; with `transpose`, `x_tq @ w_epq[e].T`.
 
@@ -174,8 +173,7 @@ def grouped_product(
     `order_t[i]`, and fp32 factors of the written rows; None for neither.
 
     Returns:
-      [t, q] (with `transpose` [t, p]) in the dtype of the rows, sums in fp32; zero in rows past the groups. With
-      `kept`, [l, t, q], that with the result in the layer of `w`, in place.
+      [t, q] (with `transpose` [t, p]) in the dtype of the rows, sums in fp32; zero in rows past the groups.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
     (w_lepq, layer), cut = w, tile(name, architecture, x_tp.dtype)
@@ -183,10 +181,8 @@ def grouped_product(
     m, n, _ = cut.sizes
     tiles = row_tiles(sizes_e, t, m, layer)
     kernel = functools.partial(_product_kernel, (cut.sizes, architecture), transpose)
-    arrays, grid = ((tiles, x_tp, w_lepq), moved, kept), (tiles.shape[1] * pl.cdiv(width, n),)
-    out = Out((t, width) if kept is None else kept.shape, x_tp.dtype)
-    aliases = {} if kept is None else {len(jax.tree.leaves(arrays)) - 1: 0}
-    return launch(name, kernel, arrays, out, grid, cut, architecture, aliases)
+    out, grid = Out((t, width), x_tp.dtype), (tiles.shape[1] * pl.cdiv(width, n),)
+    return launch(name, kernel, (tiles, x_tp, w_lepq, moved), out, grid, cut, architecture)
 
 
 def _outer_kernel(

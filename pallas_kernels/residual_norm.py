@@ -37,7 +37,6 @@ class Inputs(NamedTuple):
     stream_td: Any  # residual stream, fp32
     vectors_d: Any  # scale and bias of the output, scale and bias of the stream; empty for a plain sum
     weight_d: Any  # weight of the norm; None without a norm
-    layer: Any = None  # int32 [1], index in `output_td` if that has the outputs of all layers, [l, t, d]
 
 
 def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: Architecture) -> Cut:
@@ -76,8 +75,7 @@ def residual_norm_backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Compute the gradients of the inputs of `residual_norm_forward`, also without an output, or without a norm.
 
-    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm. `output_td` may
-    have all layers.
+    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm.
 
     Returns:
       Gradients of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight,
@@ -87,7 +85,7 @@ def residual_norm_backward(
     elements = x.output_td if d_normed_td is None else d_normed_td
     cut = backward_cut(tokens, width, (x.stream_td if elements is None else elements).dtype, architecture)
     sums = (x.weight_d is not None) + (3 if x.vectors_d else 0)
-    like = jax.tree.map(lambda array: Out(x.stream_td.shape, array.dtype), (x.output_td, x.stream_td))
+    like = jax.tree.map(lambda array: Out(array.shape, array.dtype), (x.output_td, x.stream_td))
     out = (like, Out((cut.programs, sums, width), jnp.float32))
     kernel, arrays = functools.partial(_backward_kernel, cut, eps), (x, d_new_td, d_normed_td)
     grid = (cut.parts, cut.programs)
@@ -110,9 +108,9 @@ class _Place(NamedTuple):
     column: jax.Array
     inside: jax.Array
 
-    def load(self, ref: Any, *layer: jax.Array) -> jax.Array:
-        """Load the elements from `ref`, of a layer if it has several, in fp32; zero outside."""
-        return triton.load(ref.at[*layer, self.row, self.column], mask=self.inside, other=0).astype(jnp.float32)
+    def load(self, ref: Any) -> jax.Array:
+        """Load the elements from `ref` in fp32; zero outside."""
+        return triton.load(ref.at[self.row, self.column], mask=self.inside, other=0).astype(jnp.float32)
 
     def vector(self, ref: Any) -> jax.Array:
         """Load the columns of a vector, fp32 [1, lanes]; zero outside."""
@@ -187,17 +185,15 @@ def _forward_kernel(cut: Cut, eps: float, x: Inputs, new_ref: Any, normed_ref: A
 def _backward_kernel(
     cut: Cut, eps: float, x: Inputs, d_new_ref: Any, d_normed_ref: Any, d_terms: Any, partial_ref: Any
 ) -> None:
-    (output_ref, stream_ref, vector_refs, weight_ref, layer_ref), (d_output_ref, d_stream_ref) = x, d_terms
+    (output_ref, stream_ref, vector_refs, weight_ref), (d_output_ref, d_stream_ref) = x, d_terms
     width = stream_ref.shape[1]
     own, program = pl.program_id(0), pl.program_id(1)
-    layer = () if layer_ref is None else (layer_ref[0],)
 
     def read(number: jax.Array, part: jax.Array) -> _Part:
         place = _place(program * cut.steps + number, part, cut, stream_ref.shape)
-        # All loads are issued before the first sum.
-        output = None if output_ref is None else place.load(output_ref, *layer)
-        stream, d_new = place.load(stream_ref), place.load(d_new_ref)
-        d_normed = None if d_normed_ref is None else place.load(d_normed_ref)
+        refs = output_ref, stream_ref, d_new_ref, d_normed_ref  # all loads are issued before the first sum
+        loaded: Any = [None if ref is None else place.load(ref) for ref in refs]
+        output, stream, d_new, d_normed = loaded
         vectors = [place.vector(ref) for ref in vector_refs]
         output, stream, new = _terms(output, stream, vectors)
         if d_normed is None:

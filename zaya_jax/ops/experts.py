@@ -29,7 +29,7 @@ from zaya_jax.ops.grouped_matmul import grouped_matmul, split
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 from zaya_jax.ops.parts import part
-from zaya_jax.ops.stacked import KeptRows, Matrices, in_stack, matrix_gradient
+from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
 
 # Tokens and classes up to which tokens are sorted by a kernel, whose work grows with the square of the tokens. It is
 # cheap enough to run again in the backward pass.
@@ -111,7 +111,7 @@ def _unsupported(
     return ""
 
 
-def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -> jax.Array | KeptRows:
+def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -> jax.Array:
     h_td, expert_t, weight_t, gate_up_edf, down_efd = arguments
     experts = down_efd.shape[0]
     with part("dispatch"):
@@ -120,8 +120,7 @@ def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -
         else:
             order, sizes_e = _sort(expert_t, experts)
     x = _Sorted(h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
-    out_td, down = checkpoint_name(_experts((architecture, gather), x), MATMUL_OUTPUT), in_stack(down_efd)
-    return out_td if down.kept is None else KeptRows(out_td, down.kept, down.layer)
+    return checkpoint_name(_experts((architecture, gather), x), MATMUL_OUTPUT)
 
 
 class _Sorted(NamedTuple):
@@ -143,23 +142,22 @@ def _experts(how: How, x: _Sorted) -> jax.Array:
     return _run(how[0], x, keep=False)[0]
 
 
-def _run(architecture: Architecture, x: _Sorted, keep: bool, space: Any = (None, None)) -> list[jax.Array]:
-    """Return the output, and with `keep` the sorted gate and up projections; each in its layer of `space`, if given."""
-    gate_up, down, kept_down = in_stack(x.gate_up).pair, in_stack(x.down).pair, space[1]
-    hidden_tf, *kept = grouped_swiglu(
-        x.h_td, x.order_t, gate_up, x.sizes_e, keep=keep, kept=space[0], architecture=architecture
+def _run(architecture: Architecture, x: _Sorted, keep: bool, kept: jax.Array | None = None) -> list[jax.Array]:
+    """Return the output, and with `keep` the sorted gate and up projections, or `kept` with these in its layer."""
+    hidden_tf, *kept_tf = grouped_swiglu(
+        x.h_td, x.order_t, in_stack(x.gate_up).pair, x.sizes_e, keep=keep, kept=kept, architecture=architecture
     )
-    moved = x.order_t, x.weight_t
-    return [grouped_product(hidden_tf, down, x.sizes_e, False, moved, kept_down, architecture=architecture), *kept]
+    down, moved = in_stack(x.down).pair, (x.order_t, x.weight_t)
+    return [grouped_product(hidden_tf, down, x.sizes_e, moved=moved, architecture=architecture), *kept_tf]
 
 
 def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
-    gate_up, down = in_stack(x.gate_up).kept, in_stack(x.down)
-    if gate_up is None or down.kept is None:
-        out_td, gate_up_tf = _run(how[0], x, keep=True)
+    space = in_stack(x.gate_up).kept
+    out_td, gate_up_tf = _run(how[0], x, True, None if space is None else space[...])
+    if space is None:
         return out_td, (x, checkpoint_name(gate_up_tf, MATMUL_OUTPUT))
-    down.kept[...], gate_up[...] = out_ltd, _ = _run(how[0], x, True, (gate_up[...], down.kept[...]))
-    return out_ltd[down.layer], (x, None)
+    space[...] = gate_up_tf
+    return out_td, (x, None)
 
 
 def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted]:

@@ -18,10 +18,8 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.operation import DTYPES, ROWS, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.stacked import KeptRows
 
 Maybe = jax.Array | None
-Output = jax.Array | KeptRows | None
 
 
 class MergeVectors(NamedTuple):
@@ -36,24 +34,23 @@ class MergeVectors(NamedTuple):
 Vectors = MergeVectors | None
 
 
-def merge(output_bsd: jax.Array | KeptRows, stream_bsd: jax.Array, vectors: Vectors) -> jax.Array:
+def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: Vectors) -> jax.Array:
     """Return the new residual stream (o + b_o)·s_o + (x + b_x)·s_x, or o + x without vectors, in the stream's dtype."""
-    output = output_bsd.astype(stream_bsd.dtype)
+    output_bsd = output_bsd.astype(stream_bsd.dtype)
     if vectors is None:
-        return output + stream_bsd
+        return output_bsd + stream_bsd
     exact = MergeVectors(*(vector.astype(stream_bsd.dtype) for vector in vectors))
-    output = (output + exact.hidden_bias_d) * exact.hidden_scale_d
-    return output + (stream_bsd + exact.residual_bias_d) * exact.residual_scale_d
+    output_bsd = (output_bsd + exact.hidden_bias_d) * exact.hidden_scale_d
+    return output_bsd + (stream_bsd + exact.residual_bias_d) * exact.residual_scale_d
 
 
 def residual_norm(
-    output_bsd: Output, stream_bsd: jax.Array, vectors: Vectors, weight_d: Maybe, eps: float, dtype: DTypeLike
+    output_bsd: Maybe, stream_bsd: jax.Array, vectors: Vectors, weight_d: Maybe, eps: float, dtype: DTypeLike
 ) -> tuple[jax.Array, Maybe]:
     """Merge an output into the residual stream, and normalize the result.
 
     Args:
-      output_bsd: output of the sublayer, with any leading axes; None for no merge. The gradient's kernel reads
-        `KeptRows` where they are kept.
+      output_bsd: output of the sublayer, with any leading axes; None for no merge.
       stream_bsd: residual stream, fp32 (float64 in double precision).
       vectors: scales and biases of both terms; None for a plain sum, or without an output.
       weight_d: weight of the norm; None for no norm.
@@ -102,14 +99,11 @@ def _residual_norm(architecture: Architecture, *arguments: Any) -> tuple[jax.Arr
 
 
 def _inputs(output: Any, stream: Any, vectors: Any, weight: Any) -> Inputs:
-    rows = output.value if isinstance(output, KeptRows) else output
-    return Inputs(_rows(rows), _rows(stream), tuple(vectors or ()), weight)
+    return Inputs(_rows(output), _rows(stream), tuple(vectors or ()), weight)
 
 
 def _forward(architecture: Architecture, *arguments: Any) -> tuple:
-    output, *others = arguments[:4]
-    saved = output._replace(value=None) if isinstance(output, KeptRows) else output
-    return _residual_norm(architecture, *arguments), (saved, *others)
+    return _residual_norm(architecture, *arguments), arguments[:4]
 
 
 def _backward(
@@ -117,17 +111,13 @@ def _backward(
 ) -> tuple:
     output, stream, vectors, weight = saved
     inputs, rows = _inputs(*saved), map(_rows, gradients)
-    if isinstance(output, KeptRows):
-        inputs = inputs._replace(output_td=output.stack[...], layer=jnp.reshape(output.layer, 1))
     d_output, d_stream, d_parameters = residual_norm_backward(inputs, *rows, eps=eps, architecture=architecture)
     gradient = iter(d_parameters)
     d_weight = None if weight is None else next(gradient).astype(weight.dtype)
     if vectors is not None:
         vectors = MergeVectors(*(d.astype(vector.dtype) for d, vector in zip(gradient, vectors, strict=True)))
     if d_output is not None:
-        d_output = d_output.reshape(stream.shape)
-    if isinstance(output, KeptRows):
-        d_output = KeptRows(d_output, None, None)  # None means zero
+        d_output = d_output.reshape(output.shape)
     return d_output, d_stream.reshape(stream.shape), vectors, d_weight
 
 

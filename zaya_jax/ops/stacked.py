@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,36 +82,9 @@ def matrix_gradient(outer: Callable[..., jax.Array], matrices: Matrices) -> Any:
 
 
 def kept_rows(stack: jax.Array, rows: int) -> jax.Ref:
-    """Make space for the products of `rows` with the matrices of all layers, [l, t, q], which a backward pass needs.
+    """Make space for the products of `rows` with the matrices of all layers, [l, t, q], for the backward pass.
 
-    An operation's forward pass writes its layer, and its backward pass reads it there. If autodiff kept these rows, the
-    loop over layers would clear the space, and copy each layer's rows into it and out again.
+    Forward passes write it in place, once although layers are rematerialized. If autodiff kept the rows, the loop over
+    layers would clear the space, and copy each layer's rows into it and out again.
     """
-    # Not written again when a layer is rematerialized.
     return jax.new_ref(jax.lax.empty((stack.shape[0], rows, stack.shape[-1]), stack.dtype), kind="no_grad_no_remat")
-
-
-class KeptRows(NamedTuple):
-    """The output of an operation that is kept in the space of `kept_rows`: its gradient is that of `value`."""
-
-    value: Any  # the output; any shape
-    stack: Any  # reference to the outputs of all layers, [l, t, d]
-    layer: Any  # int32 index of the layer
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the output."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the output."""
-        return self.value.dtype
-
-    def reshape(self, *shape: int) -> "KeptRows":
-        """Return the same output in another shape."""
-        return self._replace(value=self.value.reshape(*shape))
-
-    def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the output as an array."""
-        return self.value.astype(dtype)

@@ -176,9 +176,6 @@ def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     if name.startswith("grouped"):  # one layer of stacks: [l, e, p, q], and [l, t, q], both argument and result or read
         kept = {(dtype, sizes[1:]) for dtype, sizes in shapes if len(sizes) == 3}
         rows, shapes = shares.rows, [*kept, *((dtype, sizes[-3:]) for dtype, sizes in shapes if len(sizes) != 3)]
-    elif name == "residual_norm_backward":  # it may read one layer of [l, t, d]
-        tokens, width = next(sizes for _, sizes in shapes if len(sizes) == 2)
-        shapes = [(dtype, sizes[-2:] if sizes[1:] == (tokens, width) else sizes) for dtype, sizes in shapes]
     moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
     fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
     family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", name)
