@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.operation import ROWS, Check, Input, Operation
 from zaya_jax.ops.precision import accumulation_dtype
@@ -49,7 +51,8 @@ def router(
     """
     exact = state_bsr.dtype
     state = projected_bsr + weights.down_bias_r.astype(exact) + state_bsr * weights.state_scale_r.astype(exact)
-    x = _norm(state, weights.norm_r, eps, dtype)
+    # What the norm rounds its argument to is all that the gradient needs of the product that the state is made of.
+    x = _norm(checkpoint_name(state.astype(dtype), MATMUL_OUTPUT), weights.norm_r, eps, dtype)
     for kernel, bias in ((weights.hidden1_rr, weights.hidden1_bias_r), (weights.hidden2_rr, weights.hidden2_bias_r)):
         if kernel is not None and bias is not None:
             x = _gelu(matmul(x, kernel, bias), dtype)
