@@ -152,22 +152,21 @@ def _run(architecture: Architecture, x: _Sorted, keep: bool, kept: jax.Array | N
 
 
 def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
-    space = in_stack(x.gate_up).kept
-    out_td, gate_up_tf = _run(how[0], x, True, None if space is None else space[...])
-    if space is None:
-        return out_td, (x, checkpoint_name(gate_up_tf, MATMUL_OUTPUT))
-    space[...] = gate_up_tf
-    return out_td, (x, None)
+    kept: Any = in_stack(x.gate_up).kept
+    out_td, gate_up_tf = _run(how[0], x, True, None if kept is None else kept[...])
+    if kept is None:
+        kept = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
+    else:
+        kept[...] = gate_up_tf
+    return out_td, (x, kept)
 
 
 def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted]:
-    (architecture, gather), (x, gate_up_tf) = how, saved
+    (architecture, gather), (x, kept) = how, saved  # a reference, or gate and up themselves
     h_td, order_t, sizes_e, weight_t, gate_up, down = x
     up_layer, down_layer = in_stack(gate_up).pair, in_stack(down).pair
-    if gate_up_tf is None:
-        gate_up_tf = in_stack(gate_up).kept[...]
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
-        dout_td, order_t, weight_t, down_layer, gate_up_tf, sizes_e, architecture
+        dout_td, order_t, weight_t, down_layer, kept[...], sizes_e, architecture
     )
     outer = functools.partial(grouped_outer, sizes_e=sizes_e, architecture=architecture)
     if gather:
