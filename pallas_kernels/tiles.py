@@ -33,13 +33,13 @@ Architecture = str | Tuned
 # kernels have small tiles, 16 where none is listed, so that the arrays of tests have several, some of them partial.
 TILES: dict[str, dict[str, str]] = {
     "residual_norm": {  # elements per program; for longer rows, warps grow with the row
-        "sm_90": "2048/4/1 4096/8/1 8192/8/1 | 2048/4/1",
+        "sm_90": "2048/4/1 4096/8/1 8192/8/1 4096/4/1 4096/16/1 | 2048/4/1",
         "gfx942": "2048/4/1 1024/2/1 4096/4/1 4096/8/1 | 2048/4/1",
         "interpret": "64/1/1 128/1/1 | 64/1/1",
     },
     "residual_norm_backward": {  # elements per step, maximum programs, minimum rows per program, maximum lanes
         "sm_90": "2048×264×12×4096/4/1 2048×132×12×4096/8/1 2048×264×12×4096/8/1 2048×264×12×2048/4/1 "
-        "2048×528×6×2048/4/1 | 2048×264×12×2048/4/1",
+        "2048×528×6×2048/4/1 2048×264×12×4096/16/1 2048×528×6×4096/8/1 4096×132×12×4096/16/1 | 2048×264×12×2048/4/1",
         "gfx942": "2048×608×12×4096/8/1 2048×608×12×4096/4/1 2048×304×12×4096/8/1 2048×1216×6×4096/8/1 | "
         "2048×608×12×4096/8/1",
         "interpret": "64×3×2×64/1/1 | 64×3×2×64/1/1",
