@@ -23,7 +23,7 @@ from zaya_jax.config.parallel import Reduce
 from zaya_jax.model.packing import SMALL
 from zaya_jax.model.tree import Arrays, is_stacked
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.stacked import Accumulated
+from zaya_jax.ops.stacked import Accumulated, kept_rows
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.layers import Scattered
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
@@ -43,7 +43,7 @@ def replicated_over(leaf: LeafPlacement, mesh: AnyMesh) -> tuple[str, ...]:
 
 def summed_gradient(
     local_loss: LocalLoss, mesh: AnyMesh, leaves: Leaves, dtypes: Mapping[str, Any], reduce: Reduce,
-    in_place: Collection[str] = (),
+    in_place: Collection[str] = (), keep_rows: bool = False,
 ) -> Callable[..., tuple[Sums, Arrays]]:  # fmt: skip
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
@@ -55,6 +55,7 @@ def summed_gradient(
       dtypes: compute dtype of each parameter, by name.
       reduce: whether to sum gradients over devices once a step, or after each micro-batch.
       in_place: names of the layers' parameters that no layer copies, see `Accumulated`.
+      keep_rows: whether there is space to keep the products of tokens with these, see `kept_rows`.
 
     Returns:
       (params, constants, batch, frozen) → (sums, gradient). The batch's leaves are [micro-batches, sequences, tokens];
@@ -74,7 +75,8 @@ def summed_gradient(
             parts = scatter_in_layers(compute, totals, leaves, mesh, micro_batches == 1)
             return _reduced_gradient(loss, parts, micro, totals, leaves, mesh)
 
-        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place)
+        kept = in_place if keep_rows and mesh.shape["expert"] == 1 else ()  # else experts get tokens of other devices
+        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place, kept)
         if reduce_axes and micro_batches == 1:
             grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
@@ -92,7 +94,7 @@ def summed_gradient(
 
 
 def _accumulated_gradient(
-    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], batch: Any
+    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], kept: Collection[str], batch: Any
 ) -> tuple[Arrays, Sums]:
     """Add up the gradients of micro-batches on this device."""
     # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
@@ -100,13 +102,17 @@ def _accumulated_gradient(
     stacked = {name: x for name, x in compute.items() if is_stacked(name) and not leaves[name].by_layer}
     large = [name for name, x in stacked.items() if x.size > SMALL * x.shape[0]]
     others = {name: x for name, x in compute.items() if name not in large}
-    probe = jnp.zeros((), jnp.float32)
+    probe, tokens = jnp.zeros((), jnp.float32), math.prod(jax.tree.leaves(batch)[0].shape[1:])
+
+    def accumulating(name: str, total: jax.Ref, probe: jax.Array) -> Accumulated:
+        space = kept_rows(compute[name], tokens) if name in kept else None
+        return Accumulated(compute[name], total, probe, name in in_place, space)
 
     def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
         references = {name: jax.new_ref(total[name]) for name in large}
 
         def with_totals(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
-            layers = {name: Accumulated(compute[name], x, probe, name in in_place) for name, x in references.items()}
+            layers = {name: accumulating(name, x, probe) for name, x in references.items()}
             return loss({**layers, **others}, micro)
 
         (grads, _), sums = jax.grad(with_totals, argnums=(0, 1), has_aux=True)(others, probe)

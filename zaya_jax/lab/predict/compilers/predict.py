@@ -132,7 +132,8 @@ def _named_part(place: Place, instruction: Instruction) -> str:
 
 def is_launch(instruction: Instruction) -> bool:
     """True if an instruction launches a kernel; collectives do not count."""
-    return instruction.opcode in (*FUSIONS, "custom-call", "copy", "copy-start", "sort")
+    opcodes = (*FUSIONS, "custom-call", "copy", "copy-start", "sort")
+    return instruction.opcode in opcodes and instruction.custom_call != "AllocateBuffer"
 
 
 def launches(place: Place) -> int:
@@ -185,8 +186,9 @@ _Arrays = Sequence[tuple[str, tuple[int, ...]]]
 def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     share = {"grouped": shares.rows, "attention": shares.keys}.get(name.partition("_")[0], 1.0)
     rows = 1.0
-    if name.startswith("grouped"):  # one layer of a stack [l, e, p, q]
-        rows, shapes = shares.rows, [(dtype, sizes[-3:]) for dtype, sizes in shapes]
+    if name.startswith("grouped"):  # one layer of stacks: [l, e, p, q], and [l, t, q], both argument and result or read
+        kept = {(dtype, sizes[1:]) for dtype, sizes in shapes if len(sizes) == 3}
+        rows, shapes = shares.rows, [*kept, *((dtype, sizes[-3:]) for dtype, sizes in shapes if len(sizes) != 3)]
     moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
     fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
     family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", name)
