@@ -9,7 +9,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.config import from_hf
 from zaya_jax.hf.legacy_config import from_legacy
 from zaya_jax.hf.safetensors import TensorFile, read_header
-from zaya_jax.hf.tensors import Tensor, is_legacy, legacy_tensors, tensors
+from zaya_jax.hf.tensors import is_legacy, legacy_tensors, tensors
+from zaya_jax.model.hf_names import HfTensor
 from zaya_jax.run.files import expanded, read_object, require_existing
 
 INDEX = "model.safetensors.index.json"
@@ -23,7 +24,8 @@ class Folder(NamedTuple):
     path: Path
     config: ModelConfig
     legacy: bool  # whether it has the legacy layout of alternating layers (docs/reference.md §12.2)
-    tensors: tuple[Tensor, ...]  # the tensors and the parameters they belong to
+    # The tensors of each parameter, or layer of one, by name and index in the stack, in order along the first axis.
+    tensors: dict[tuple[str, int | None], list[HfTensor]]
     stored: dict[str, TensorFile]  # name → location in a file
 
 
@@ -45,10 +47,12 @@ def open_folder(folder: str | Path) -> Folder:
     config = (from_legacy if legacy else from_hf)(tree, str(folder / "config.json"))
     # One more than stored is enough to detect a missing tensor, however many the configuration asks for.
     expected = tuple(islice((legacy_tensors if legacy else tensors)(config), len(stored) + 1))
+    by_parameter: dict[tuple[str, int | None], list[HfTensor]] = {}
     for tensor in expected:
         if tensor.name not in stored:
             raise InputError(f"The tensor {tensor.name} is missing in {folder}.")
         _check_shape(folder, tensor.name, stored[tensor.name], tensor.shape)
+        by_parameter.setdefault((tensor.leaf, tensor.group), []).append(tensor)
     names = {tensor.name for tensor in expected} | {_HEAD}  # a tied head can be stored redundantly
     for name in stored:
         if name not in names:
@@ -56,7 +60,7 @@ def open_folder(folder: str | Path) -> Folder:
     if _HEAD in stored:
         _check_shape(folder, _HEAD, stored[_HEAD], stored[_EMBEDDING].shape)
         _check_tied(folder, stored[_HEAD], stored[_EMBEDDING])
-    return Folder(folder, config, legacy, expected, stored)
+    return Folder(folder, config, legacy, by_parameter, stored)
 
 
 def _check_shape(folder: Path, name: str, stored: TensorFile, shape: tuple[int, ...]) -> None:

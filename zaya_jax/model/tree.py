@@ -1,6 +1,5 @@
 """A model's parameters as flat dicts by name, the form that all code outside of the model uses."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,13 +66,9 @@ def balancing_biases(model: Zaya) -> Arrays:
 
 def abstract_weights(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of each parameter and balancing bias, by name."""
-    return _abstract_weights(config, jnp.result_type(float) == jnp.float64)
-
-
-@functools.lru_cache(maxsize=8)
-def _abstract_weights(config: ModelConfig, x64: bool) -> dict[str, jax.ShapeDtypeStruct]:  # dtypes depend on `x64`
-    del x64
-    return jax.eval_shape(lambda model: {**parameters(model), **balancing_biases(model)}, abstract_model(config))
+    model = abstract_model(config)
+    variables = {**_variables(model, nnx.Param), **_variables(model, BalancingBias)}
+    return {name: variable.get_value() for name, variable in variables.items()}
 
 
 def roles(model: Zaya) -> dict[str, Role]:

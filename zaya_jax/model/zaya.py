@@ -18,7 +18,7 @@ from zaya_jax.model.attention import Context
 from zaya_jax.model.cache import Cache
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import MixtureOfExperts
-from zaya_jax.model.gqa import GQA, NormedGQA
+from zaya_jax.model.gqa import GQA
 from zaya_jax.model.hf_names import HfTensor, same, within
 from zaya_jax.model.layers import (
     PlainSum,
@@ -41,7 +41,7 @@ POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-ATTENTION = {"cca": CCA, "gqa": GQA, "gqa_qk_norm": NormedGQA}
+ATTENTION = {"cca": CCA, "gqa": GQA, "gqa_qk_norm": GQA}
 
 
 class Stats(NamedTuple):
@@ -100,10 +100,10 @@ class Block(nnx.Module):
         d = config.hidden_size
         yield same("input_layernorm.weight", "attention_norm.weight", d)
         yield same("post_attention_layernorm.weight", "mixture_norm.weight", d)
-        yield from (within("attention_merge", tensor) for tensor in ResidualScaling.hf_tensors("attention", d))
-        yield from (within("mixture_merge", tensor) for tensor in ResidualScaling.hf_tensors("mlp", d))
-        yield from (within("attention", tensor) for tensor in ATTENTION[layer.attention].hf_tensors(config))
-        yield from (within("mixture", tensor) for tensor in MixtureOfExperts.hf_tensors(config))
+        yield from within("attention_merge", ResidualScaling.hf_tensors("attention", d))
+        yield from within("mixture_merge", ResidualScaling.hf_tensors("mlp", d))
+        yield from within("attention", ATTENTION[layer.attention].hf_tensors(config))
+        yield from within("mixture", MixtureOfExperts.hf_tensors(config))
 
 
 class Zaya(nnx.Module):
