@@ -161,7 +161,12 @@ def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterat
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
     partial = folder.with_name(f"{os.fsdecode(os.fsencode(folder.name)[:247])}.partial")  # a name has at most 255 bytes
-    _check_remains(partial)
+    if os.path.lexists(partial):
+        is_own = not partial.is_symlink() and partial.is_dir() and partial.stat().st_uid == os.geteuid()
+        known = is_own and all(PARTIAL.fullmatch(x.name) or any(map(x.match, _WRITTEN)) for x in partial.iterdir())
+        if not known:
+            problem = f"{partial} exists and was not left by an interrupted export"
+            raise InputError(f"{problem}. Move or delete it, then rerun.")
     try:
         with new_folder(folder, partial):
             yield partial
@@ -172,14 +177,3 @@ def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterat
         if str(error.filename or partial).startswith(str(partial)):
             error.filename = str(folder)
         raise
-
-
-def _check_remains(partial: Path) -> None:
-    """Raise `InputError` for anything but what a killed export of this user left."""
-    if not os.path.lexists(partial):
-        return
-    is_own = not partial.is_symlink() and partial.is_dir() and partial.stat().st_uid == os.geteuid()
-    if not is_own or not all(
-        PARTIAL.fullmatch(path.name) or any(map(path.match, _WRITTEN)) for path in partial.iterdir()
-    ):
-        raise InputError(f"{partial} exists and was not left by an interrupted export. Move or delete it, then rerun.")

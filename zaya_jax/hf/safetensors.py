@@ -26,6 +26,7 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+Pieces = Iterable[bytes | memoryview]  # of a tensor's bytes
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -86,9 +87,7 @@ def read_header(path: Path) -> dict[str, TensorFile]:
     return tensors
 
 
-def write_file(
-    path: Path, described: Mapping[str, TensorHeader], content: Iterable[Iterable[bytes | memoryview]]
-) -> None:
+def write_file(path: Path, described: Mapping[str, TensorHeader], content: Iterable[Pieces]) -> None:
     """Write or replace a file tensor by tensor, atomically and durably.
 
     `content` has the pieces of the bytes of each tensor of `described`, in that order; ValueError if these are not all.
