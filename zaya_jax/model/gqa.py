@@ -3,13 +3,14 @@
 Both have the heads, projections, RoPE and windows of CCA, but no convolutions, query-key mean or delayed value.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model.attention import Attention, Context
-from zaya_jax.model.cache import KeyValues
+from zaya_jax.model.attention import Attention, Context, KeyValues
 from zaya_jax.model.layers import param, recomputed
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import rotate, unit
@@ -26,9 +27,7 @@ class GQA(Attention):
         if layer.attention == "gqa_qk_norm":
             self.temperature = param(jnp.ones(config.num_kv_heads), "temperature")
 
-    def __call__(
-        self, h_bsd: jax.Array, context: Context, cache: KeyValues | None, ops: Ops
-    ) -> tuple[jax.Array, KeyValues | None]:
+    def __call__(self, h_bsd: jax.Array, context: Context, cache: KeyValues | None, ops: Ops) -> tuple[jax.Array, Any]:
         """Apply attention; returns [b, s, d] in the dtype of `h_bsd`, and the new decode state (None without one)."""
         config = self.config
         packed_bsnc = self.project(h_bsd).reshape(*h_bsd.shape[:2], -1, config.head_dim)

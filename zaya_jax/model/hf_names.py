@@ -33,11 +33,6 @@ def no_form(config: ModelConfig) -> Iterator[HfTensor]:
     raise InputError(f"transformers has no model with {form}, so it cannot be imported or exported.")
 
 
-def unchanged(x: np.ndarray) -> np.ndarray:
-    """Return `x`, for tensors with the same layout."""
-    return x
-
-
 def transposed(x: np.ndarray) -> np.ndarray:
     """Return a view of `x` with its last two axes swapped."""
     return np.swapaxes(x, -1, -2)
@@ -45,7 +40,7 @@ def transposed(x: np.ndarray) -> np.ndarray:
 
 def same(name: str, leaf: str, *shape: int, part: slice | None = None) -> HfTensor:
     """Describe a tensor with the same layout there and here."""
-    return HfTensor(name, leaf, shape, unchanged, unchanged, part)
+    return HfTensor(name, leaf, shape, np.asarray, np.asarray, part)
 
 
 def linear(name: str, leaf: str, *shape: int) -> HfTensor:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.model.layers import BalancingBias, Role
+from zaya_jax.model.layers import BalancingBias, Role, Roles
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -92,13 +92,11 @@ def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:
 
 def map_variables(module: Any, function: Callable[[str, Any], Any]) -> Any:
     """Replace each variable's value, an array or `lora.Adapted`, by `function(name in the module, value)`."""
-    return jax.tree.map_with_path(
-        lambda path, variable: variable.replace(function(_name(path), variable.get_value())), module,
-        is_leaf=_is_variable,
-    )  # fmt: skip
+    flat, tree = jax.tree.flatten_with_path(module, is_leaf=_is_variable)
+    return tree.unflatten(variable.replace(function(_name(path), variable.get_value())) for path, variable in flat)
 
 
-def compute_dtypes(roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> dict[str, jnp.dtype]:
+def compute_dtypes(roles: Roles, dtype: jax.typing.DTypeLike) -> dict[str, jnp.dtype]:
     """Return the compute dtype of each parameter: `dtype` for matrices, embedding and convolutions, else fp32.
 
     Vectors in fp32 cost nothing, and the residual stream they act on is fp32. (With `dtype` float64, all are float64.)
