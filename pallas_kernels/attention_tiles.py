@@ -233,9 +233,8 @@ def seen(
         last, place = rows.position, jnp.where(keys < t, keys, jnp.iinfo(jnp.int32).max)
     else:
         last, place = jnp.where(rows.segment != 0, rows.position, -1), keys
-    mask = key(place) <= row(last)
-    if window is not None:
-        mask &= key(keys) > row(rows.position - window)
+    # With a window one comparison, too, in which negative differences are large: masks fill AMD's scalar registers.
+    mask = key(place) <= row(last) if window is None else (row(last) - key(place)).astype(jnp.uint32) < window
     return mask if segments is None else mask & (key(segments) == row(rows.segment))
 
 

@@ -43,6 +43,10 @@ class RowTile(NamedTuple):
     matrix: tuple[jax.Array, jax.Array]  # indices of the layer and of the group's matrix
     meets: jax.Array  # int32, 1 if there is a matrix to multiply by, 0 for rows of no group
 
+    def layer(self, ref: Any) -> tuple[jax.Array, ...]:
+        """Return the index of the layer in rows of all layers [l, t, q]; none for those of one layer, [t, q]."""
+        return self.matrix[: len(ref.shape) - 2]
+
 
 def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int = 0) -> jax.Array:
     """Split the rows into tiles of `block` rows, each within one group; tiles of rows of no group come last.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.benchmark_command import share_device
 from benchmarks.gpu_report import speed
+from benchmarks.gpu_report.attention_cases import measure_attention
 from benchmarks.gpu_report.determinism import measure_determinism
 from benchmarks.gpu_report.state import measure_state
 from benchmarks.gpu_report.supervisor import measure_supervisor
@@ -51,12 +52,13 @@ def make_parts(small: bool, devices: int, folder: Path) -> dict[str, Part]:
     """
     parts = {
         "operations": Part(60, _check_operations, (small,)),
+        "attention": Part(150, measure_attention, (small,)),
         "determinism": Part(110, measure_determinism, (small,)),
         "step": Part(100, speed.measure_step, (small, "data")),
         "training": Part(170, measure_training, (small,)),
         "supervisor": Part(150, measure_supervisor, (small, 145)),
         "state": Part(230, measure_state, (small, 220)),
-        "kernels": Part(90, speed.measure_kernels, (small,)),
+        "kernels": Part(105, speed.measure_kernels, (small,)),
         "tune": Part(270, speed.measure_tuning, (small, 240)),
         "step_tuned": Part(100, speed.measure_tuned_step, (small, folder / "tune.json")),
         "decode": Part(70, speed.measure_decode, (small,)),

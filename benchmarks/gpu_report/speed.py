@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.decode import NEW, PROMPT, our_decode
 from benchmarks.gpu_report.runs import small_config
-from benchmarks.kernels import bench_kernels, short
+from benchmarks.kernels import SIDES, bench_kernels, short
 from benchmarks.step import default_config
 from benchmarks.train_step import EIGHT_B, Layout, time_train_step
 from zaya_jax.config import load_config
@@ -75,7 +75,7 @@ def kernel_figures(part: Mapping[str, Any], kind: str) -> Figures:
             continue
         work = Work(name, row["bytes"], row["flops"], "kernel")
         figures[name] = [short(seconds / _MS), "ms", hardware and short(work.seconds(hardware) / _MS)]
-        for peer, title in (("reference", "XLA"), ("peer", "PyTorch")):
+        for peer, title in SIDES.items():
             if row.get(peer) is not None:
                 figures[f"{name} against {title}"] = [row[peer], "×"]
     return figures

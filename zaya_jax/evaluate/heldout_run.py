@@ -21,7 +21,7 @@ from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, roles, shapes, with_values
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.registry import pins_anywhere
+from zaya_jax.ops.registry import pins_on
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import make_mesh, replicated
 from zaya_jax.parallel.placement import Placement, make_placement
@@ -62,7 +62,7 @@ class RunHeldout:
 def _program(run_config: Config, run: Path, config: ModelConfig) -> tuple[Placement, Any]:
     """Make the placement over all devices of the job, with the kernels of the run, and the evaluation step."""
     model, dtype = abstract_model(config), run_config.train.compute_dtype
-    evaluated = dataclasses.replace(run_config, model=config, ops=pins_anywhere(run_config.ops))
+    evaluated = dataclasses.replace(run_config, model=config, ops=pins_on("cpu", run_config.ops))
     kernels = validated_kernels(evaluated, run, training=False, say=functools.partial(print, file=sys.stderr))
     placement = make_placement(ParallelConfig(), make_mesh(), shapes(model), roles(model), dtype, kernels)
 

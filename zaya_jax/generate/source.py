@@ -17,7 +17,7 @@ from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placem
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.text import TextContinuation, stream_text
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.ops.registry import pins_anywhere
+from zaya_jax.ops.registry import pins_on
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.decode import REPLICATED, place
 from zaya_jax.parallel.placement import Placement
@@ -76,7 +76,7 @@ def open_text_model(
     sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)
     adds_bos = find_special_tokens(path, chat=False, eot=None, bos=None).bos is not None
     model = weights.load_model(jnp.dtype(dtype))
-    placement = decode_placement(model, parallel, pins_anywhere((weights.optimizer_config or {}).get("ops", {})))
+    placement = decode_placement(model, parallel, pins_on("cpu", (weights.optimizer_config or {}).get("ops", {})))
     model, others = place(placement.mesh, model, REPLICATED), other_tokens(path.parent)
     return TextModel(model, text, special, sorted(stops), sampling, template, placement, adds_bos, others)
 

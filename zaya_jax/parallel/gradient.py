@@ -23,7 +23,7 @@ from zaya_jax.config.parallel import Reduce
 from zaya_jax.model.packing import SMALL
 from zaya_jax.model.tree import Arrays, is_stacked
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.stacked import Accumulated
+from zaya_jax.ops.stacked import Accumulated, kept_rows
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.layers import Scattered
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
@@ -43,7 +43,13 @@ def replicated_over(leaf: LeafPlacement, mesh: AnyMesh) -> tuple[str, ...]:
 
 
 def summed_gradient(
-    local_loss: LocalLoss, mesh: AnyMesh, leaves: Leaves, dtypes: Dtypes, reduce: Reduce, in_place: Collection[str] = ()
+    local_loss: LocalLoss,
+    mesh: AnyMesh,
+    leaves: Leaves,
+    dtypes: Dtypes,
+    reduce: Reduce,
+    in_place: Collection[str] = (),
+    keep_rows: bool = False,
 ) -> Callable[..., tuple[Sums, Arrays]]:
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
@@ -53,7 +59,7 @@ def summed_gradient(
     `local_loss` maps (compute copy of all parameters, constants, micro-batch) to (scalar loss, sums). It is
     differentiated with respect to the trained parameters, of which large ones of layers are `Accumulated`. `reduce`
     tells whether to sum gradients over devices once a step or after each micro-batch; `in_place` names the layers'
-    parameters that no layer copies.
+    parameters that no layer copies; `keep_rows` whether there is space for their products with tokens, see `kept_rows`.
     """
     reduce_axes = nontrivial_axes(mesh, AXES)
 
@@ -77,7 +83,8 @@ def summed_gradient(
             grads, sums = jax.grad(with_shards, has_aux=True)(differentiated(parts))
             return reduce_rest(grads, parts, totals, leaves, mesh), sums
 
-        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place)
+        kept = in_place if keep_rows and mesh.shape["expert"] == 1 else ()  # else experts get tokens of other devices
+        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place, kept)
         if reduce_axes and micro_batches == 1:
             grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
@@ -95,7 +102,7 @@ def summed_gradient(
 
 
 def _accumulated_gradient(
-    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], batch: Any
+    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], kept: Collection[str], batch: Any
 ) -> tuple[Arrays, Sums]:
     """Add up the gradients of micro-batches on this device."""
     # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
@@ -103,13 +110,17 @@ def _accumulated_gradient(
     stacked = {name: x for name, x in compute.items() if is_stacked(name) and not leaves[name].by_layer}
     large = [name for name, x in stacked.items() if x.size > SMALL * x.shape[0]]
     others = {name: x for name, x in compute.items() if name not in large}
-    probe = jnp.zeros((), jnp.float32)
+    probe, tokens = jnp.zeros((), jnp.float32), math.prod(jax.tree.leaves(batch)[0].shape[1:])
+
+    def accumulating(name: str, total: jax.Ref, probe: jax.Array) -> Accumulated:
+        space = kept_rows(compute[name], tokens) if name in kept else None
+        return Accumulated(compute[name], total, probe, name in in_place, space)
 
     def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
         references = {name: jax.new_ref(total[name]) for name in large}
 
         def with_totals(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
-            layers = {name: Accumulated(compute[name], x, probe, name in in_place) for name, x in references.items()}
+            layers = {name: accumulating(name, x, probe) for name, x in references.items()}
             return loss({**layers, **others}, micro)
 
         (grads, _), sums = jax.grad(with_totals, argnums=(0, 1), has_aux=True)(others, probe)

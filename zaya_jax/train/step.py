@@ -76,7 +76,7 @@ def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metri
       `source_loss` (summed, nats), `source_tokens`: [n] in the order of `data.sources`, with several sources only.
     """
     config, placement = program.config, program.placement
-    gradient = placement.gradient(make_local_loss(program))
+    gradient = placement.gradient(make_local_loss(program), keep_rows=program.remat != "full")
     optimizer = skippable(program.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     peak_rate = getattr(options, config.matrices).learning_rate

@@ -104,6 +104,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     listed = ((f"{x['times']:,}", number(x["bytes"], _MB), x["what"], x["place"]) for x in moves[:_LISTED])
     return [
         f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {used}",
+        *([f"  {step.stand_ins}"] if step.stand_ins else []),
         *section("memory per device, from the compiler", ("", "GB"), ((x, number(y, _GB)) for x, y in sizes.items())),
         *section(
             "predicted time per step", ("", "ms", ""), ((x, number(y, _MS), percent(z)) for x, y, z in components)
@@ -153,7 +154,7 @@ def _kernel_lines(step: CompiledStep) -> list[str]:
     ours = {call.kernel for place in walk(step.entry) for call in place.instructions if call.kernel}
     listed = [kernel for kernel in step.kernels if kernel.family in ours or kernel in spilling]
     most = {kernel.family: kernel for kernel in sorted(listed, key=lambda kernel: kernel.registers)}
-    rows = ((name[:29], *resource_cells(kernel)) for name, kernel in sorted(most.items()))
+    rows = ((name[:29], *resource_cells(kernel, step.gpu)) for name, kernel in sorted(most.items()))
     title = f"{len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory"
     atomic = ", ".join(sorted(kernel.name for kernel in step.kernels if kernel.is_atomic)) or "none"
     varying = f"  kernels with atomic operations, whose sums differ in the last bits between runs: {atomic}"

@@ -66,7 +66,10 @@ def phase_shares(config: ModelConfig, context: int, axes: Mapping[str, int]) -> 
 
 
 def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Prediction:
-    """Predict the time of a compiled step on `hardware`, of whose kernels `shares` are computed."""
+    """Predict the time of a compiled step on `hardware`, of whose kernels `shares` are computed.
+
+    Branches of conditions count nothing: a usual step runs none that has work.
+    """
     components, parts = defaultdict[str, float](float), defaultdict[str, PartCost](PartCost)
     exposures, moves = list[Exposure](), list[dict[str, Any]]()
 
@@ -121,7 +124,8 @@ def _named_part(place: Place, instruction: Instruction) -> str:
 
 def is_launch(instruction: Instruction) -> bool:
     """True if an instruction launches a kernel; collectives do not count."""
-    return instruction.opcode in (*FUSIONS, "custom-call", "copy", "copy-start", "sort")
+    opcodes = (*FUSIONS, "custom-call", "copy", "copy-start", "sort")
+    return instruction.opcode in opcodes and instruction.custom_call != "AllocateBuffer"
 
 
 def launches(place: Place) -> int:
@@ -172,8 +176,9 @@ _Arrays = Sequence[tuple[str, tuple[int, ...]]]
 def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     share = {"grouped": shares.rows, "attention": shares.keys}.get(name.partition("_")[0], 1.0)
     rows = 1.0
-    if name.startswith("grouped"):  # one layer of a stack [l, e, p, q]
-        rows, shapes = shares.rows, [(dtype, sizes[-3:]) for dtype, sizes in shapes]
+    if name.startswith("grouped"):  # one layer of stacks: [l, e, p, q], and [l, t, q], both argument and result or read
+        kept = {(dtype, sizes[1:]) for dtype, sizes in shapes if len(sizes) == 3}
+        rows, shapes = shares.rows, [*kept, *((dtype, sizes[-3:]) for dtype, sizes in shapes if len(sizes) != 3)]
     moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
     fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
     family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", name)
@@ -203,6 +208,9 @@ def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
     return 0.0
 
 
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written into the first, in place
+
+
 def fusion_bytes(place: Place, instruction: Instruction) -> int:
     """Return the bytes that a fusion reads and writes; slices and updates in place count as much as they touch."""
     body = place.computations[instruction.called("calls")]
@@ -215,7 +223,7 @@ def fusion_bytes(place: Place, instruction: Instruction) -> int:
                 parts += read(user.name)
             elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
                 parts += sizes[user.name]
-            elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+            elif not (user.opcode in _UPDATES and user.operands[0] == name):
                 return sizes[name]
         return min(parts, sizes[name])
 
@@ -223,6 +231,6 @@ def fusion_bytes(place: Place, instruction: Instruction) -> int:
         x = by_name[name]
         if x.opcode in ("bitcast", "tuple"):
             return sum(map(written, x.operands))
-        return sizes[x.operands[1] if x.opcode == "dynamic-update-slice" else name]
+        return sizes[x.operands[_UPDATES[x.opcode]] if x.opcode in _UPDATES else name]
 
     return sum(read(x.name) for x in body if x.opcode == "parameter") + written(body[-1].name)

@@ -16,6 +16,7 @@ from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, pre
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
+from zaya_jax.ops.registry import check_pinned
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
 from zaya_jax.run.table import format_table, size_text
@@ -59,6 +60,7 @@ def dry_run(
     """
     require(devices >= 1, "--devices", devices, "at least 1")
     config.check()
+    check_pinned(config.ops)
     if gpu is not None:
         if hardware not in (None, gpu):
             raise InputError(f"--hardware is {hardware}, but must be {gpu} or omitted with --compile-for {gpu}.")
@@ -93,6 +95,9 @@ def dry_run(
         summary.append(f"All phases: {total} on {counted(devices, 'device')}")
     for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
+    if others := sorted(config.ops.items() - programs.kernels.pinned.items()):
+        names = ", ".join(f"ops.{name}={kernel}" for name, kernel in others)
+        summary.append(f"Estimates are those of the default kernels in place of {names}.")
     details = ["\n".join(_details(phase, device)) for phase in phases]
     return "\n\n".join([_heading(devices, hardware, device, gpu), "\n".join(summary), *details])
 

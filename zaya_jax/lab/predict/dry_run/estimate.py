@@ -15,7 +15,7 @@ from zaya_jax.lab.predict.dry_run.memory import CountActivations, Memory, count_
 from zaya_jax.lab.predict.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.lab.predict.step_time import Timeline, Work
 from zaya_jax.model import arithmetic
-from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.registry import KernelSelection, pins_on, select_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.mesh import batch_shards
@@ -67,7 +67,8 @@ class DecodeEstimate(NamedTuple):
 
 def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
     """Make a run's programs on abstract devices; InputError if mesh axes or a batch do not divide over them."""
-    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
+    pinned = pins_on(TARGET.platform, config.ops)
+    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, pinned)
     programs = Programs(config, kernels, devices)
     programs.check()
     return programs

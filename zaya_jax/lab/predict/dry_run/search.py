@@ -31,7 +31,7 @@ from zaya_jax.lab.predict.compilers.predict import phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import TARGET, PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.lab.predict.dry_run.memory import Activations, count_activations, residual_bytes
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.registry import select_kernels
+from zaya_jax.ops.registry import pins_on, select_kernels
 from zaya_jax.run.progress import track
 from zaya_jax.run.table import number
 from zaya_jax.train.program import PhaseProgram, Programs
@@ -97,7 +97,8 @@ def candidates(
     config: Config, phase: int, devices: int, hardware: Hardware, layouts: Iterable[ParallelConfig], limit: float = inf
 ) -> list[Candidate]:
     """Return layouts, policies and micro-batches (powers of two) that may fit in `limit` seconds, by their bounds."""
-    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
+    pinned = pins_on(TARGET.platform, config.ops)
+    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, pinned)
     context, found, products = config.context_for(config.phases[phase]), list[Candidate](), dict[Remat, float]()
     for parallel, remat in itertools.product(layouts, get_args(Remat)):
         for micro_batch in reversed(micro_batch_sizes(config, phase, devices // parallel.context)):
