@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -71,6 +72,22 @@ def test_cases_launch_and_move_no_more_than_recorded(gpu):
             assert program.bytes <= 1.01 * row["kernels"]["bytes"], row
             if row["case"] == "residual_norm backward":
                 assert program.bytes <= 1.2 * row["least_bytes"]
+
+
+def compile_vendor(gpu, folder):
+    case = cases(EIGHT_B, "bfloat16")["grouped_matmul backward"]
+    pinned = dict.fromkeys(("grouped_product", "grouped_product_transposed"), "hipblaslt")
+    selection = select_kernels(GPUS[gpu].target, EIGHT_B.model, "bfloat16", pinned=pinned)
+    compile_program("vendor", *passes(case, selection), gpu, Path(folder))
+
+
+def test_xla_compiles_the_vendor_s_product_to_the_vendor_s_kernel(tmp_path):
+    need_stand_ins("mi300x")
+    done = run("mi300x", tmp_path, f"from {__name__} import *\ncompile_vendor('mi300x', {str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "vendor.hlo").read_text()
+    assert text.count('custom_call_target="__cublas$lt$groupedMatmul"') == 2
+    assert not re.search(r"= \S+ (ragged-)?dot\(", text)
 
 
 def compile_optimizer(gpu, folder):
