@@ -33,6 +33,7 @@ CASES = cases(EIGHT_B, "bfloat16")
 NAMES = [name for name in CASES if f"{name} backward" not in CASES]  # a backward case includes its forward pass
 RECORDED = json.loads((ROOT / "benchmarks" / "kernels_compiled.json").read_text(encoding="utf-8"))["gpus"]
 SPILLS = {"h200": {"gram_polynomial": 12}}  # bytes of a thread, with either jax
+FURTHER_SPILLS = {"h200": {**SPILLS["h200"], "grouped_outer": 196}}  # in fp32 at the 74B's sizes
 BOTH = (jnp.bfloat16, jnp.float32)
 
 
@@ -155,7 +156,7 @@ def compile_all(programs, gpu, folder):
 def test_further_kernels_fit_the_gpu(gpu, tmp_path):
     done = run(gpu, tmp_path, f"from {__name__} import *\ncompile_all(further({gpu!r}), {gpu!r}, {str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
-    names = check({name: read_program(name, gpu, tmp_path) for name in further(gpu)}, gpu, SPILLS.get(gpu, {}))
+    names = check({name: read_program(name, gpu, tmp_path) for name in further(gpu)}, gpu, FURTHER_SPILLS.get(gpu, {}))
     assert {"attention", "residual_norm_backward", "gram_polynomial", "cca_mix_backward_rows"} <= names
 
 
