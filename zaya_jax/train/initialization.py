@@ -106,5 +106,7 @@ def check_base(folder: Path, config: Config, base: FrozenBase, *, is_new: bool) 
             write_base_note(folder, config.init_from, now)
     elif (before := read_base_fingerprint(folder)) != now:
         advice = "If that run has continued since, restore its earlier checkpoint; otherwise choose another run_dir."
-        trained_on = f"that the adapters in {folder} were trained on (fingerprint {now}, not {before})"
-        raise InputError(f"The parameters of init_from={config.init_from} are not the ones {trained_on}. {advice}")
+        raise InputError(
+            f"The parameters of init_from={config.init_from} are not the ones that the adapters in {folder} were "
+            f"trained on (fingerprint {now}, not {before}). {advice}"
+        )
