@@ -22,7 +22,8 @@ from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
 from zaya_jax.parallel.placement import make_placement
-from zaya_jax.train.state import PhaseSpec, TrainState, init_state
+from zaya_jax.train.spec import PhaseSpec
+from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
 _TYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"loss_mask": np.bool_}

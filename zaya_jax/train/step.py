@@ -17,8 +17,9 @@ from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.optim.skippable import skippable
+from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.spikes import append_skipped, append_step, classify_step, reset_history
-from zaya_jax.train.state import PhaseSpec, TrainState
+from zaya_jax.train.state import TrainState
 
 # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]; with several sources also
 # sources: int16 [.., b, s], index in `data.sources`.
