@@ -78,7 +78,8 @@ def test_an_unknown_gpu_is_an_error(capsys):
 
 @settings(max_examples=200)
 @given(gpu=st.sampled_from(["mi300x", "mi355x"]), registers=st.integers(1, 512) | st.integers(1, 64),
-       scalars=st.integers(1, 112), granules=st.integers(0, 4) | st.integers(0, 128), log_waves=st.integers(0, 3))  # fmt: skip
+       scalars=st.integers(1, 112), granules=st.integers(0, 4) | st.integers(0, 128),
+       log_waves=st.integers(0, 3))  # fmt: skip
 def test_as_many_waves_run_as_registers_and_shared_memory_allow(gpu, registers, scalars, granules, log_waves):
     waves, unit = 2**log_waves, {"mi300x": 512, "mi355x": 1280}[gpu]  # LLVM's granule of shared memory
     kernel = KERNEL._replace(registers=registers, scalars=scalars, shared=granules * unit, threads=64 * waves)
