@@ -23,7 +23,7 @@ _DEFINITION = re.compile(r'define .*?@"?([^"(]+)"?\(')
 # The head of a note: size of its owner's name, size of its content, type, and name.
 # AMD's compute units, from the documents of the instruction sets CDNA 3 and CDNA 4, and LLVM's AMDGPU backend.
 _SIMDS, _WAVE = 4, 64  # SIMDs, and threads of a wave
-_WAVES, _BLOCKS = 8, 16  # most waves of a SIMD, and most blocks of several waves
+_WAVES = 8  # most waves of a SIMD
 _VECTOR, _SCALAR = (512, 8), (800, 16)  # registers that the waves of a SIMD share, and how many are allocated at once
 _PARTS = 128  # parts of the shared memory that are allocated at once
 _NOTE = re.compile(rb"\x07\0{3}(?P<size>.{4})\x20\0{3}AMDGPU\0\0", re.DOTALL)
@@ -73,10 +73,10 @@ def resource_cells(kernel: KernelResources, gpu: str) -> tuple[str, ...]:
 def waves_per_simd(kernel: KernelResources, gpu: Gpu) -> tuple[float, str]:
     """Return how many waves of a kernel run at once on a SIMD of an AMD GPU, on average, and what limits them.
 
-    That is 'vector registers', 'scalar registers', 'shared memory', 'blocks', or 'waves' where the SIMD is full.
+    That is 'vector registers', 'scalar registers', 'shared memory', or 'waves' where the SIMD is full.
     """
     waves, part = max(kernel.threads // _WAVE, 1), gpu.shared // _PARTS
-    blocks = {"waves": _SIMDS * _WAVES // waves, "blocks": _BLOCKS if waves > 1 else _SIMDS * _WAVES}
+    blocks = {"waves": _SIMDS * _WAVES // waves}
     for name, count, (most, step) in (("vector", kernel.registers, _VECTOR), ("scalar", kernel.scalars, _SCALAR)):
         blocks[f"{name} registers"] = _SIMDS * (most // (max(-(-count // step), 1) * step)) // waves
     blocks["shared memory"] = _PARTS // max(-(-kernel.shared // part), 1)
