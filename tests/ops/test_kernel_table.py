@@ -160,7 +160,10 @@ def test_a_pin_outranks_measurements_and_what_cannot_be_pinned_is_named():
             r"ops\.atention is no operation with several implementations\. Did you mean ops\.att",
         ),
         ({"router": REFERENCE}, r"There are: residual_norm, cca_mix, attention"),
-        ({"attention": "palas"}, r"ops\.attention is 'palas', but must be one of reference, pallas\. Did you mean pal"),
+        (
+            {"attention": "palas"},
+            r"ops\.attention is 'palas', but must be one of reference, pallas, mosaic\. Did you mean pal",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             selected(tree, **pinned)
