@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from pallas_kernels import attention_tiles as tiles
 from pallas_kernels.attention_tiles import LOG2_E, AttentionInputs, Refs, Static
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, store
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture
 
@@ -76,8 +75,8 @@ def _keys_kernel(offset_ref: Any, bounds_ref: Any, x: Refs, dk_ref: Any, dv_ref:
     zeros = jnp.zeros((static.keys, c), jnp.float32)
     dk, dv = tiles.visit(tiles.bounds_of(bounds_ref, head, index), step, (zeros, zeros))
     at, mask = tiles.key_tile(dk_ref, head, keys, bounded=True)
-    triton.store(dk_ref.at[at], (dk * scale).astype(dk_ref.dtype), mask=mask)
-    triton.store(dv_ref.at[at], dv.astype(dv_ref.dtype), mask=mask)
+    store(dk_ref.at[at], (dk * scale).astype(dk_ref.dtype), mask=mask)
+    store(dv_ref.at[at], dv.astype(dv_ref.dtype), mask=mask)
 
 
 def _queries_kernel(offset_ref: Any, bounds_ref: Any, x: Refs, dq_ref: Any, *, static: Static) -> None:

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, Tile, tile
 
@@ -84,7 +83,7 @@ def _kernel(epilogue: Epilogue, size: int, depth: int, inputs: tuple[Any, ...], 
 
         def block(outer: jax.Array) -> jax.Array:
             mask = (outer < p)[:, None] & (inner < q)[None, :]
-            return triton.load(x.at[matrix, outer[:, None], inner[None, :]], mask=mask, other=0)
+            return load(x.at[matrix, outer[:, None], inner[None, :]], mask=mask)
 
         return total + product(block(rows), block(columns), (1, 1))
 
@@ -92,10 +91,12 @@ def _kernel(epilogue: Epilogue, size: int, depth: int, inputs: tuple[Any, ...], 
     value = epilogue(total, matrix, place, *operands, further).astype(out.dtype)
     # Both halves of a diagonal tile are summed in different orders, so one is replaced by the mirror of the other.
     value = jnp.where(rows[:, None] <= columns[None, :], value, value.T)
-    triton.store(out.at[matrix, rows[:, None], columns[None, :]], value,
-                 mask=(rows < p)[:, None] & (columns < p)[None, :])  # fmt: skip
-    triton.store(out.at[matrix, columns[:, None], rows[None, :]], value.T,
-                 mask=((columns < p) & (i < j))[:, None] & (rows < p)[None, :])  # fmt: skip
+    store(out.at[matrix, rows[:, None], columns[None, :]], value, mask=(rows < p)[:, None] & (columns < p)[None, :])
+    store(
+        out.at[matrix, columns[:, None], rows[None, :]],
+        value.T,
+        mask=((columns < p) & (i < j))[:, None] & (rows < p)[None, :],
+    )
 
 
 def _gram_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, scale: Any, exact: Any) -> jax.Array:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from zaya_jax import __version__
 from zaya_jax.errors import ExitCode, did_you_mean
-from zaya_jax.run.command_output import prepare_streams, status_of_output
+from zaya_jax.run.command_output import output_status, prepare_streams
 from zaya_jax.run.signals import warn
 from zaya_jax.run.typed_name import TYPED
 
@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "checkpoint": (("zaya_jax.checkpoint",), "list, verify, average and export checkpoints"),
     "aegis": (("zaya_jax.aegis",), "keep a training run alive"),
     "machine": (("zaya_jax.machine",), "describe, test and time this machine's devices"),
-    "doctor": (("zaya_jax.machine", "describe"), "describe this machine and check its installation"),
+    "doctor": (("zaya_jax.machine", "doctor"), "check this machine and its installation"),
 }
 
 
@@ -40,10 +40,10 @@ def main(
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in {"-h", "--help"}:
         print(_help())
-        return status_of_output()
+        return output_status()
     if command == "--version":
         print(f"zaya_jax {__version__}")
-        return status_of_output()
+        return output_status()
     if command not in COMMANDS:
         meant = did_you_mean(command, COMMANDS)
         warn(f"Error: zaya has no command {command!r}.{meant} Its commands are {', '.join(COMMANDS)}.")

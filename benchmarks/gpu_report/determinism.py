@@ -1,7 +1,6 @@
 """Compare the results of a repeated training step bit by bit, within a process and between processes."""
 
 import functools
-import hashlib
 import itertools
 import os
 import statistics
@@ -14,13 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.gpu_report.runs import ONE_DEVICE, large_config, small_config
 from benchmarks.gpu_report.speed import Figures
 from zaya_jax.config import Config
 from zaya_jax.config.stages import stages
-from zaya_jax.lab.measure.training_steps import place_rows, random_tokens
+from zaya_jax.lab.measure.training_steps import digests, place_rows, random_tokens
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.parallel.kernels import validated_kernels
@@ -50,19 +48,19 @@ def measure_determinism(small: bool) -> dict[str, Any]:
     in each process and between them, and `figures`; `failed`: a sentence, if they differ but where XLA chose again.
     """
     config = small_config() if small else large_config()
-    digests, seconds = {}, {}
+    results, seconds = {}, {}
     with tempfile.TemporaryDirectory() as folder, restored_environment():
         os.environ |= ONE_DEVICE
         for name, (deterministic, kept) in itertools.islice(_SIDES.items(), 2 if small else None):
             Path(folder, kept).mkdir(exist_ok=True)
             changed = replace(config, train=replace(config.train, deterministic=deterministic))
             with run_in_subprocess(functools.partial, repeat_step, changed, f"{folder}/{kept}") as ask:
-                digests[name], seconds[name] = ask()
-    differ = {name: differing([each]) for name, each in digests.items()}
+                results[name], seconds[name] = ask()
+    differ = {name: differing([each]) for name, each in results.items()}
     for pair in (("first", "resumed"), ("first", "chosen again"), ("deterministic", "deterministic, again")):
-        if pair[1] in digests:
-            differ["; ".join(pair)] = differing([digests[name] for name in pair])
-    count = f"of {len(digests['first'])}"
+        if pair[1] in results:
+            differ["; ".join(pair)] = differing([results[name] for name in pair])
+    count = f"of {len(results['first'])}"
     figures: Figures = {f"differing tensors, {name}": [len(names), count] for name, names in differ.items()}
     steps = {name: statistics.median(each) for name, each in seconds.items()}
     figures["step"] = [round(1e3 * steps["first"], 3), "ms"]
@@ -92,14 +90,12 @@ def repeat_step(config: Config, folder: str) -> tuple[Digests, list[float]]:
     compiled = program.compile(stage)
     kept.write()
     initial, batch = initialize(program), place_rows(program, stage, random_tokens(config))
-    digests, seconds = {}, []
+    repeated, seconds = {}, []
     for _ in range(TIMES):
         state = jax.block_until_ready(jax.tree.map(jnp.copy, initial))
         start = time.perf_counter()
         results = jax.block_until_ready(compiled(state, batch, {}))
         seconds.append(time.perf_counter() - start)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(results):
-            values = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-            digest = hashlib.blake2b(np.asarray(values).tobytes(), digest_size=8).hexdigest()
-            digests.setdefault(jax.tree_util.keystr(path), []).append(digest)
-    return digests, seconds
+        for name, digest in digests(results).items():
+            repeated.setdefault(name, []).append(digest)
+    return repeated, seconds

@@ -15,6 +15,7 @@ from zaya_jax.machine.__main__ import main
 
 HERE = "tests.lab.test_preflight:"
 CONFIG = "configs/tiny.yaml"
+INSTALLATION = {"packages", "processor", "memory of the host", "disk", "devices", "compilation cache", "extras"}
 SMALL = Sizes(256, "float32", 2**20, 2**12)
 
 
@@ -138,7 +139,7 @@ def by_check(result):
 
 def test_devices_that_are_alike_pass(results):
     assert "failed" not in results["preflight.json"]
-    checks = by_check(results["preflight.json"])
+    checks = {name: check for name, check in by_check(results["preflight.json"]).items() if name not in INSTALLATION}
     assert list(checks) == ["kernels", "matmul", "memory", "collectives", "all_reduce", "all_gather"]
     assert {(check["status"], check["message"]) for check in checks.values()} == {("PASS", "")}
 

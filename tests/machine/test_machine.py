@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.__main__ import main as bench
-from zaya_jax.lab.measure import describe as module
+from zaya_jax.lab.measure import installation as module
 from zaya_jax.lab.measure.describe import describe_machine
 from zaya_jax.lab.result import describe_run, write_result
 from zaya_jax.lab.result_plots import draw_lines
@@ -28,7 +28,7 @@ def test_a_machine_is_described_without_what_is_private(monkeypatch, capsys):
 
 
 def test_a_gpu_that_jax_does_not_use_is_a_failure(monkeypatch):
-    monkeypatch.setattr(module, "detect_gpu_plugin", lambda: "rocm")
+    monkeypatch.setattr(module, "detect_gpu_plugin", lambda root: "rocm")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert "failed" not in describe_machine()
     monkeypatch.delenv("JAX_PLATFORMS")

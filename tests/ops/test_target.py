@@ -39,7 +39,8 @@ def test_every_kernel_has_a_tile_for_any_architecture_that_fits_smaller_gpus():
             listed = "cuda" if "cuda" in TILES[name] else "sm_90"
             known, other = (tile(name, architecture, dtype) for architecture in (listed, "sm_86"))
             assert (other.sizes, other.warps, other.stages) == (known.sizes, known.warps, min(known.stages, 2))
-            assert tile(name, "gfx942", dtype) == tile(name, "gfx1100", dtype) == tile(name, "rocm", dtype)
+            if "gfx942" in TILES[name]:
+                assert tile(name, "gfx942", dtype) == tile(name, "gfx1100", dtype) == tile(name, "rocm", dtype)
 
 
 def test_tiles_are_powers_of_two_but_for_limits_of_programs_rows_and_tokens():

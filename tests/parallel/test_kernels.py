@@ -63,16 +63,16 @@ def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore:The pallas kernel for residual_norm")
 @pytest.mark.parametrize("here", [True, False])
 def test_a_pinned_kernel_that_is_wrong_on_one_process_ends_all(monkeypatch, here):
-    why = "its error is 2, above the tolerance 0.001."
+    reason = "its error is 2, above the tolerance 0.001."
     sent = []
 
     def all_gather(topic, value, seconds):
         sent.append(value)
-        return [value, [] if here else [["residual_norm", "pallas", why]]]
+        return [value, [] if here else [["residual_norm", "pallas", reason]]]
 
     def validate_kernels(selection, model, dtype, **_):
         if here:
-            registry.reject(GPU, "residual_norm", "pallas", why)
+            registry.reject(GPU, "residual_norm", "pallas", reason)
             registry.select_kernels(GPU, model, dtype, None, selection.pinned)
         return selection
 
@@ -83,4 +83,4 @@ def test_a_pinned_kernel_that_is_wrong_on_one_process_ends_all(monkeypatch, here
     monkeypatch.setattr(room, "validate_kernels", validate_kernels)
     with pytest.raises(InputError, match=r"ops\.residual_norm=pallas cannot be used: its error is 2"):
         validated_kernels(dataclasses.replace(CONFIG, ops=Table({"residual_norm": "pallas"})))
-    assert sent == [[["residual_norm", "pallas", why]] if here else []]
+    assert sent == [[["residual_norm", "pallas", reason]] if here else []]

@@ -74,9 +74,9 @@ def test_every_usage_help_and_error_has_the_name_that_was_typed(command, capsys)
 
 
 @pytest.mark.parametrize(("typed_as", "words", "name"), [
-    ("zaya doctor", ["describe"], "zaya doctor"), ("zaya", ["describe"], "zaya machine describe"),
+    ("zaya doctor", ["doctor"], "zaya doctor"), ("zaya", ["doctor"], "zaya machine doctor"),
     ("zaya", ["memory"], "zaya machine memory"),
-    ("python -m zaya_jax doctor", ["describe"], "python -m zaya_jax doctor"),
+    ("python -m zaya_jax doctor", ["doctor"], "python -m zaya_jax doctor"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("typed")
 def test_help_and_errors_of_a_verb_have_its_name_as_it_was_typed(typed_as, words, name, monkeypatch, capsys):
@@ -84,9 +84,9 @@ def test_help_and_errors_of_a_verb_have_its_name_as_it_was_typed(typed_as, words
     for flag in ("--help", "--bogus"):
         with pytest.raises(SystemExit):
             _parser("zaya_jax.machine").parse_args([*words, flag])
-    said = "".join(capsys.readouterr())
-    assert said.count(f"usage: {name} [-h]") == 2
-    assert f"\n{name}: error: unrecognized arguments: --bogus" in said
+    output = "".join(capsys.readouterr())
+    assert output.count(f"usage: {name} [-h]") == 2
+    assert f"\n{name}: error: unrecognized arguments: --bogus" in output
 
 
 @pytest.mark.parametrize(("module", "words", "flag"), [

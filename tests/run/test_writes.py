@@ -27,7 +27,7 @@ OTHERS = {
     "benchmarks/balance.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/checkpoint.py": ("TemporaryDirectory dump mkdir mkdir open open rename rmtree rmtree "
                                  "save_checkpointables_async unlink write_text", TEMPORARY),
-    "benchmarks/data.py": ("TemporaryDirectory TemporaryDirectory mkdir open write_bytes", TEMPORARY),
+    "benchmarks/data.py": ("TemporaryDirectory TemporaryDirectory open tofile write_bytes", TEMPORARY),
     "benchmarks/data_peers.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/gpu_report/determinism.py": ("TemporaryDirectory mkdir", TEMPORARY),
     "benchmarks/gpu_report/runs.py": ("TemporaryDirectory", TEMPORARY),
@@ -37,7 +37,6 @@ OTHERS = {
     "benchmarks/gpu_report/speed.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "benchmarks/optimizer.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/startup.py": ("TemporaryDirectory fdopen truncate", TEMPORARY),
-    "benchmarks/supervision.py": ("TemporaryDirectory truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),
     "checkpoint/orbax_save.py": ("save_checkpointables_async",
                                  "into folders that must not exist and that Orbax creates"),

@@ -21,6 +21,7 @@ from tests.compile_helpers import CHEAP
 from tests.job.processes_helpers import free_port
 from tests.train_helpers import ROOT, differing, restore, write_run
 from zaya_jax.config import load_config
+from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.run.folder import METRICS
 
 OVERRIDES = [
@@ -72,10 +73,13 @@ class Job:
 
     def end(self, processes: list[subprocess.Popen[str]], allowed: set[int], fault: str) -> list[int]:
         """Wait for all processes; check what they said and how they ended."""
-        late = threading.Timer(120, lambda: [process.kill() for process in processes])
+        seconds = (
+            PRESETS["cpu"].join_seconds + 60
+        )  # as long as a process waits for one that was killed before it joined
+        late = threading.Timer(seconds, lambda: [process.kill() for process in processes])
         late.start()
         texts = [process.communicate()[0] for process in processes]
-        assert late.is_alive(), f"{fault}: not ended after 120 s:\n" + "\n---\n".join(texts)
+        assert late.is_alive(), f"{fault}: not ended after {seconds} s:\n" + "\n---\n".join(texts)
         late.cancel()
         self.said += texts
         for text in texts:
@@ -88,10 +92,10 @@ class Job:
         return statuses
 
     def finish(self) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         processes = self.start()
         while not self.startup and processes[0].poll() is None:
-            self.startup = time.monotonic() - begun if self.rows() else 0.0
+            self.startup = time.monotonic() - started if self.rows() else 0.0
             time.sleep(0.01)
         self.end(processes, {0}, "undisturbed")
 
@@ -101,9 +105,9 @@ class Job:
 
     def wait(self, moment: float, target: int, processes: list[subprocess.Popen[str]], rng: random.Random) -> None:
         """Wait for `target` rows, or, where it is 0, for a moment of the start-up in seconds."""
-        begun = time.monotonic()
+        started = time.monotonic()
         while all(process.poll() is None for process in processes):
-            if (target and self.rows() >= target) or (not target and time.monotonic() - begun >= moment):
+            if (target and self.rows() >= target) or (not target and time.monotonic() - started >= moment):
                 break
             time.sleep(0.001)
         time.sleep(rng.random() * 0.02 if target else 0.0)
@@ -186,7 +190,7 @@ def disturb(quiet: Job, job: Job, faults: dict, count: int, rng: random.Random) 
         kind = min(rng.sample(kinds, len(kinds)), key=met.__getitem__)
         act, allowed = faults[kind]
         target = 0 if rng.random() < 0.5 else job.rows() + rng.randrange(1, STEPS // 3)
-        moment = rng.uniform(0.1, quiet.startup)
+        moment = rng.uniform(quiet.startup / 40, quiet.startup)  # before, Python itself has not started
         processes = job.start()
         job.wait(moment, target, processes, rng)
         act(job, processes, rng)
@@ -218,11 +222,10 @@ def test_forty_faults_of_one_process_lose_nothing(tmp_path):
 def test_twenty_faults_of_two_processes_lose_nothing(tmp_path):
     quiet, disturbed = Job(tmp_path, "quiet", 2), Job(tmp_path, "disturbed", 2)
     quiet.finish()
-    for _ in range(4):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            statuses = disturbed.end(disturbed.start(port), {1, 2}, "port in use")
-            print(f"port in use: {statuses}", flush=True)
-            assert str(port) in disturbed.said[-2]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        statuses = disturbed.end(disturbed.start(port), {1, 2}, "port in use")
+        print(f"port in use: {statuses}", flush=True)
+        assert str(port) in disturbed.said[-2]
     met = disturb(quiet, disturbed, TOGETHER, 16, random.Random())
-    print(json.dumps({**met, "port in use": 4}))
+    print(json.dumps({**met, "port in use": 1}))

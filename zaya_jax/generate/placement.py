@@ -1,4 +1,4 @@
-"""Which devices generate: rows of a batch are split over some, the cache of each row over others."""
+"""The devices that generate: rows of a batch are split over some, the cache of each row over others."""
 
 import dataclasses
 import functools
@@ -40,17 +40,17 @@ def generation_kernels(config: ModelConfig, dtype: str, pinned: Mapping[str, str
     return validate_kernels(selection, config, dtype, training=False)
 
 
-def decode_mesh(parallel: ParallelConfig, where: str = "parallel.") -> Mesh:
-    """Make the mesh of `decode_placement`; `where` precedes the names of the axes in messages."""
+def decode_mesh(parallel: ParallelConfig, prefix: str = "parallel.") -> Mesh:
+    """Make the mesh of `decode_placement`; `prefix` precedes the names of the axes in messages."""
     devices, data, context = jax.local_devices(), parallel.data, parallel.context
     for axis, size in (("data", data), ("context", context)):
-        require(size is None or size >= 1, f"{where}{axis}", size, "at least 1")
+        require(size is None or size >= 1, f"{prefix}{axis}", size, "at least 1")
     for axis, size in (("fsdp", parallel.fsdp), ("expert", parallel.expert)):
-        require(size == 1, f"{where}{axis}", size, "1 to generate, since every device has all parameters")
+        require(size == 1, f"{prefix}{axis}", size, "1 to generate, since every device has all parameters")
     available = f"{len(devices)}, the number of devices"
     if data is None:
-        require(len(devices) % context == 0, f"{where}context", context, f"a divisor of {available}")
+        require(len(devices) % context == 0, f"{prefix}context", context, f"a divisor of {available}")
         data = len(devices) // context
     count = data * context
-    require(count <= len(devices), f"{where}data {data} × {where}context {context}", count, f"at most {available}")
+    require(count <= len(devices), f"{prefix}data {data} × {prefix}context {context}", count, f"at most {available}")
     return make_mesh(dataclasses.replace(parallel, data=data), devices[:count])

@@ -82,8 +82,8 @@ def _stored(folder: Path) -> dict[str, TensorFile]:
         raise InputError(f"{folder / INDEX} has no weight_map.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors") or "\0" in file:
-            where = f"{name:.200} in {file!r:.200}"
-            raise InputError(f"{folder / INDEX} places {where}, which is not a file of that folder.")
+            entry = f"{name:.200} in {file!r:.200}"
+            raise InputError(f"{folder / INDEX} places {entry}, which is not a file of that folder.")
     headers = {file: read_header(folder / file) for file in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in headers[file]:

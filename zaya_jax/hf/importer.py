@@ -142,5 +142,5 @@ def _writer(sharding: Sharding) -> Callable[..., jax.Array]:
         at = [starts.get(axis, np.int32(0)) for axis in range(leaf.ndim)]
         return jax.lax.dynamic_update_slice(leaf, piece, at), jnp.isfinite(piece).all()
 
-    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
-    return jax.jit(write, donate_argnums=0, out_shardings=(sharding, whole))
+    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return jax.jit(write, donate_argnums=0, out_shardings=(sharding, replicated))

@@ -83,8 +83,8 @@ def read_header(path: Path) -> dict[str, TensorFile]:
     except (OSError, ValueError) as error:  # ValueError: an invalid path
         if isinstance(error, InputError):
             raise
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{str(path)!r} cannot be read: {why}.") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{str(path)!r} cannot be read: {reason}.") from error
     return tensors
 
 

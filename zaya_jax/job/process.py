@@ -70,8 +70,8 @@ class TrainingProcess:
         else:
             traceback.print_exc()
         self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=not is_lost)
-        why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
-        self.peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
+        self.peers.leave(f"Stopped: {reason}.{_saved(self.run_dir)}", ExitCode.STOPPED)
 
 
 def _describe(error: Exception) -> str:

@@ -141,8 +141,8 @@ class _Members:
             if self._selector.get_map():
                 is_local = all(address == "::1" or address.startswith("127.") for address in addresses)
                 if is_local and host not in (*addresses, "localhost"):
-                    where = f"{host} is {' and '.join(addresses)} on this host, which other hosts cannot reach"
-                    warn_once(f"{where}. If the job has others, {_BIND}.")
+                    problem = f"{host} is {' and '.join(addresses)} on this host, which other hosts cannot reach"
+                    warn_once(f"{problem}. If the job has others, {_BIND}.")
                 return
             # A name may still lead to the host of an earlier start, and an address may come up late.
             problem = f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host"

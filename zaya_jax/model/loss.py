@@ -17,6 +17,9 @@ from zaya_jax.ops.precision import accumulation_dtype
 CHUNK = 512  # tokens, at least: on CPUs with small models, longer chunks leave the cache
 TRANSPOSED_BYTES = 1e8  # of the head, at most, to be copied once: CPUs then multiply faster in each chunk
 LOGITS_BYTES = 2.2e9  # of a chunk's logits in fp32, at most: 2,048 tokens with the 8B's vocabulary
+SAMPLED_VOCABULARY = 32_768  # tokens, at least: with fewer, CPUs find the largest logit faster than a condition
+SAMPLE = 1024  # tokens of such a vocabulary whose largest logit is what exponentials are relative to
+LARGEST_SUM = 1e30  # of exponentials relative to it: neither they nor their reciprocals leave the range of bf16
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -43,7 +46,7 @@ def chunked_loss(
 
     def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         h, targets, weights = arrays
-        loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
+        loss, _, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights, hidden_td.dtype)
         return total + loss.sum(), loss
 
     zero = jnp.zeros((), accumulation_dtype(hidden_td.dtype))
@@ -56,7 +59,7 @@ def chunked_loss(
 def chunk_tokens(tokens: int, vocab_size: int, width: int, frozen_head: bool) -> int:
     """Return the number of tokens in a chunk of `tokens`.
 
-    If the head is trained, each chunk reads and writes all of dW, 8·v·d bytes, and its logits several times, about 22·v
+    If the head is trained, each chunk reads and writes all of dW, 8·v·d bytes, and its logits several times, about 14·v
     bytes per token. A chunk of d tokens or more makes the first the smaller part.
     """
     chunk = CHUNK if frozen_head else max(CHUNK, 1 << (width - 1).bit_length())
@@ -76,10 +79,41 @@ def _chunk_logits(h_td: jax.Array, head: jax.Array, bias_v: jax.Array | None, ax
     return z_tv if bias_v is None else z_tv + bias_v.astype(z_tv.dtype)
 
 
-def _chunk_loss(z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    lse_t = jax.nn.logsumexp(z_tv, axis=-1)
+def _chunk_loss(
+    z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the loss of each token, and its gradient in the logits as a product: rows in `dtype`, and their factors.
+
+    Multiplying rows of v elements would be a second pass over the logits. The caller multiplies rows of d elements.
+    """
+    rows_tv, sum_t, reference_t = _exponentials(z_tv, dtype)
     right_t = jnp.take_along_axis(z_tv, targets_t[:, None], axis=-1)[:, 0]
-    return weights_t * (lse_t - right_t), lse_t
+    loss_t = weights_t * (reference_t - right_t + jnp.log(sum_t))
+    exact_t = jnp.exp(right_t - reference_t) - sum_t
+    rounded_t = exact_t.astype(dtype)
+    rows_tv = rows_tv.at[jnp.arange(len(targets_t)), targets_t].set(rounded_t, unique_indices=True)
+    # The target's element is most of a row's norm: its product with the factor is not rounded.
+    factor_t = weights_t / sum_t * jnp.where(exact_t == 0, 1, exact_t / rounded_t)
+    return loss_t, rows_tv, factor_t
+
+
+def _exponentials(z_tv: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return exp(z - r) in `dtype`, its sum over the vocabulary, and r [t], in one pass over the logits.
+
+    The largest logit as r would take another pass. That of a few tokens will do, unless others exceed it by 69 nats.
+    """
+
+    def relative_to_largest(sample: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        reference_t = z_tv[:, :sample].max(-1)
+        e_tv = jnp.exp(z_tv - reference_t[:, None])
+        return e_tv.astype(dtype), e_tv.sum(-1), reference_t
+
+    vocab_size = z_tv.shape[1]
+    if vocab_size < SAMPLED_VOCABULARY:
+        return relative_to_largest(vocab_size)
+    sampled = relative_to_largest(SAMPLE)
+    suffices = (sampled[1] < LARGEST_SUM).all()
+    return jax.lax.cond(suffices, lambda: sampled, lambda: relative_to_largest(vocab_size))
 
 
 def chunked_logprobs(
@@ -102,7 +136,7 @@ def chunked_logprobs(
     def body(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         z = _chunk_logits(hidden_td[index_nc[i]], head_vd, bias_v)
         targets = targets_nc[i]
-        loss, _ = _chunk_loss(z, targets, jnp.ones((), z.dtype))
+        loss, _, _ = _chunk_loss(z, targets, jnp.ones((), z.dtype), z.dtype)
         return out[0].at[i].set(-loss), out[1].at[i].set(z.argmax(-1) == targets)
 
     start = jnp.zeros(index_nc.shape, accumulation_dtype(hidden_td.dtype)), jnp.zeros(index_nc.shape, bool)
@@ -123,15 +157,12 @@ def _forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
     def body(carry: tuple[Any, ...], arrays: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
         total, dw_dv, db_v = carry
         h, h_dt, targets, weights = arrays
-        z = _chunk_logits(h, head, bias_v, axes)
-        loss, lse = _chunk_loss(z, targets, weights)
-        one_hot = jnp.arange(v) == targets[:, None]
-        dz = (jnp.exp(z - lse[:, None]) - one_hot) * weights[:, None]
-        dz_low = dz.astype(dtype)
-        dh = jnp.einsum(f"tv,{axes}->td", dz_low, head, preferred_element_type=sums)
+        loss, dz, factors = _chunk_loss(_chunk_logits(h, head, bias_v, axes), targets, weights, dtype)
+        dh = factors[:, None] * jnp.einsum(f"tv,{axes}->td", dz, head, preferred_element_type=sums)
+        h_dt = (h_dt * factors).astype(dtype)
         # This layout (vocabulary innermost) needs no transposes.
-        dw_dv = None if dw_dv is None else dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=sums)
-        db_v = None if db_v is None else db_v + dz.sum(0)
+        dw_dv = None if dw_dv is None else dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz, preferred_element_type=sums)
+        db_v = None if db_v is None else db_v + (factors[:, None] * dz.astype(sums)).sum(0)
         return (total + loss.sum(), dw_dv, db_v), (dh.astype(dtype), loss)
 
     dw_dv = None if frozen_head else jnp.zeros((d, v), sums)

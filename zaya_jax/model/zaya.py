@@ -58,6 +58,15 @@ class ModelOutput(NamedTuple):
     cache: Cache | None
 
 
+class LayerOutput(NamedTuple):
+    """The results of a layer."""
+
+    out_bsd: jax.Array  # fp32 residual stream
+    state_bsr: jax.Array  # of the router, for the next layer's
+    counts_e: jax.Array  # int32 [e + 1], tokens of each class, skip last
+    cache: Any  # decode state; None without one
+
+
 class Block(nnx.Module):
     """One layer: attention, then the mixture of experts, each with a norm before and a residual merge after."""
 
@@ -70,10 +79,8 @@ class Block(nnx.Module):
         self.mixture = MixtureOfExperts(config, key_mixture)
         self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
 
-    def __call__(
-        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """Return the new fp32 residual stream, the router's state, tokens per expert, and the decode state."""
+    def __call__(self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops) -> LayerOutput:
+        """Run the layer on the residual stream, with the router's state of the layer before and the decode state."""
         dtype = self.attention.query.dtype
         # The norm returns the stream too, so that one kernel sums the gradients of both uses.
         with part("norm"):
@@ -83,9 +90,9 @@ class Block(nnx.Module):
         with part("norm"):
             x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
         with part("experts"):
-            out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
+            mixed = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         with part("norm"):
-            return self.mixture_merge(out, x_bsd, ops), state_bsr, counts, cache
+            return LayerOutput(self.mixture_merge(mixed.out_bsd, x_bsd, ops), mixed.state_bsr, mixed.counts_e, cache)
 
     @staticmethod
     def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:
@@ -223,8 +230,8 @@ def _scan(blocks: Any, start: Carry, context: Context, ops: Ops, remat: Remat) -
     """Run the stacked layers; returns the residual stream and the tokens per expert, [groups, layers of one, e + 1]."""
     packed, unpack = zip(*map(pack_small, blocks), strict=True)
 
-    def apply(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> tuple:
-        return ops.gather_layer(unpack(packed))(x, state, context, None, ops)[:3]
+    def apply(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> LayerOutput:
+        return ops.gather_layer(unpack(packed))(x, state, context, None, ops)
 
     layers = [functools.partial(apply, function) for function in unpack]
     if remat != "none":  # unpacked again in the backward pass, so that only the scanned arrays are kept
@@ -233,7 +240,7 @@ def _scan(blocks: Any, start: Carry, context: Context, ops: Ops, remat: Remat) -
     def group(carry: Carry, packed: tuple) -> tuple[Carry, jax.Array]:
         (x, state), counts = carry, []
         for layer, parameters in zip(layers, packed, strict=True):
-            x, state, count = layer(parameters, x, state)
+            x, state, count, _ = layer(parameters, x, state)
             counts.append(count)
         return (x, state), jnp.stack(counts)
 

@@ -52,7 +52,7 @@ def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, **options
     x = AttentionInputs(q_bshc, k_btkc, v_btkc, **options)
     if why := _other_segments(x):
         raise ValueError(why)
-    x = _with_segments(x)
+    x = with_segments(x)
     if q_bshc.shape[1] <= MAX_QUERIES:
         return few_queries(x)[0].astype(q_bshc.dtype)
     o_bkgsc: jax.Array = blockwise(*fold(x))
@@ -65,7 +65,8 @@ def _other_segments(x: AttentionInputs) -> str:
     return "" if both else "Pass both query_segments_bs and key_segments_bt, or neither."
 
 
-def _with_segments(x: AttentionInputs) -> AttentionInputs:
+def with_segments(x: AttentionInputs) -> AttentionInputs:
+    """Give each row one document if the inputs have none."""
     if x.query_segments_bs is not None:
         return x
     ones = (jnp.ones(array.shape[:2], jnp.int32) for array in (x.q_bshc, x.k_btkc))
@@ -151,21 +152,21 @@ def _mosaic_forward(x: AttentionInputs, *, dtype: Any, architecture: Architectur
 
 
 def _attention_kernel(run: _Forward, architecture: Architecture, *qkv: Any, **options: Any) -> jax.Array:
-    return _attention(run, architecture, _integers(AttentionInputs(*qkv, **options)))
+    return _attention(run, architecture, integers(AttentionInputs(*qkv, **options)))
 
 
 def _partial_kernel(run: _Forward, architecture: Architecture, x: AttentionInputs) -> PartialAttention:
-    return PartialAttention(*_forward(run, architecture, _integers(x), jnp.float32))
+    return PartialAttention(*_forward(run, architecture, integers(x), jnp.float32))
 
 
 def _partial_gradient_kernel(
     _run: _Forward, architecture: Architecture, x: AttentionInputs, whole: PartialAttention, do_bshc: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x = _integers(x)
-    return _gradient(architecture, x, backward_ranges(x, architecture=architecture), whole, do_bshc, jnp.float32)
+    x = integers(x)
+    return gradient(architecture, x, backward_ranges(x, architecture=architecture), whole, do_bshc, jnp.float32)
 
 
-def _integers(x: AttentionInputs) -> AttentionInputs:
+def integers(x: AttentionInputs) -> AttentionInputs:
     """Convert segments (or None) and offset to int32."""
     integers = (x.query_segments_bs, x.key_segments_bt, jnp.asarray(x.query_offset, jnp.int32))
     queries, keys, offset = jax.tree.map(lambda integer: integer.astype(jnp.int32), integers)
@@ -191,13 +192,14 @@ def _forward_rule(run: _Forward, architecture: Architecture, x: AttentionInputs)
 
 def _backward_rule(_run: _Forward, architecture: Architecture, saved: Any, do: jax.Array) -> tuple[AttentionInputs]:
     x, bounds, whole = saved
-    gradients = _gradient(architecture, x, bounds, whole, do, x.q_bshc.dtype)
+    gradients = gradient(architecture, x, bounds, whole, do, x.q_bshc.dtype)
     return (AttentionInputs(*gradients, query_offset=None, window=x.window),)  # None means zero
 
 
-def _gradient(
+def gradient(
     architecture: Architecture, x: AttentionInputs, bounds: Any, whole: PartialAttention, do: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute the gradients of queries, keys and values with the Pallas kernels; `bounds` are `backward_ranges`."""
     delta = (do.astype(jnp.float32) * whole.o_bshc.astype(jnp.float32)).sum(-1)
     saved = do.astype(x.q_bshc.dtype), whole.lse_bsh, delta
     return attention_backward(x, bounds, saved, dtype=dtype, architecture=architecture)

@@ -184,8 +184,8 @@ def _previous(delayed_bsx: jax.Array, segments_bs: jax.Array, halo: Halo, start_
 
 
 def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -> str:
-    if why := other_dtypes("the mix", x.packed_bsy):
-        return why
+    if reason := other_dtypes("the mix", x.packed_bsy):
+        return reason
     weights, c, pairs = x.weights, x.weights.depthwise_bias_nc.shape[1], x.rotary[0].shape[2]
     # Channel ranges are matmul dimensions, which tensor cores need in multiples of 16; emulation needs powers of two.
     least = 1 if architecture == "interpret" else 16

@@ -167,8 +167,8 @@ def _over_blocks(body: Callable[..., jax.Array], carry: jax.Array, start: Any, s
 
 def _unsupported(inner: int, _architecture: str, x: jax.Array, w: Matrices, sizes: jax.Array) -> str:
     """Return why the kernel does not support the arguments, or ''; `inner` is the contracted axis of the matrices."""
-    if why := other_dtypes("grouped products", x, w):
-        return why
+    if reason := other_dtypes("grouped products", x, w):
+        return reason
     if x.ndim == 2 and len(w.shape) == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
         return ""
     shapes = f"{x.shape}, {w.shape} and {sizes.shape}"

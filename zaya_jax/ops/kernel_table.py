@@ -65,17 +65,18 @@ class KernelTable:
         return digest(self.text.encode())
 
     def choices(
-        self, operation: Operation, target: Target, dtype: str, widths: Sequence[int]
+        self, operation: Operation, modules: Sequence[str], target: Target, dtype: str, widths: Sequence[int]
     ) -> tuple[tuple[Choice, ...], str]:
         """Return what was measured for an operation at these widths, and a sentence if it cannot be used.
 
-        `dtype` is that of activations, `widths` are `Operation.shape` without the rows.
+        `modules` are those of the operation that was measured, `dtype` is that of activations, `widths` are
+        `Operation.shape` without the rows.
         """
         name = operation.measured_as or operation.name
         row = self.content["operations"].get(name)
         if row is None or not row["sizes"]:
             return (), f"{name} was not measured"
-        if row["sources"] != sources_digest(*operation.modules):
+        if row["sources"] != sources_digest(*modules):
             return (), f"{name} was measured with other kernels than this version's"
         kernels, measured = {kernel.name: kernel for kernel in operation.kernels}, []
         note = f"{name} was not measured in {dtype} at widths {list(widths)}"
@@ -84,6 +85,9 @@ class KernelTable:
                 continue
             choice = read_choice(size)
             kernel = kernels.get(choice.kernel)
+            if kernel is None and operation.measured_as and choice.kernel != REFERENCE:
+                note = ""  # a kernel that gives no other outputs
+                continue
             own = tiles_of(kernel, target, dtype) if kernel else {}
             declared = all(tile in own.get(name, ()) for name, tile in choice.tiles)
             if declared and (kernel or choice.kernel == REFERENCE):

@@ -54,9 +54,9 @@ def muon(
     return optax.chain(direction, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
-def _on_one_device(_name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMatrices) -> Pair:
+def _on_one_device(_name: str, leaves: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:
     kept, matrices = local(numbers, *leaves)
-    return kept, whole(matrices)
+    return kept, function(matrices)
 
 
 def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> SkippableTransform:
@@ -103,7 +103,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         pairs = [update_leaf(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
-        momenta, directions = (tree.unflatten([pair[which] for pair in pairs]) for which in range(2))
+        momenta, directions = (tree.unflatten([pair[index] for pair in pairs]) for index in range(2))
         if summed:
             return directions, (optax.TraceState(momenta), empty)
         return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)
@@ -161,11 +161,11 @@ def _in_chunks(function: OfMatrices, m_xpq: jax.Array) -> jax.Array:
     if chunk == count:
         return function(m_xpq)
 
-    def one(index: jax.Array, m: jax.Array) -> jax.Array:
+    def apply_chunk(index: jax.Array, m: jax.Array) -> jax.Array:
         part = jax.lax.dynamic_slice_in_dim(m, index * chunk, chunk)
         return jax.lax.dynamic_update_slice_in_dim(m, function(part), index * chunk, 0)
 
-    return jax.lax.fori_loop(0, count // chunk, one, m_xpq.reshape(count, p, q)).reshape(m_xpq.shape)
+    return jax.lax.fori_loop(0, count // chunk, apply_chunk, m_xpq.reshape(count, p, q)).reshape(m_xpq.shape)
 
 
 def _split_parts(m_xpq: jax.Array, parts: int) -> jax.Array:

@@ -89,10 +89,10 @@ def gather_sequence(config: ParallelConfig, x_bs: jax.Array) -> jax.Array:
     x = jax.lax.all_gather(x_bs, SEQUENCE_AXIS, axis=1, tiled=True)
     if config.chunks == config.context:
         return x
-    b, whole = x.shape[:2]
-    pieces = x.reshape(b, config.context, 2, whole // config.chunks, *x.shape[2:])
+    b, tokens = x.shape[:2]
+    pieces = x.reshape(b, config.context, 2, tokens // config.chunks, *x.shape[2:])
     ordered = jnp.concatenate([pieces[:, :, 0], pieces[:, ::-1, 1]], 1)
-    return ordered.reshape(b, whole, *x.shape[2:])
+    return ordered.reshape(b, tokens, *x.shape[2:])
 
 
 def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -105,8 +105,8 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
     def attention(*qkv: Any, **options: Any) -> jax.Array:
         x = AttentionInputs(*qkv, **options)
         refuse_cache(x.query_offset)
-        whole = gather_sequence(config, jnp.concatenate([x.k_btkc, x.v_btkc], -1))
-        k, v = jnp.split(whole, 2, axis=-1)
+        keys_values = gather_sequence(config, jnp.concatenate([x.k_btkc, x.v_btkc], -1))
+        k, v = jnp.split(keys_values, 2, axis=-1)
         pieces = device_pieces(config, jax.lax.axis_index(SEQUENCE_AXIS))
         length, out = x.q_bshc.shape[1] // len(pieces), []
         for i, piece in enumerate(pieces):

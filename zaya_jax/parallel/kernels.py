@@ -30,8 +30,8 @@ def validated_kernels(
       InputError: an implementation of `config.ops` does not exist, or cannot be used.
       TimeoutError: another process did not answer.
     """
-    dtype, found = config.train.compute_dtype, _read_table(folder, say) if is_primary() else None
-    texts = broadcast([found.text, found.source] if found else [])
+    dtype, own = config.train.compute_dtype, _read_table(folder, say) if is_primary() else None
+    texts = broadcast([own.text, own.source] if own else [])
     table = KernelTable(*texts) if texts else None
     while True:
         selection, problem = device_kernels(config.model, dtype, table, config.ops), None
@@ -66,7 +66,7 @@ def _read_table(folder: Path | None, say: Callable[[str], object]) -> KernelTabl
     table = None if began else find_table(target, say)
     if table is None and target.platform in GPU_PLATFORMS:
         advice = f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
-        say("This run began without measured kernels, and goes on with the default ones." if began else advice)
+        say("This run began without measured kernels, and continues with the default ones." if began else advice)
     return table
 
 

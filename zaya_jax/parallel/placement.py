@@ -1,4 +1,4 @@
-"""What a layout of devices applies to the model, and in which order.
+"""A layout of devices, applied to the model in this order.
 
 1. Master weights and optimizer state are sharded (`rules.place_leaves`, `Placement.shardings`).
 2. A batch is split by sequences over the batch axes, and by tokens over `context` (`Placement.place`).
@@ -82,10 +82,10 @@ class Placement:
         cached = tree_cached_attention(ops.partial_attention, ops.cached_attention)
         return dataclasses.replace(ops, cached_attention=cached)
 
-    def gradient(self, local_loss: LocalLoss) -> Callable[..., tuple[Sums, Any]]:
+    def gradient(self, local_loss: LocalLoss, keep_rows: bool = False) -> Callable[..., tuple[Sums, Any]]:
         """`gradient.summed_gradient` on this placement."""
         reduce = self.config.gradient_reduction
-        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, reduce, self.in_place)
+        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, reduce, self.in_place, keep_rows)
 
     def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[..., Sums]:
         """`gradient.summed` on this placement."""

@@ -1,4 +1,4 @@
-"""Where a layout stores each parameter, and when its devices gather it, as a table for people."""
+"""A table for people: the storage of each parameter in a layout, and when its devices gather it."""
 
 import math
 import textwrap

@@ -15,7 +15,7 @@ def typed_name(text: str) -> str:
     program = typed.removesuffix(" doctor")
     text = text.replace("python -m zaya_jax.main", f"{program} train")
     text = re.sub(r"python -m zaya_jax\.(\w+)", rf"{program} \1", text)
-    return text if typed == program else text.replace(f"{program} machine describe", typed)
+    return text if typed == program else text.replace(f"{program} machine doctor", typed)
 
 
 @functools.cache

@@ -30,11 +30,11 @@ def report(config: Config, result: TrainResult) -> str:
         except OSError as error:  # as on a full disk; the run itself is saved
             lines.append(f"Warning: could not write {path}: {error.strerror}. Rerun the command to write it.")
     for name, held in results["heldout_by_source"].items():
-        of_all = whole = ""
+        of_all = extent = ""
         if held["bytes"] != held["all_bytes"]:  # the model read a part, the compressors everything
-            of_all, whole = f" of {held['all_bytes']:,}", f" (over all {held['all_bytes']:,} bytes)"
+            of_all, extent = f" of {held['all_bytes']:,}", f" (over all {held['all_bytes']:,} bytes)"
         rows = {"this model": f"{held['bits_per_byte']:.3f} bits/byte"}
-        rows |= {name: f"{bits:.3f} bits/byte{whole}" for name, bits in results["baselines"].items()}
+        rows |= {name: f"{bits:.3f} bits/byte{extent}" for name, bits in results["baselines"].items()}
         width = max(map(len, rows))
         source = f" of {name}" if config.data.sources else ""
         text = f"{held['bytes']:,}{of_all} bytes in {counted(held['documents'], 'document')}{source}"
@@ -80,7 +80,9 @@ def _heldout(loss: HeldoutLoss, text: HeldoutText) -> dict[str, Any]:
 
 @out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
 def continuation(config: Config, result: TrainResult) -> str:
-    """Generate the continuation of the configured prompt."""
+    """Generate the continuation of the configured prompt, which may take a compilation."""
+    if is_primary():
+        print("Continuing the sample prompt", flush=True)
     tokenizer, sample = result.prepared.tokenizer, config.sample
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     room = config.model.max_positions - len(prompt)

@@ -158,7 +158,7 @@ def run_training(
             write_tokenizer(folder, config, prepared, weights)
             stack.callback(store.fence.watch())
             enter(track_status(folder, store.fence.check))
-            enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
+            enter(out_of_memory("Training", TRAINING_REMEDY))  # within `track_status`, so that it has the message
         progress.start_training(step := int(jax.device_get(state.step)), folder)
         stack.callback(console.close)
         console.start(step)

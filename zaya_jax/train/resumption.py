@@ -63,8 +63,8 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
 
     def prepare(manifest: Manifest) -> TrainState:
         metadata, step = manifest.metadata, manifest.step
-        where = f"The checkpoint at step {step} in {config.run_dir}"
-        check_architecture(model_config(metadata), config.model, where, "Choose another run_dir")
+        origin = f"The checkpoint at step {step} in {config.run_dir}"
+        check_architecture(model_config(metadata), config.model, origin, "Choose another run_dir")
         check_past(from_dict(metadata["config"]), config, step)
         batches.set_state(metadata["data"])
         return _abstract_state(programs, manifest)
@@ -96,8 +96,8 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
         if PARAMETERS_ONLY in metadata or "data" not in metadata:
             raise InputError(f"{name} contains parameters but no position in the data. Use init_from instead.")
         if metadata["config"].get("lora") is not None:
-            why = "contains adapters, which can resume only in the run_dir they were trained in"
-            raise InputError(f"{name} {why}. Merge them with export-hf, and set init_from to the exported folder.")
+            problem = "contains adapters, which can resume only in the run_dir they were trained in"
+            raise InputError(f"{name} {problem}. Merge them with export-hf, and set init_from to the exported folder.")
         check_values(config, metadata["config"], name, (*OPTIMIZER_KEYS, *_POSITION_KEYS), "Set the same value")
         try:
             check_past(from_dict(metadata["config"]), config, step, rates=False)

@@ -36,9 +36,9 @@ def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: W
             if not path.exists() or (name == _TEMPLATE and path.read_bytes() != text.encode()):
                 write_atomically(path, text)
     except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error).removesuffix(".")
+        reason = error.strerror if isinstance(error, OSError) else str(error).removesuffix(".")
         remedy = "Training continues; exports can add a tokenizer with export-hf --carry."
-        print(f"Warning: the tokenizer could not be written to {target}: {why}. {remedy}")
+        print(f"Warning: the tokenizer could not be written to {target}: {reason}. {remedy}")
 
 
 def _init_folder(config: Config) -> Path | None:

@@ -78,7 +78,7 @@ def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metri
       `source_loss` (summed, nats), `source_tokens`: [n] in the order of `data.sources`, with several sources only.
     """
     config, placement = program.config, program.placement
-    gradient = placement.gradient(make_local_loss(program))
+    gradient = placement.gradient(make_local_loss(program), keep_rows=program.remat != "full")
     optimizer = skippable(program.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     peak_rate = optimizer_settings(options, config.matrices).learning_rate
@@ -98,8 +98,8 @@ def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metri
         rate = rate_at(state.step)
         # Scaling and skipping happen inside the optimizer's own pass: a separate pass would read all state again.
         with part("optimizer"):
-            how = {"factor": factor, "skip": skip != 0, "on_matrices": placement.on_matrices, "ops": placement.ops}
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **how)
+            extra = {"factor": factor, "skip": skip != 0, "on_matrices": placement.on_matrices, "ops": placement.ops}
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extra)
             params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
             update_norms = _norm_by_role(_squares(updates), program)
         errors = _split_by_stack(load_error(sums["counts"]), state.balance, config)

@@ -109,10 +109,10 @@ def write_parameters(
 
     def parts() -> Iterator[ArrayPart]:
         for name, x in abstract.items():
-            whole = (slice(None),) * len(x.shape)
+            full = (slice(None),) * len(x.shape)
             for group in stack_groups(name, x.shape):
                 value = np.ascontiguousarray(read(name, group), dtypes[name])
-                index = whole if group is None else (slice(group, group + 1), *whole[1:])
+                index = full if group is None else (slice(group, group + 1), *full[1:])
                 yield ArrayPart(saved_name(name), slice_text(index, x.shape), value if group is None else value[None])
 
     leaves = {saved_name(name): {"dtype": dtypes[name].name, "shape": list(x.shape)} for name, x in abstract.items()}

@@ -93,9 +93,9 @@ class Weights(abc.ABC):
 class CheckpointWeights(Weights):
     """A checkpoint of all parameters, or of the adapters for `AdaptedWeights`; `reader` reads the arrays."""
 
-    def __init__(self, source: str | Path, what: str) -> None:
-        """Open a checkpoint that `what` names; InputError if there is none, or its manifest or a file is damaged."""
-        self.source, self.folder = str(source), checkpoint_folder(str(source), what)
+    def __init__(self, source: str | Path, key: str) -> None:
+        """Open a checkpoint that `key` names; InputError if there is none, or its manifest or a file is damaged."""
+        self.source, self.folder = str(source), checkpoint_folder(str(source), key)
         self.tokenizer = run_tokenizer(self.folder)
         self.manifest, self.reader = open_checkpoint(self.folder)
         metadata = self.manifest.metadata
@@ -127,8 +127,8 @@ class CheckpointWeights(Weights):
         values, finite = jax.jit(cast, out_shardings=(placed, None))(arrays)
         for name, good in jax.device_get(finite).items():
             if not good:
-                where = f"The parameter {name} in {self.folder}"
-                raise InputError(f"{where} has NaN or infinite values; use an earlier checkpoint.")
+                parameter = f"The parameter {name} in {self.folder}"
+                raise InputError(f"{parameter} has NaN or infinite values; use an earlier checkpoint.")
         return values
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:

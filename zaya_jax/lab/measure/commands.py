@@ -20,6 +20,7 @@ FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention"
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 _PRODUCT_DTYPES = ("bfloat16", "float32")
+LEVELS = ("quick", "preflight", "full")  # of doctor
 _SIZES = ("8", "16M", 2)  # of a collective: smallest, largest, factor
 _SMALLEST_ARRAY = 4096  # bytes
 _SMALLEST_FILE = 2**20  # bytes
@@ -166,8 +167,6 @@ def _add_gemm(verbs: Any, program: str) -> None:
     flag("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
     text = "bytes that are overwritten before a cold call, at least the size of the last-level cache (default: 512M)"
     flag("--flush", default="512M", metavar="SIZE", help=text)
-    text = f"compile the products for {', '.join(HARDWARE)}, which need not be here, and predict their speeds"
-    flag("--compile-for", metavar="GPU", help=text)
     add_flags(verb, repeats=5, png="the speeds")
 
 
@@ -191,16 +190,11 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"train.compute_dtype is {dtype}, but products are measured in {known}: set --dtype.")
     shards = config.parallel_for(config.phases[0]).context
     tokens = parsed.tokens or micro_batch(config, stage, 1) * stage.context // shards
-    if parsed.compile_for is not None and parsed.png is not None:
-        raise InputError("--png plots measured speeds: leave it out with --compile-for.")
-    from zaya_jax.lab.measure.gemm import Request, compile_gemm, measure_gemm
+    from zaya_jax.lab.measure.gemm import Request, measure_gemm
 
     squares = list(range(first, last + 1, step))
     sizes = (squares, parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)
-    request = Request(parsed.families, dtype, *sizes)
-    if parsed.compile_for is None:
-        return measure_gemm(config, request)
-    return compile_gemm(config, request, parsed.compile_for)
+    return measure_gemm(config, Request(parsed.families, dtype, *sizes))
 
 
 def _add_step(verbs: Any, program: str) -> None:
@@ -214,7 +208,7 @@ def _add_step(verbs: Any, program: str) -> None:
     flag("--work", choices=("train", "prefill", "decode"), default="train", help=text)
     flag("--batch", type=int, metavar="N", help="number of prompts (--work prefill or decode; default: 1)")
     flag("--prompt", type=int, metavar="TOKENS", help="length of each (--work prefill or decode; default: 512)")
-    sources = f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives"
+    sources = f"{', '.join(HARDWARE)}, calibration.json of make gpu-report, or a folder with results of gemm and memory"
     flag("--hardware", metavar="NAME", help=f"also print the dry run's estimate for this hardware: {sources}")
     text = "also list the N instructions that take longest (default: 0)"
     flag("--instructions", type=int, default=0, metavar="N", help=text)
@@ -246,9 +240,49 @@ def _step(parsed: argparse.Namespace) -> dict[str, Any]:
     return break_down_generation(*source, parsed.work, *prompts, parsed.steps, parsed.instructions)
 
 
+def _add_doctor(verbs: Any, program: str) -> None:
+    verb = add_verb(verbs, program, _doctor)
+    verb.add_argument("config", nargs="?", metavar="CONFIG", help="configuration file of the job to check")
+    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
+    text = "quick: the installation; preflight: also the devices of a job; full: also one training step, run twice"
+    default = "quick, or preflight with a CONFIG"
+    verb.add_argument("--level", choices=LEVELS, help=f"{text} (default: {default})")
+    _add_examination(verb)
+
+
+def _doctor(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Check this machine and its installation, or with a configuration the devices of a job.
+
+    Prints what is wrong first, and what to do about it: packages, processor, memory, disk, devices and driver, caches
+    and extras. The exit status is 1 if a check fails.
+
+    doctor configs/tiny.yaml --level full
+    """
+    level = parsed.level or ("quick" if parsed.config is None else "preflight")
+    if (level == "quick") != (parsed.config is None):
+        raise InputError(f"--level {level} {'takes no' if level == 'quick' else 'needs a'} CONFIG.")
+    return _examine(parsed, level)
+
+
 def _add_preflight(verbs: Any, program: str) -> None:
     verb = add_verb(verbs, program, _preflight)
     add_config(verb)
+    _add_examination(verb)
+
+
+def _preflight(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Check the devices of a job before it trains, and name slow ones.
+
+    The same as doctor --level preflight: checks the installation of each host, the kernels that the configuration
+    selects, the speed of each device, and the results and bandwidth of collectives, in about two minutes. Start it like
+    training for a job of several processes. The exit status is 1 if a check fails.
+
+    preflight configs/zaya1_8b.yaml --output preflight.json
+    """
+    return _examine(parsed, "preflight")
+
+
+def _add_examination(verb: argparse.ArgumentParser) -> None:
     default = "that in the folder `measurements` of the configuration, if there is one"
     text = f"result of an earlier preflight to compare with (default: {default})"
     verb.add_argument("--baseline", metavar="FILE", help=text)
@@ -258,27 +292,22 @@ def _add_preflight(verbs: Any, program: str) -> None:
     add_flags(verb)
 
 
-def _preflight(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Check the devices of a job before it trains, and name slow ones.
-
-    Checks the kernels that the configuration selects, the speed of each device, and the results and bandwidth of
-    collectives, in about two minutes. Start it like training for a job of several processes. The exit status is 1 if a
-    check fails.
-
-    preflight configs/zaya1_8b.yaml --output preflight.json
-    """
+def _examine(parsed: argparse.Namespace, level: str) -> dict[str, Any]:
     require(0 < parsed.tolerance < 100, "--tolerance", parsed.tolerance, "above 0 and below 100")
-    config = load_config(parsed.config, parsed.overrides)
-    baseline = recorded_result("preflight", parsed.baseline, config.measurements)
-    preset = select_preset(config.preset)
+    config = None if parsed.config is None else load_config(parsed.config, parsed.overrides)
+    if config is None and parsed.baseline is not None:
+        raise InputError(f"--baseline {parsed.baseline} needs a CONFIG: without one, nothing is measured.")
+    folder = None if config is None else config.measurements
+    baseline = recorded_result("preflight", parsed.baseline, folder)
+    preset = select_preset(None if config is None else config.preset)
     apply_preset(preset)
     keep_compilations()
-    source = f"--baseline {parsed.baseline}" if parsed.baseline else f"The result of preflight in {config.measurements}"
+    source = f"--baseline {parsed.baseline}" if parsed.baseline else f"The result of preflight in {folder}"
 
     def work() -> dict[str, Any]:
-        from zaya_jax.lab.measure.preflight import preflight
+        from zaya_jax.lab.measure.doctor import examine
 
-        return preflight(config, baseline, source, parsed.tolerance / 100)
+        return examine(config, level == "full", baseline, source, parsed.tolerance / 100)
 
     return run_in_job(parsed, preset, work)
 
@@ -301,4 +330,4 @@ def _context(parsed: argparse.Namespace) -> dict[str, Any]:
     return measure_context(None, parsed.repeats)
 
 
-VERBS = (_add_context, _add_collectives, _add_memory, _add_storage, _add_gemm, _add_step, _add_preflight)
+VERBS = (_add_context, _add_collectives, _add_memory, _add_storage, _add_gemm, _add_step, _add_doctor, _add_preflight)

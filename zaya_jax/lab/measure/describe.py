@@ -10,7 +10,8 @@ import jaxlib.version
 import psutil
 
 from zaya_jax.checkpoint.environment import versions
-from zaya_jax.hardware.detection import detect_gpu_plugin, read_file, select_preset
+from zaya_jax.hardware.detection import read_file, select_preset
+from zaya_jax.lab.measure.installation import DRIVERS, unused_gpu
 from zaya_jax.lab.measure.network_devices import describe_network
 from zaya_jax.ops.target import current_target
 
@@ -21,8 +22,7 @@ _PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", 
 def describe_machine() -> dict[str, Any]:
     """Describe this machine, for JSON, memory in bytes; `failed`: a sentence, if JAX does not use its GPU."""
     device, target = jax.devices()[0], current_target()
-    files = {"amdgpu": Path("/sys/module/amdgpu/version"), "nvidia": Path("/proc/driver/nvidia/version")}
-    drivers = {name: read_file(path).splitlines() for name, path in files.items()}
+    drivers = {name: read_file(Path("/", file)).splitlines() for name, file in DRIVERS.values()}
     machine: dict[str, Any] = {"platform": target.platform, "device": target.device_kind}
     machine |= {"devices": jax.device_count(), "runtime": device.client.platform_version}
     machine["device_bytes"] = (device.memory_stats() or {}).get("bytes_limit")
@@ -31,8 +31,6 @@ def describe_machine() -> dict[str, Any]:
     machine["drivers"] = {name: lines[0] for name, lines in drivers.items() if lines}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
     machine |= {"network": describe_network(), "environment": variables, "preset": select_preset(None).name}
-    plugin, platforms = detect_gpu_plugin(), os.environ.get("JAX_PLATFORMS", "")
-    if plugin and target.platform == "cpu" and not platforms.startswith("cpu"):
-        advice = f"Install the plugin with pip install -e '.[{plugin}]'; JAX's own message is above."
-        machine["failed"] = f"This machine has a GPU, but JAX found only the CPU. {advice}"
+    if problem := unused_gpu(target.platform):
+        machine["failed"] = problem
     return machine

@@ -1,11 +1,11 @@
-"""Check the devices of a job: print a line for each check, and compare with a recorded baseline."""
+"""Check the devices of a job, and compare with a recorded baseline."""
 
 import functools
 import socket
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,10 @@ from zaya_jax.job.multihost import all_gather, broadcast
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, label
 from zaya_jax.lab.measure.collectives.programs import Case, Programs, check_collectives
 from zaya_jax.lab.measure.gemm import squares
+from zaya_jax.lab.measure.health_check import Check, format_quantity
 from zaya_jax.lab.measure.memory import ITEM, KERNELS
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.report.tables import UNITS
-from zaya_jax.lab.result import describe_run, print_once
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
 
@@ -46,53 +46,37 @@ CPU = Sizes(512, "float32", 2**24, 2**20)
 GPU = Sizes(8192, "bfloat16", 2**30, 2**27)
 
 
-class Check(NamedTuple):
-    """The result of a check."""
-
-    check: str  # its name
-    status: Literal["PASS", "WARN", "FAIL"]  # 'FAIL' if the job should not start
-    value: float | None  # what was measured; None for a check that measures nothing
-    unit: str  # of `value`
-    message: str  # what was found, a sentence; '' if there is nothing to say
-
-
-def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, tolerance: float) -> dict[str, Any]:
+def check_job(config: Config, baseline: Mapping[str, Any] | None, source: str, tolerance: float) -> Iterator[Check]:
     """Check the devices of this job, with the kernels of its configuration.
 
     A `baseline`, of which that of process 0 counts, is the result of an earlier preflight; `source` says where it is
-    from. What is slower by the fraction `tolerance` is slow. Returns the result, for JSON: `checks`, a row for each;
-    `failed`, a sentence, if one failed. InputError if the baseline is of other devices.
+    from. What is slower by the fraction `tolerance` is slow. InputError if the baseline is of other devices.
     """
-    device = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-    result = describe_run("preflight", f"tolerance {tolerance:.0%}", "the other devices, and the baseline", ())
-    result["hardware"] |= {"device": device, "processes": jax.process_count()}
     received: Any = broadcast(None if baseline is None else dict(baseline))
-    recorded = {} if received is None else _recorded(received, source, device)
+    recorded = {} if received is None else _recorded(received, source, job_devices())
+    for check in _checks(config, tolerance):
+        yield _compare(recorded, check, tolerance)
+
+
+def _checks(config: Config, tolerance: float) -> Iterator[Check]:
     sizes = CPU if jax.default_backend() == "cpu" else GPU
     hosts = [str(host) for host in all_gather("preflight", socket.gethostname(), PATIENCE)]
-    names, checks = _device_names(hosts), list[Check]()
-
-    def report(check: Check) -> None:
-        checks.append(_compare(recorded, check, tolerance))
-        _, status, value, unit, message = checks[-1]
-        quantity = "" if value is None else _quantity(value, unit)
-        print_once(f"{status:<5}{check.check:<30}{quantity:>16}  {message}".rstrip())
-
+    names = _device_names(hosts)
     kernels = validated_kernels(config)  # those with wrong results are replaced, which costs time
     status, count = "WARN" if kernels.reasons else "PASS", float(len(kernels.kernels))
-    report(Check("kernels", status, count, "kernels", " ".join(kernels.reasons.values())))
-    report(_slowest("matmul", "FLOP/s", sizes, names, tolerance))
-    report(_slowest("memory", "bytes/s", sizes, names, tolerance))
+    yield Check("kernels", status, count, "kernels", " ".join(kernels.reasons.values()))
+    yield _slowest("matmul", "FLOP/s", sizes, names, tolerance)
+    yield _slowest("memory", "bytes/s", sizes, names, tolerance)
     found = check_collectives()
     status, message = "FAIL" if "failed" in found else "PASS", found.get("failed") or found.get("skipped", "")
-    report(Check("collectives", status, None, "", message))
+    yield Check("collectives", status, None, "", message)
     for operation in ("all_reduce", "all_gather") if jax.device_count() > 1 else ():
-        report(_collective(operation, sizes, hosts, names, tolerance))
-    result["checks"] = [check._asdict() for check in checks]
-    if failed := [check.check for check in checks if check.status == "FAIL"]:
-        result["failed"] = f"Checks that fail: {', '.join(failed)}."
-    print_once(result.get("failed", "All checks pass."))
-    return result
+        yield _collective(operation, sizes, hosts, names, tolerance)
+
+
+def job_devices() -> str:
+    """Name the devices of the job."""
+    return f"{jax.device_count()} × {jax.devices()[0].device_kind}"
 
 
 def _slowest(name: str, unit: str, sizes: Sizes, names: Mapping[int, str], tolerance: float) -> Check:
@@ -129,7 +113,7 @@ def _compare(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Che
     before = recorded.get(check.check)
     if check.unit not in UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
         return check
-    message = f"{check.value / before:.0%} of the baseline, {_quantity(before, check.unit)}. {check.message}"
+    message = f"{check.value / before:.0%} of the baseline, {format_quantity(before, check.unit)}. {check.message}"
     return check._replace(status="FAIL", message=message.strip())
 
 
@@ -153,11 +137,6 @@ def _device_names(hosts: Sequence[str]) -> dict[int, str]:
         where = f" (process {process}, host {hosts[process]})" if len(hosts) > 1 else ""
         names[device.id] = f"device {device.id}{where}"
     return names
-
-
-def _quantity(value: float, unit: str) -> str:
-    scale, shown = UNITS.get(unit, (1, unit))
-    return f"{value / scale:,.3g} {shown}"
 
 
 def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import Config
@@ -13,6 +14,7 @@ from zaya_jax.hardware.data_sheets import peak_flops
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.parallel.kernels import validated_kernels
+from zaya_jax.run.digests import digest
 from zaya_jax.train.initialization import initialize
 from zaya_jax.train.program import PhaseProgram, Programs
 from zaya_jax.train.state import TrainState, init_state
@@ -38,7 +40,7 @@ def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Calla
     config = replace(config, train=replace(config.train, compute_dtype=dtype))
     program = Programs(config, validated_kernels(config), jax.devices()[:1])[0]
     state = jax.jit(lambda: init_state(program))()
-    gradient = jax.jit(program.placement.gradient(make_local_loss(program)))
+    gradient = jax.jit(program.placement.gradient(make_local_loss(program), program.remat != "full"))
     batch = jax.device_put({name: rows[None] for name, rows in make_rows(tokens_bs).items()})
 
     def step() -> float:
@@ -69,6 +71,19 @@ def time_train_steps(
         losses.append(float(metrics["loss"]))
 
     return time_calls(one_step, repeats).seconds, losses, state
+
+
+def digests(results: Any) -> dict[str, str]:
+    """Return by name a digest of each array's local shards."""
+
+    def digest_leaf(leaf: jax.Array) -> str:
+        values = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        shards = sorted(values.addressable_shards, key=lambda shard: shard.device.id)
+        return digest(b"".join(np.asarray(shard.data).tobytes() for shard in shards))
+
+    return {
+        jax.tree_util.keystr(path): digest_leaf(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(results)
+    }
 
 
 def peak_memory(device: Any, program: Any) -> dict[str, Any]:

@@ -19,8 +19,9 @@ _TEMPLATE = Path(__file__).parent / "machine.html.j2"
 _COMMAND = "python -m zaya_jax.machine"
 # In the order of the page; verbs and the benchmarks of their results.
 _STEPS = ["training step by part", "prefill by part", "decode step by part"]
-_VERBS = {"describe": [], "preflight": ["preflight"], "memory": ["memory bandwidth"], "gemm": ["matrix products"]}
-_VERBS |= {"collectives": ["collectives", "messages of a training step"], "storage": ["storage"], "step": _STEPS}
+_VERBS = {"describe": [], "preflight": ["preflight", "doctor"], "memory": ["memory bandwidth"]}
+_VERBS |= {"gemm": ["matrix products"], "collectives": ["collectives", "messages of a training step"]}
+_VERBS |= {"storage": ["storage"], "step": _STEPS}
 _VERBS |= {"context": [CONTEXT], "sizing": []}
 VERBS = tuple(_VERBS)
 # Of verbs without a short `benchmark`.

@@ -1,4 +1,4 @@
-"""Registers, spills, shared memory and launch sizes of each kernel that a compiler made, from the files it leaves."""
+"""Registers, spills, shared memory, launch sizes and waves of each kernel that a compiler made, from its files."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.errors import InputError
-from zaya_jax.lab.predict.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.gpus import GPUS, Gpu
 from zaya_jax.lab.predict.compilers.toolchain import DUMP, find_toolchain
 
 _THUNK = re.compile(
@@ -23,6 +23,11 @@ _PTXAS = re.compile(
 )
 _DEFINITION = re.compile(r'define .*?@"?([^"(]+)"?\(')
 # The head of a note: size of its owner's name, size of its content, type, and name.
+# AMD's compute units, from the documents of the instruction sets CDNA 3 and CDNA 4, and LLVM's AMDGPU backend.
+_SIMDS, _WAVE = 4, 64  # SIMDs, and threads of a wave
+_WAVES, _BLOCKS = 8, 16  # most waves of a SIMD, and most blocks of several waves
+_VECTOR, _SCALAR = (512, 8), (800, 16)  # registers that the waves of a SIMD share, and how many are allocated at once
+_PARTS = 128  # parts of the shared memory that are allocated at once
 _NOTE = re.compile(rb"\x07\0{3}(?P<size>.{4})\x20\0{3}AMDGPU\0\0", re.DOTALL)
 
 
@@ -37,6 +42,7 @@ class KernelResources(NamedTuple):
     shared: int  # bytes of shared memory (LDS) of a block
     threads: int  # of a block; 0 if unknown
     is_atomic: bool = False  # whether it adds with atomic operations, so that the sum's last bits vary between runs
+    scalars: int = 0  # AMD's scalar registers of a wave
 
     @property
     def family(self) -> str:
@@ -52,13 +58,32 @@ class KernelResources(NamedTuple):
 def resource_heads(gpu: str) -> tuple[str, ...]:
     """Return the heads of a table of `resource_cells`."""
     spilled = "bytes" if GPUS[gpu].platform == "cuda" else "registers"
-    return "registers", "shared memory (KiB)", f"spilled {spilled}", "scratch (B)", "threads"
+    waves = () if GPUS[gpu].platform == "cuda" else ("waves per SIMD, and their limit",)
+    return "registers", "shared memory (KiB)", f"spilled {spilled}", "scratch (B)", "threads", *waves
 
 
-def resource_cells(kernel: KernelResources) -> tuple[str, ...]:
+def resource_cells(kernel: KernelResources, gpu: str) -> tuple[str, ...]:
     """Return the resources of a kernel as texts."""
     counts = map(str, (kernel.spills, kernel.scratch, kernel.threads))
-    return str(kernel.registers), f"{kernel.shared / 1024:.1f}", *counts
+    cells = str(kernel.registers), f"{kernel.shared / 1024:.1f}", *counts
+    if GPUS[gpu].platform == "cuda":
+        return cells
+    waves, limit = waves_per_simd(kernel, GPUS[gpu])
+    return *cells, f"{waves:g}, {limit}"
+
+
+def waves_per_simd(kernel: KernelResources, gpu: Gpu) -> tuple[float, str]:
+    """Return how many waves of a kernel run at once on a SIMD of an AMD GPU, on average, and what limits them.
+
+    That is 'vector registers', 'scalar registers', 'shared memory', 'blocks', or 'waves' where the SIMD is full.
+    """
+    waves, part = max(kernel.threads // _WAVE, 1), gpu.shared // _PARTS
+    blocks = {"waves": _SIMDS * _WAVES // waves, "blocks": _BLOCKS if waves > 1 else _SIMDS * _WAVES}
+    for name, count, (most, step) in (("vector", kernel.registers, _VECTOR), ("scalar", kernel.scalars, _SCALAR)):
+        blocks[f"{name} registers"] = _SIMDS * (most // (max(-(-count // step), 1) * step)) // waves
+    blocks["shared memory"] = _PARTS // max(-(-kernel.shared // part), 1)
+    limit = min(blocks, key=lambda name: blocks[name])
+    return blocks[limit] * waves / _SIMDS, limit
 
 
 def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
@@ -131,4 +156,5 @@ def _amd(objects: Path) -> Iterator[KernelResources]:
         for kernel in itertools.chain.from_iterable(notes):
             vector, scalar = (kernel.get(f".{kind}gpr_spill_count", 0) for kind in ("v", "s"))
             scratch, shared = kernel[".private_segment_fixed_size"], kernel[".group_segment_fixed_size"]
-            yield KernelResources(kernel[".name"], kernel[".vgpr_count"], vector, scalar, scratch, shared, 0)
+            found = KernelResources(kernel[".name"], kernel[".vgpr_count"], vector, scalar, scratch, shared, 0)
+            yield found._replace(scalars=kernel[".sgpr_count"])

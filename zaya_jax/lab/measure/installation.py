@@ -1,0 +1,147 @@
+"""Check an installation without a configuration: packages, processor, memory, disk, GPU, caches and extras."""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, metadata, requires
+from pathlib import Path
+
+import jax
+import psutil
+from packaging.requirements import Requirement
+
+from zaya_jax.hardware.detection import cpu_name, detect_gpu_plugin, read_file, select_preset
+from zaya_jax.lab.measure.health_check import Check
+from zaya_jax.ops.kernel_table import find_table
+from zaya_jax.ops.registry import TUNE
+from zaya_jax.ops.target import GPU_PLATFORMS, current_target
+from zaya_jax.run.host_memory import free_memory
+from zaya_jax.run.versions import package_version
+
+_PROJECT, _CONSTRAINED = "zaya-jax", "-c constraints.txt"
+_LITTLE = 2 * 10**9  # bytes of memory, or of a disk, below which `configs/tiny.yaml` may not train
+# By extra: the name of its driver, and the file with the driver's version.
+DRIVERS = {"rocm": ("amdgpu", "sys/module/amdgpu/version"), "cuda": ("nvidia", "proc/driver/nvidia/version")}
+
+
+def check_installation(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> list[Check]:
+    """Return the checks, what is wrong first; the files of the system are below `root`."""
+    checks = [
+        _packages(),
+        _processor(),
+        _memory(),
+        _disk(),
+        *_devices(root, environment),
+        _cache(environment),
+        _extras(),
+    ]
+    return sorted(checks, key=lambda check: ("FAIL", "WARN", "PASS").index(check.status))
+
+
+def unused_gpu(platform_used: str, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a sentence if the machine has a GPU, but jax uses only the CPU, without being told to; else None."""
+    plugin = detect_gpu_plugin(root)
+    if plugin is None or platform_used != "cpu" or environment.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return None
+    advice = f"Install the plugin with pip install -e '.[{plugin}]' {_CONSTRAINED}; JAX's own message is above."
+    return f"This machine has a GPU, but JAX found only the CPU. {advice}"
+
+
+def _row(name: str, message: str, problem: str | None = None, *, is_fatal: bool = False) -> Check:
+    """Return a check that passes with a message, or fails or warns with a problem."""
+    status = "PASS" if problem is None else "FAIL" if is_fatal else "WARN"
+    return Check(name, status, None, "", problem or message)
+
+
+def _packages() -> Check:
+    names = (_PROJECT, "jax", "jaxlib", "flax")
+    versions = ", ".join(f"{name} {package_version(name) or 'without metadata'}" for name in names)
+    missing = _unsatisfied(_requirements(_PROJECT))
+    problem = f"Not installed in a version that is supported: {', '.join(missing)}. " if missing else None
+    advice = f"Install them with pip install -e . {_CONSTRAINED}."
+    return _row(
+        "packages", f"Python {platform.python_version()}, {versions}", problem and problem + advice, is_fatal=True
+    )
+
+
+def _requirements(project: str, extra: str = "") -> list[Requirement]:
+    """Return what a package, or one of its extras alone, needs on this Python; [] without its metadata."""
+
+    def applies(requirement: Requirement, name: str) -> bool:
+        return requirement.marker is None or requirement.marker.evaluate({"extra": name})
+
+    try:
+        every = [Requirement(text) for text in requires(project) or ()]
+    except PackageNotFoundError:
+        return []
+    own = [each for each in every if applies(each, extra) and not (extra and applies(each, ""))]
+    return own + [part for each in own for name in each.extras for part in _requirements(each.name, name)]
+
+
+def _unsatisfied(needed: Sequence[Requirement]) -> list[str]:
+    """Return those of the packages that are not installed in a version that is allowed."""
+    versions = {each.name: package_version(each.name) for each in needed}
+    wrong = (each for each in needed if not (found := versions[each.name]) or found not in each.specifier)
+    return [f"{each.name}{each.specifier} ({versions[each.name] or 'not installed'})" for each in wrong]
+
+
+def _processor() -> Check:
+    usable, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    return _row("processor", f"{cpu_name()}, {usable} of {every} cores")
+
+
+def _memory() -> Check:
+    free, total = free_memory(), psutil.virtual_memory().total
+    problem = f"Only {free / 1e9:.3g} GB are free: training configs/tiny.yaml needs {_LITTLE / 1e9:.0f} GB."
+    return _row(
+        "memory of the host", f"{free / 1e9:.3g} of {total / 1e9:.3g} GB free", problem if free < _LITTLE else None
+    )
+
+
+def _disk() -> Check:
+    folder, free = Path.cwd(), shutil.disk_usage(".").free
+    problem = f"Only {free / 1e9:.3g} GB are free in {folder}: checkpoints will fill it. Set run_dir to another disk."
+    return _row("disk", f"{free / 1e9:.3g} GB free in {folder}", problem if free < _LITTLE else None)
+
+
+def _devices(root: Path, environment: Mapping[str, str]) -> Iterator[Check]:
+    plugin = detect_gpu_plugin(root)
+    driver = plugin and (read_file(root / DRIVERS[plugin][1]).splitlines() or ["of unknown version"])[0]
+    try:
+        device, target = jax.local_devices()[0], current_target()
+    except RuntimeError as error:
+        yield _row("devices", "", f"JAX cannot use its devices: {str(error).splitlines()[0]}", is_fatal=True)
+        return
+    found = f"{jax.device_count()} × {target.device_kind}, preset {select_preset(None, root, environment).name}"
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    found += f", {memory / 1e9:.3g} GB each" if memory else ""
+    found += f", driver {driver}" if driver else ", no GPU"
+    yield _row("devices", found, unused_gpu(target.platform, root, environment), is_fatal=True)
+    if target.platform in GPU_PLATFORMS:
+        table = find_table(target, lambda _: None)
+        problem = f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
+        yield _row("kernels", f"measured: {table.source}" if table else "", None if table else problem)
+
+
+def _cache(environment: Mapping[str, str]) -> Check:
+    folder = environment.get("JAX_COMPILATION_CACHE_DIR")
+    if not folder:
+        problem = (
+            "Compiled programs are not kept, so every start compiles again. Set JAX_COMPILATION_CACHE_DIR to a folder."
+        )
+        return _row("compilation cache", "", problem)
+    files = [path for path in Path(folder).glob("*") if path.is_file()]
+    return _row("compilation cache", f"{sum(path.stat().st_size for path in files) / 1e6:,.0f} MB in {folder}")
+
+
+def _extras() -> Check:
+    """List which extras are installed."""
+    try:
+        extras = metadata(_PROJECT).get_all("Provides-Extra") or []
+    except PackageNotFoundError:
+        return _row("extras", "", f"Unknown without the project's metadata: pip install -e . {_CONSTRAINED}")
+    packages = {name: _requirements(_PROJECT, name) for name in extras}
+    installed = [name for name, needed in packages.items() if not _unsatisfied(needed)]
+    missing = [name for name in packages if name not in installed]
+    return _row("extras", f"installed: {', '.join(installed) or 'none'}; not installed: {', '.join(missing) or 'none'}")
