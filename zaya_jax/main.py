@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             options = parse_training(arguments)
         except SystemExit as end:  # of argparse: `--help`, or an invalid option
-            process.finish(int(end.code or 0), "The command line is invalid." if end.code else "Finished.")
+            sentence = "The command line is invalid." if end.code else "Finished."
+            process.progress.end(int(end.code or 0), sentence, is_origin=True)
             raise
         try:
             config = training_config(options)
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(error, Exception) and not is_expected(error):
                 process.fail(error)
             return process.end(error)
-    process.finish(ExitCode.OK, "Finished.")
+    process.progress.end(ExitCode.OK, "Finished.", is_origin=True)
     return output_status() if options.print_config or options.dry_run else ExitCode.OK
 
 

@@ -22,7 +22,7 @@ from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.lab.measure import context_attention as context
 from zaya_jax.lab.measure.collectives.programs import check_collectives
-from zaya_jax.lab.measure.describe import describe_machine
+from zaya_jax.lab.measure.installation import describe_machine
 from zaya_jax.lab.predict.calibration import CALIBRATION
 from zaya_jax.lab.result import describe_run, print_tables, write_result
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess

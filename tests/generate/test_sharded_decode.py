@@ -17,7 +17,7 @@ from zaya_jax.generate import decode
 from zaya_jax.generate.placement import decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.lab.predict.compilers.hlo import arrays
-from zaya_jax.model.cache import KeyValues
+from zaya_jax.model.attention import KeyValues
 
 STEPS, BLOCK, CHUNK = 9, 4, 4
 PROMPTS = [[5, 17, 25], [9], [3, 3, 8, 12, 30, 7, 29]]  # no layout divides them

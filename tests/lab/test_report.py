@@ -9,7 +9,7 @@ import pytest
 
 from tests.browser_helpers import CHROMIUM, Page
 from zaya_jax.lab.measure import context_attention as context
-from zaya_jax.lab.measure.describe import describe_machine
+from zaya_jax.lab.measure.installation import describe_machine
 from zaya_jax.lab.measure.preflight import Check
 from zaya_jax.lab.report.page import VERBS
 from zaya_jax.lab.result import describe_run

@@ -36,17 +36,15 @@ _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a configuration.
+    """Read and check a YAML file.
 
-    Args:
-      path: a YAML file. Its optional key `extends` is the path, relative to it, of a file whose values it overrides.
-        If a path that starts with `configs/` does not exist, the shipped file of that name is read.
-      overrides: `section.key=value`, applied last. A value is YAML; of a key that is text, such as a path, it is taken
-        as it stands, unless it is in quotes, or null. Address list items by their `name` or index, as in
-        `phases.midtrain.tokens=1_000_000`; the same works in a file.
+    Its optional key `extends` is the path, relative to it, of a file whose values it overrides. If a path that starts
+    with `configs/` does not exist, the shipped file of that name is read. Overrides, `section.key=value`, come last: a
+    value is YAML; of a key that is text, such as a path, it is taken as it stands, unless it is in quotes, or null.
+    Address list items by their `name` or index, as in `phases.midtrain.tokens=1_000_000`; the same works in a file.
 
-    Raises:
-      InputError: the file is missing or not YAML; a key is unknown or repeated; a value has the wrong type or is wrong.
+    `InputError` if a file is missing or not YAML, a key is unknown or repeated, or a value has the wrong type or is
+    wrong.
     """
     tree = _read(find(path), ())
     for override in overrides:

@@ -43,7 +43,12 @@ class ParallelConfig:
     @property
     def chunks(self) -> int:
         """Number of equal chunks that a sequence is cut into."""
-        return self.context * (2 if self.context > 1 and self.context_layout == "zigzag" else 1)
+        return self.context * self.pieces
+
+    @property
+    def pieces(self) -> int:
+        """Number of chunks of a sequence that a device holds."""
+        return 2 if self.context > 1 and self.context_layout == "zigzag" else 1
 
     def check(self, key: str, model: ModelConfig, contexts: Mapping[str, int]) -> None:
         """Raise `InputError` if an axis does not divide what it splits; `contexts`: sequence lengths by key."""

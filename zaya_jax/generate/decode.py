@@ -16,8 +16,7 @@ from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Branches, Sampling, draw
-from zaya_jax.model.cache import Cache
-from zaya_jax.model.zaya import Zaya, head, unrolled
+from zaya_jax.model.zaya import Cache, Zaya, head, unrolled
 from zaya_jax.ops import Ops
 from zaya_jax.parallel.decode import REPLICATED, ROWS, STEP_ROWS, cache_specs, empty_cache, on_shards, place
 from zaya_jax.parallel.mesh import AnyMesh, batch_shards

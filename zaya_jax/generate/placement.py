@@ -13,10 +13,10 @@ from zaya_jax.config.checks import require
 from zaya_jax.model.tree import compute_dtypes, roles
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.kernel_table import find_table
-from zaya_jax.ops.registry import KernelSelection, validate_kernels
+from zaya_jax.ops.registry import KernelSelection, select_kernels, validate_kernels
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.placement import Placement, device_kernels
+from zaya_jax.parallel.placement import Placement
 
 FIRST_DEVICE = ParallelConfig(data=1)
 
@@ -36,7 +36,7 @@ def decode_placement(model: Zaya, parallel: ParallelConfig, pinned: Mapping[str,
 def generation_kernels(config: ModelConfig, dtype: str, pinned: Mapping[str, str] | None = None) -> KernelSelection:
     """Select the fastest kernels for generation on this process' devices, and validate them."""
     say = functools.partial(print, file=sys.stderr)  # texts go to stdout
-    selection = device_kernels(config, dtype, find_table(current_target(), say), pinned)
+    selection = select_kernels(current_target(), config, dtype, find_table(current_target(), say), pinned)
     return validate_kernels(selection, config, dtype, training=False)
 
 

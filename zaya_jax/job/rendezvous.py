@@ -80,9 +80,8 @@ def split_address(text: str, source: str) -> tuple[str, int]:
 def connect_processes(job: Job, seconds: float) -> list[Peer]:
     """Wait for `seconds` until all processes are connected; return process 0's peers, or in the others process 0.
 
-    Raises:
-      PeersMissing: a process is missing or lost, or the address is in use.
-      InputError: the indices, numbers of processes or secrets contradict, or the address cannot be used.
+    `PeersMissing` if a process is missing or lost, or the address is in use; `InputError` if the indices, numbers of
+    processes or secrets contradict, or the address cannot be used.
     """
     if job.processes == 1:
         return []

@@ -44,7 +44,7 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
 
     describe
     """
-    from zaya_jax.lab.measure.describe import describe_machine
+    from zaya_jax.lab.measure.installation import describe_machine
 
     machine = describe_machine()
     print(json.dumps(machine, indent=2))

@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.errors import InputError
-from zaya_jax.model.zaya import Zaya
+from zaya_jax.model.zaya import Maybe, Zaya
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.parts import LAYERS
 
-Maybe = jax.Array | None
 Note = Callable[[str, Any], None]
 
 
@@ -43,20 +42,11 @@ def capture(
     | `layers.mixture.router.probabilities`, `layers.attention.attend.args.q_bshc` | the same of other methods |
     | `layers.args.x_bsd`, `layers` | the residual stream before and after each layer |
 
-    Args:
-      model: the model.
-      tokens_bs: int32 token ids.
-      names: names or patterns such as `layers.mixture.*` (`fnmatch`); static under `jax.jit`. `capture_shapes` lists
-        the names.
-      segment_ids: see `Zaya.__call__`.
-      positions: see `Zaya.__call__`.
-      ops: implementations of the operations.
+    `names` may be patterns such as `layers.mixture.*` (`fnmatch`); they are static under `jax.jit`. `capture_shapes`
+    lists the names. See `Zaya.__call__` for the other arguments.
 
-    Returns:
-      The values by name, in the dtype in which the model computes them; those of layers are stacked, [l, …].
-
-    Raises:
-      InputError: no value has one of the names; the message lists those there are. See also `Zaya.__call__`.
+    Returns the values by name, in the dtype in which the model computes them; those of layers are stacked, [l, …].
+    `InputError`, which lists those there are, if no value has one of the names.
     """
     patterns = (names,) if isinstance(names, str) else tuple(names)
     values = _run(patterns, ops, model, tokens_bs, segment_ids, positions)

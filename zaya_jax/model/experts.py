@@ -77,5 +77,5 @@ class MixtureOfExperts(nnx.Module):
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
         """Yield the module's tensors in a `transformers` folder."""
-        yield from (within("router", tensor) for tensor in ROUTERS[config.router].hf_tensors(config))
-        yield from (within("experts", tensor) for tensor in Experts.hf_tensors(config))
+        yield from within("router", ROUTERS[config.router].hf_tensors(config))
+        yield from within("experts", Experts.hf_tensors(config))

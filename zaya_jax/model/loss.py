@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 
+Bias = jax.Array | None
 CHUNK = 512  # tokens, at least: on CPUs with small models, longer chunks leave the cache
 TRANSPOSED_BYTES = 1e8  # of the head, at most, to be copied once: CPUs then multiply faster in each chunk
 LOGITS_BYTES = 2.2e9  # of a chunk's logits in fp32, at most: 2,048 tokens with the 8B's vocabulary
@@ -24,22 +25,16 @@ LARGEST_SUM = 1e30  # of exponentials relative to it: neither they nor their rec
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def chunked_loss(
-    hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array, weights_t: jax.Array,
+    hidden_td: jax.Array, head_vd: jax.Array, bias_v: Bias, targets_t: jax.Array, weights_t: jax.Array,
     frozen_head: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute the weighted cross-entropy of `hidden_td @ head_vd.T + bias_v`.
 
-    Args:
-      hidden_td: output of the final norm, in the compute dtype.
-      head_vd: the tied head, in any float dtype; it is cast to that of `hidden_td`.
-      bias_v: bias of the head, or None.
-      targets_t: int32 target of each token.
-      weights_t: fp32 weight of each token; 0 excludes it.
-      frozen_head: whether head and bias are constants, which need no gradient.
+    The hidden states are the output of the final norm, in the compute dtype, to which the head, of any float dtype, is
+    cast. Targets are int32; weights are fp32, and 0 excludes a token. A `frozen_head` and bias need no gradient.
 
-    Returns:
-      The sum over tokens, an fp32 scalar in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and its terms,
-      fp32 [t], which are not differentiable.
+    Returns the sum over tokens, an fp32 scalar in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and its
+    terms, fp32 [t], which are not differentiable.
     """
     del frozen_head
     head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
@@ -74,7 +69,7 @@ def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jnp.pad(a, ((0, pad), *[(0, 0)] * (a.ndim - 1))).reshape(-1, chunk, *a.shape[1:]) for a in arrays)
 
 
-def _chunk_logits(h_td: jax.Array, head: jax.Array, bias_v: jax.Array | None, axes: str = "vd") -> jax.Array:
+def _chunk_logits(h_td: jax.Array, head: jax.Array, bias_v: Bias, axes: str = "vd") -> jax.Array:
     z_tv = jnp.einsum(f"td,{axes}->tv", h_td, head, preferred_element_type=accumulation_dtype(h_td.dtype))
     return z_tv if bias_v is None else z_tv + bias_v.astype(z_tv.dtype)
 
@@ -117,17 +112,13 @@ def _exponentials(z_tv: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Arr
 
 
 def chunked_logprobs(
-    hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, index_q: jax.Array, targets_q: jax.Array,
-    count: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    hidden_td: jax.Array, head_vd: jax.Array, bias_v: Bias, index_q: jax.Array, targets_q: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Compute log-probabilities of single tokens, without a gradient.
 
     The time is that of `count` queries, rounded up to whole chunks; the shapes do not depend on it. A query is an int32
-    row of `hidden_td` and an int32 token, its target; what follows the first `count` is padding.
-
-    Returns:
-      fp32 [q] log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for
-      padding.
+    row of `hidden_td` and an int32 token, its target; what follows the first `count` is padding. Returns the fp32 [q]
+    log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for padding.
     """
     chunk = chunk_tokens(len(index_q), *head_vd.shape, frozen_head=True)
     index_nc, targets_nc = _chunks(chunk, index_q, targets_q)

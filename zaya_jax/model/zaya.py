@@ -15,33 +15,41 @@ from zaya_jax.config.model import LayerKind
 from zaya_jax.config.phases import Remat
 from zaya_jax.errors import InputError
 from zaya_jax.model.attention import Context
-from zaya_jax.model.cache import Cache
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import MixtureOfExperts
-from zaya_jax.model.gqa import GQA, NormedGQA
+from zaya_jax.model.gqa import GQA
 from zaya_jax.model.hf_names import HfTensor, same, within
-from zaya_jax.model.layers import (
-    PlainSum,
-    ResidualScaling,
-    RMSNorm,
-    merged_and_normed,
-    param,
-    rotary_table,
-    segment_positions,
-)
+from zaya_jax.model.layers import ResidualScaling, RMSNorm, merged_and_normed, param, rotary_table, segment_positions
 from zaya_jax.model.packing import pack_small
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.embedding import embed
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.parts import LAYERS, part
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.ops.residual_norm import merge
 
 POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-ATTENTION = {"cca": CCA, "gqa": GQA, "gqa_qk_norm": NormedGQA}
+Maybe = jax.Array | None
+ATTENTION = {"cca": CCA, "gqa": GQA, "gqa_qk_norm": GQA}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Decode state of the whole model after `length` tokens."""
+
+    layers: tuple[Any, ...]  # for each layer, the state of `Attention.init_cache`
+    segments_bt: jax.Array  # int32 document of each cached token; 0 where empty
+    length: jax.Array  # int32, number of tokens in the cache, the same for every row
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that the cache can hold."""
+        return self.segments_bt.shape[1]
 
 
 class Stats(NamedTuple):
@@ -74,10 +82,10 @@ class Block(nnx.Module):
         key_attention, key_mixture = jax.random.split(key)
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = ATTENTION[layer.attention](config, layer, key_attention)
-        self.attention_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
+        self.attention_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else None
         self.mixture_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixture = MixtureOfExperts(config, key_mixture)
-        self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
+        self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else None
 
     def __call__(self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops) -> LayerOutput:
         """Run the layer on the residual stream, with the router's state of the layer before and the decode state."""
@@ -92,7 +100,9 @@ class Block(nnx.Module):
         with part("experts"):
             mixed = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         with part("norm"):
-            return LayerOutput(self.mixture_merge(mixed.out_bsd, x_bsd, ops), mixed.state_bsr, mixed.counts_e, cache)
+            into = self.mixture_merge
+            x_bsd = merge(mixed.out_bsd, x_bsd, None) if into is None else into(mixed.out_bsd, x_bsd, ops)
+        return LayerOutput(x_bsd, mixed.state_bsr, mixed.counts_e, cache)
 
     @staticmethod
     def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:
@@ -100,10 +110,10 @@ class Block(nnx.Module):
         d = config.hidden_size
         yield same("input_layernorm.weight", "attention_norm.weight", d)
         yield same("post_attention_layernorm.weight", "mixture_norm.weight", d)
-        yield from (within("attention_merge", tensor) for tensor in ResidualScaling.hf_tensors("attention", d))
-        yield from (within("mixture_merge", tensor) for tensor in ResidualScaling.hf_tensors("mlp", d))
-        yield from (within("attention", tensor) for tensor in ATTENTION[layer.attention].hf_tensors(config))
-        yield from (within("mixture", tensor) for tensor in MixtureOfExperts.hf_tensors(config))
+        yield from within("attention_merge", ResidualScaling.hf_tensors("attention", d))
+        yield from within("mixture_merge", ResidualScaling.hf_tensors("mlp", d))
+        yield from within("attention", ATTENTION[layer.attention].hf_tensors(config))
+        yield from within("mixture", MixtureOfExperts.hf_tensors(config))
 
 
 class Zaya(nnx.Module):
@@ -141,10 +151,10 @@ class Zaya(nnx.Module):
         return self.embedding.dtype
 
     def __call__(
-        self, tokens_bs: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None, *,
+        self, tokens_bs: jax.Array, segment_ids: Maybe = None, positions: Maybe = None, *,
         ops: Ops = LOCAL, cache: Cache | None = None, remat: Remat = "none", dtype: DTypeLike | None = None,
     ) -> ModelOutput:  # fmt: skip
-        """Run the model.
+        """Run the model; `hidden_bsd` of the output has the compute dtype.
 
         Args:
           tokens_bs: int32 token ids.
@@ -158,12 +168,7 @@ class Zaya(nnx.Module):
           dtype: compute dtype of the activations; None for the embedding's. Training passes it with an fp32 embedding,
             whose rows are rounded after the lookup, so that the lookup's gradient is summed in fp32.
 
-        Returns:
-          `ModelOutput`, with `hidden_bsd` in the compute dtype.
-
-        Raises:
-          InputError: the sequence, or the cache, is longer than `config.max_positions`, or the sequence is
-            longer than the cache.
+        `InputError` if sequence or cache is longer than `config.max_positions`, or the sequence than the cache.
         """
         config, dtype = self.config, self.dtype if dtype is None else dtype
         longest = tokens_bs.shape[1] if cache is None else cache.capacity
@@ -299,9 +304,7 @@ def _unrolled(model: Zaya) -> Zaya:
     return model
 
 
-def logits(
-    model: Zaya, tokens_bs: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
-) -> jax.Array:
+def logits(model: Zaya, tokens_bs: jax.Array, segment_ids: Maybe = None, positions: Maybe = None) -> jax.Array:
     """Compute fp32 logits [b, s, v] of the next token; see `Zaya.__call__` for the arguments.
 
     They take 4·b·s·v bytes; for training use `model.loss.chunked_loss`, which does not store them.

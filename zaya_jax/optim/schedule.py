@@ -32,7 +32,7 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
     for stage in stages(config):
         schedule, span_start, span = schedule_spans(config)[stage.phase]
         shapes.append(list(_SHAPES).index(schedule.shape))
-        rows.append({
+        row = {
             "before": stage.first_token - span_start,  # tokens of the span before the stage
             "after": span_start + span - stage.first_token - stage.steps * stage.tokens,  # tokens after the stage
             "step": stage.tokens,
@@ -40,7 +40,8 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
             "falling": schedule.decay_tokens or max(span - schedule.warmup_tokens, 1),
             "peak": schedule.peak,
             "final": schedule.peak if schedule.shape == "constant" else schedule.final,
-        })  # fmt: skip
+        }
+        rows.append(row)
     tables = {name: np.array([row[name] for row in rows], np.float32) for name in rows[0]}
     firsts, ends = np.array([(stage.first_step, stage.end) for stage in stages(config)], np.int32).T
 

@@ -32,6 +32,7 @@ from zaya_jax.parallel.rules import LeafPlacement
 Sums = Any
 LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 Leaves = Mapping[str, LeafPlacement]
+Dtypes = Mapping[str, Any]  # compute dtype of each parameter
 Parts = dict[str, jax.Array | Scattered]
 Loss = Callable[[Any, Any], tuple[jax.Array, Sums]]  # compute copy of the trained parameters, micro-batch
 
@@ -42,24 +43,23 @@ def replicated_over(leaf: LeafPlacement, mesh: AnyMesh) -> tuple[str, ...]:
 
 
 def summed_gradient(
-    local_loss: LocalLoss, mesh: AnyMesh, leaves: Leaves, dtypes: Mapping[str, Any], reduce: Reduce,
-    in_place: Collection[str] = (), keep_rows: bool = False,
-) -> Callable[..., tuple[Sums, Arrays]]:  # fmt: skip
+    local_loss: LocalLoss,
+    mesh: AnyMesh,
+    leaves: Leaves,
+    dtypes: Dtypes,
+    reduce: Reduce,
+    in_place: Collection[str] = (),
+    keep_rows: bool = False,
+) -> Callable[..., tuple[Sums, Arrays]]:
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
-    Args:
-      local_loss: (compute copy of all parameters, constants, micro-batch) → (scalar loss, sums). The loss is
-        differentiated with respect to the trained parameters. Large ones of layers are `Accumulated`.
-      mesh: the device mesh.
-      leaves: placement of each parameter, by name.
-      dtypes: compute dtype of each parameter, by name.
-      reduce: whether to sum gradients over devices once a step, or after each micro-batch.
-      in_place: names of the layers' parameters that no layer copies, see `Accumulated`.
-      keep_rows: whether there is space to keep the products of tokens with these, see `kept_rows`.
+    It maps (params, constants, batch, frozen) to (sums, gradient). The batch's leaves are [micro-batches, sequences,
+    tokens]; `frozen` are frozen parameters or None. The gradient has the dtype and sharding of the master weights.
 
-    Returns:
-      (params, constants, batch, frozen) → (sums, gradient). The batch's leaves are [micro-batches, sequences, tokens];
-      `frozen` are frozen parameters or None. The gradient has the dtype and the sharding of the master weights.
+    `local_loss` maps (compute copy of all parameters, constants, micro-batch) to (scalar loss, sums). It is
+    differentiated with respect to the trained parameters, of which large ones of layers are `Accumulated`. `reduce`
+    tells whether to sum gradients over devices once a step or after each micro-batch; `in_place` names the layers'
+    parameters that no layer copies; `keep_rows` whether there is space for their products with tokens, see `kept_rows`.
     """
     reduce_axes = nontrivial_axes(mesh, AXES)
 
@@ -72,8 +72,16 @@ def summed_gradient(
             return local_loss({**frozen_compute, **trained}, constants, micro)
 
         def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
+            """Return the gradient of a micro-batch, and of those before it, summed over devices."""
             parts = scatter_in_layers(compute, totals, leaves, mesh, micro_batches == 1)
-            return _reduced_gradient(loss, parts, micro, totals, leaves, mesh)
+            in_layers = {name: x for name, x in parts.items() if isinstance(x, Scattered)}
+
+            def with_shards(shards: Arrays) -> tuple[jax.Array, Sums]:
+                scattered = {name: x._replace(shard=shards[name]) for name, x in in_layers.items()}
+                return loss({**shards, **scattered}, micro)
+
+            grads, sums = jax.grad(with_shards, has_aux=True)(differentiated(parts))
+            return reduce_rest(grads, parts, totals, leaves, mesh), sums
 
         kept = in_place if keep_rows and mesh.shape["expert"] == 1 else ()  # else experts get tokens of other devices
         accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place, kept)
@@ -139,22 +147,7 @@ def _accumulated_gradient(
         return jax.lax.fori_loop(0, jax.lax.optimization_barrier(count), add, (zeros, no_sums))
 
 
-def _reduced_gradient(
-    loss: Loss, parts: Parts, micro: Any, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh
-) -> tuple[Arrays, Sums]:
-    """Return the gradient of a micro-batch, and of those before it, summed over devices."""
-
-    def with_shards(shards: Arrays) -> tuple[jax.Array, Sums]:
-        scattered = {name: x._replace(shard=shards[name]) for name, x in parts.items() if isinstance(x, Scattered)}
-        return loss({**shards, **scattered}, micro)
-
-    grads, sums = jax.grad(with_shards, has_aux=True)(differentiated(parts))
-    return reduce_rest(grads, parts, totals, leaves, mesh), sums
-
-
-def summed(
-    local_sums: Callable[[Arrays, Any, Any], Sums], mesh: AnyMesh, leaves: Leaves, dtypes: Mapping[str, Any]
-) -> Callable[..., Sums]:
+def summed(local_sums: Callable[..., Sums], mesh: AnyMesh, leaves: Leaves, dtypes: Dtypes) -> Callable[..., Sums]:
     """Make a function (params, constants, batch, frozen) → the sums of `local_sums` over all devices.
 
     The batch's leaves are [sequences, tokens]; `frozen` are frozen parameters or None.
@@ -186,7 +179,7 @@ def _mapped(
     return mapped
 
 
-def compute_copy(params: Arrays, leaves: Leaves, dtypes: Mapping[str, Any], one_micro_batch: bool = False) -> Arrays:
+def compute_copy(params: Arrays, leaves: Leaves, dtypes: Dtypes, one_micro_batch: bool = False) -> Arrays:
     """Make the parameters that a device computes with from its shards, inside the region.
 
     Layers that are gathered one at a time, and the embedding, stay in the master weights' dtype (with values rounded to

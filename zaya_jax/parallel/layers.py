@@ -62,9 +62,7 @@ def _scattered_forward(axis: int, over: tuple[str, ...], dtype: Any, x: Scattere
     return _scattered(axis, over, dtype, x), x.total
 
 
-def _scattered_backward(
-    axis: int, over: tuple[str, ...], _dtype: Any, total: jax.Array | None, g: jax.Array
-) -> tuple[Any]:
+def _scattered_backward(axis: int, over: tuple[str, ...], _dtype: Any, total: Any, g: jax.Array) -> tuple[Any]:
     g = g.astype(accumulation_dtype(g.dtype))
     g = sum_scatter(g if total is None else total + g, over, g.ndim + axis)
     return (Scattered(None, None, g),)  # pyright: ignore[reportArgumentType]

@@ -24,10 +24,7 @@ def make_mesh(
     """Make the mesh of a layout, or without one that of data parallelism only.
 
     With a number of devices it is an `AbstractMesh`, with which programs can be traced but not compiled; None stands
-    for all of this job. `key` is the key of the layout, for messages.
-
-    Raises:
-      InputError: the product of the axes is not the number of devices.
+    for all of this job. `InputError`, with the `key` of the layout, if the product of the axes is not their number.
     """
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(config or ParallelConfig(), devices if isinstance(devices, int) else len(devices), key)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.model.layers import MATRIX_ROLES, Role
+from zaya_jax.model.layers import MATRIX_ROLES, Role, Roles, Shapes
 from zaya_jax.model.tree import is_stacked
 from zaya_jax.parallel.mesh import STORED_OVER, AnyMesh, nontrivial_axes
 
@@ -74,9 +74,7 @@ class LeafPlacement(NamedTuple):
 EXPERTS_AXIS = -3  # of a stack of matrices
 
 
-def place_leaves(
-    shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], mesh: AnyMesh
-) -> dict[str, LeafPlacement]:
+def place_leaves(shapes: Shapes, roles: Roles, mesh: AnyMesh) -> dict[str, LeafPlacement]:
     """Return the placement of every parameter, from shapes and roles by name; axes of size 1 are ignored."""
     return {name: _place(name, shape, roles[name], mesh) for name, shape in shapes.items()}
 

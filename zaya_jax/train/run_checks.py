@@ -24,10 +24,7 @@ OPTIMIZER_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimiz
 
 
 def check_architecture(theirs: ModelConfig, ours: ModelConfig, subject: str, advice: str) -> None:
-    """Raise `InputError` if the architecture of the weights `subject` has other parameters than this configuration's.
-
-    `subject` is the subject of the message, `advice` its last sentence without the full stop.
-    """
+    """Raise `InputError`, from `subject` to `advice`, if weights have other parameters than this configuration."""
     comparable, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
     for key, value in _comparable(theirs).items():
         if value != comparable[key]:

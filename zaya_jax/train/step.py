@@ -15,12 +15,10 @@ from zaya_jax.model.tree import Arrays, layer_position, with_values
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
-from zaya_jax.optim.build import optimizer_settings
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.optim.skippable import skippable
-from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.spikes import append_skipped, append_step, classify_step, reset_history
-from zaya_jax.train.state import TrainState
+from zaya_jax.train.state import PhaseSpec, TrainState
 
 # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]; with several sources also
 # sources: int16 [.., b, s], index in `data.sources`.
@@ -81,7 +79,7 @@ def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metri
     gradient = placement.gradient(make_local_loss(program), keep_rows=program.remat != "full")
     optimizer = skippable(program.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
-    peak_rate = optimizer_settings(options, config.matrices).learning_rate
+    peak_rate = getattr(options, config.matrices).learning_rate
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
     def train_step(state: TrainState, batch: Batch, base: Arrays | None = None) -> tuple[TrainState, Metrics]:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zaya_jax.errors import InputError
@@ -76,6 +76,7 @@ def test_an_unknown_gpu_is_an_error(capsys):
     assert "must be one of h100, h200, mi300x, mi355x" in capsys.readouterr().err
 
 
+@settings(max_examples=200)
 @given(gpu=st.sampled_from(["mi300x", "mi355x"]), registers=st.integers(1, 512), scalars=st.integers(1, 112),
        granules=st.integers(0, 128), log_waves=st.integers(0, 3))  # fmt: skip
 def test_as_many_waves_run_as_registers_and_shared_memory_allow(gpu, registers, scalars, granules, log_waves):

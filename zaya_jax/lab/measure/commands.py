@@ -167,6 +167,8 @@ def _add_gemm(verbs: Any, program: str) -> None:
     flag("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
     text = "bytes that are overwritten before a cold call, at least the size of the last-level cache (default: 512M)"
     flag("--flush", default="512M", metavar="SIZE", help=text)
+    text = f"compile the products for {', '.join(HARDWARE)}, which need not be here, and predict their speeds"
+    flag("--compile-for", metavar="GPU", help=text)
     add_flags(verb, repeats=5, png="the speeds")
 
 
@@ -190,11 +192,16 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"train.compute_dtype is {dtype}, but products are measured in {known}: set --dtype.")
     shards = config.parallel_for(config.phases[0]).context
     tokens = parsed.tokens or micro_batch(config, stage, 1) * stage.context // shards
-    from zaya_jax.lab.measure.gemm import Request, measure_gemm
+    if parsed.compile_for is not None and parsed.png is not None:
+        raise InputError("--png plots measured speeds: leave it out with --compile-for.")
+    from zaya_jax.lab.measure.gemm import Request, compile_gemm, measure_gemm
 
     squares = list(range(first, last + 1, step))
     sizes = (squares, parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)
-    return measure_gemm(config, Request(parsed.families, dtype, *sizes))
+    request = Request(parsed.families, dtype, *sizes)
+    if parsed.compile_for is None:
+        return measure_gemm(config, request)
+    return compile_gemm(config, request, parsed.compile_for)
 
 
 def _add_step(verbs: Any, program: str) -> None:
