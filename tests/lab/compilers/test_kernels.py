@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.attention_tiles import AttentionInputs
 from pallas_kernels.class_sort import class_sort
-from tests.kernel_helpers import kernels, shape
+from tests.kernel_helpers import kernels, shape, with_kernel
 from tests.lab.compilers.test_compiled import need_stand_ins, run
 from tests.ops import test_attention_kernel as attention
 from tests.ops import test_cca_mix_kernel as cca_mix
@@ -76,6 +77,17 @@ def test_cases_launch_and_move_no_more_than_recorded(gpu):
             assert program.bytes <= 1.01 * row["kernels"]["bytes"], row
             if row["case"] == "residual_norm backward":
                 assert program.bytes <= 1.2 * row["least_bytes"]
+
+
+def by_mosaic():
+    return {"step": passes(CASES["attention backward"], with_kernel("h200", "attention", "mosaic"))}
+
+
+def test_attention_by_mosaic_fits_the_gpu(tmp_path):
+    done = run("h200", tmp_path, f"from {__name__} import *\ncompile_all(by_mosaic(), 'h200', {str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr
+    found = check({"step": read_program("step", "h200", tmp_path)}, "h200", {})
+    assert found == {"attention_mosaic", "attention_backward_keys", "attention_backward_queries"}
 
 
 def compile_vendor(gpu, folder):
@@ -164,6 +176,10 @@ def further(gpu):
         for name in cca_mix.LAUNCHES:
             mix = functools.partial(cca_mix.trained, platform=gpu, implementation=name)
             made[f"mix_{kind}_{name}"] = mix, cca_mix.shapes(dtype, c=64, pairs=16)
+    if GPUS[gpu].architecture == "sm_90":  # with an output in fp32, as in ring attention
+        part = with_kernel(gpu, "partial_attention", "mosaic").implementation("partial_attention")
+        arguments = attention.arguments(jnp.bfloat16)[:5]
+        made["attention_mosaic"] = (lambda *x: part(AttentionInputs(*x))), arguments
     for classes in (24, 63):
         sort = functools.partial(class_sort, classes=classes, dtype=jnp.bfloat16, architecture=GPUS[gpu].architecture)
         made[f"sort_{classes}"] = sort, (shape(16384, dtype=jnp.int32),)

@@ -15,6 +15,8 @@ from zaya_jax.lab.predict.compilers.toolchain import DUMP, find_toolchain
 _THUNK = re.compile(
     r"\] (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+) bytes"
 )
+_MOSAIC_LAUNCH = re.compile(r"gpu\.launch .* in \(%\w+ = %c(\d+),.*\) dynamic_shared_memory_size %c(\d+)_i32")
+_MOSAIC_SUFFIX = "_mosaic_gpu_kernel"
 _PTXAS = re.compile(
     r"Function properties for (\S+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
     r".*?Used (\d+) registers"
@@ -85,10 +87,10 @@ def waves_per_simd(kernel: KernelResources, gpu: Gpu) -> tuple[float, str]:
 
 
 def read_resources(program: str, gpu: str, folder: Path, objects: Path) -> list[KernelResources]:
-    """Return the resources of a program's kernels, from the folders of the compiler and of AMD's code objects."""
+    """Return the resources of a program's kernels, from the folders of the compiler and of code objects."""
     dump, (_, assembler) = folder / DUMP, find_toolchain(gpu)
-    launches, atomic = _launches(dump, program), _atomic_kernels(dump, program)
-    kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, GPUS[gpu].architecture)
+    launches, atomic = _launches(dump, program) | _mosaic_launches(objects), _atomic_kernels(dump, program)
+    kernels = _amd(objects) if assembler is None else _nvidia(dump, program, objects, assembler, GPUS[gpu].architecture)
     found = []
     for kernel in kernels:
         if kernel.name in launches:
@@ -107,6 +109,13 @@ def _launches(dump: Path, program: str) -> dict[str, tuple[int, int]]:
     return launches
 
 
+def _mosaic_launches(objects: Path) -> dict[str, tuple[int, int]]:
+    """Return bytes of shared memory and threads of each kernel of Pallas' Mosaic backend."""
+    logs = {path: path.read_text(encoding="utf-8") for path in objects.glob("*.mlir-passes.log")}
+    found = {path.name.rpartition("_")[0]: _MOSAIC_LAUNCH.search(text) for path, text in logs.items()}
+    return {name: (int(match[2]), int(match[1])) for name, match in found.items() if match}
+
+
 def _atomic_kernels(dump: Path, program: str) -> set[str]:
     """Return the kernels whose LLVM code has atomic operations, before the compiler rewrites them."""
     kernels, kernel = set(), ""
@@ -119,7 +128,7 @@ def _atomic_kernels(dump: Path, program: str) -> set[str]:
     return kernels
 
 
-def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Iterator[KernelResources]:
+def _nvidia(dump: Path, program: str, objects: Path, assembler: Path, architecture: str) -> Iterator[KernelResources]:
     def assemble(path: Path) -> str:
         command = [str(assembler), "-v", f"-arch={architecture}a", "-o", "/dev/null", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
@@ -130,9 +139,11 @@ def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Ite
     # The PTX file of XLA's generated kernels is empty if there are none.
     files = [path for path in sorted(dump.glob(f"*.jit_{program}.*ptx")) if path.stat().st_size]
     with ThreadPoolExecutor(2) as pool:
-        for text in pool.map(assemble, files):
+        mosaic = (path.read_text(encoding="utf-8") for path in sorted(objects.glob("*.ptxas")))
+        for text in itertools.chain(pool.map(assemble, files), mosaic):
             for name, stack, stores, _, registers in _PTXAS.findall(text):
-                yield KernelResources(name, int(registers), int(stores), 0, int(stack), 0, 0)
+                kernel = name.removesuffix(_MOSAIC_SUFFIX)
+                yield KernelResources(kernel, int(registers), int(stores), 0, int(stack), 0, 0)
 
 
 def _amd(objects: Path) -> Iterator[KernelResources]:
