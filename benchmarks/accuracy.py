@@ -14,16 +14,8 @@ from zaya_jax.run.files import expanded, read_json
 from zaya_jax.run.table import NONE, number
 
 _LARGE = 0.05  # share of a program from which on a part is judged
-_COLUMNS = (
-    "program",
-    "part",
-    "share",
-    "measured (ms)",
-    "predicted (ms)",
-    "error",
-    "range if not measured (ms)",
-    "source",
-)
+_HEAD = """| program | part | share | measured (ms) | predicted (ms) | error | range if not measured (ms) | source |
+|---|---|---|---|---|---|---|---|"""
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -50,8 +42,8 @@ def table(folder: Path) -> str:
     used = {row["recording"] for row in found.values()}
     others = ", ".join(f"`{path.name}`" for path in sorted(folder.glob("*.json")) if path.name not in used)
     rows = [(name, *cells) for name in found for cells in _rows(name, found)]
-    lines = (f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ("---",) * len(_COLUMNS), *rows))
-    return "\n".join([*lines, "", f"Recordings without the time of a program of their own: {others or 'none'}."])
+    lines = (f"| {' | '.join(cells)} |" for cells in rows)
+    return "\n".join([_HEAD, *lines, "", f"Recordings without the time of a program of their own: {others or 'none'}."])
 
 
 def _rows(name: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

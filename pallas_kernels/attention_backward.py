@@ -32,13 +32,9 @@ def attention_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute the gradients of q, k and v, in `dtype`, with sums in fp32.
 
-    Args:
-      x: the inputs.
-      bounds: result of `backward_ranges`.
-      saved: the gradient of the output, in the dtype of q; the log-sum-exp of each query over all keys that it sees,
-        also on other devices; and the sum over channels of the output times its gradient, both fp32 [b, s, h].
-      dtype: dtype of the results.
-      architecture: see `launch`.
+    `bounds` is the result of `backward_ranges`. `saved` are the gradient of the output, in the dtype of q; the
+    log-sum-exp of each query over all keys that it sees, also on other devices; and the sum over channels of the output
+    times its gradient, both fp32 [b, s, h].
     """
 
     def run(name: str, kernel: Any, bounds: jax.Array, out: Any) -> Any:

@@ -105,11 +105,8 @@ def ranges(x: AttentionInputs, sizes: tuple[int, ...], *, of_keys: bool = False)
 
     Tiles at both ends that share no document, or that causality or the window hides, are skipped. The result is correct
     for any layout of documents; if documents are contiguous, only tiles that share a document are visited. `sizes` are
-    those of a tile of rows, and of a tile of keys.
-
-    Returns:
-      int32 [b, tiles, 4]: low, start, stop, high. Tiles [low, high) are visited; those of [start, stop) are fully
-      visible and need no mask.
+    those of a tile of rows, and of a tile of keys. Returns int32 [b, tiles, 4]: low, start, stop, high. Tiles [low,
+    high) are visited; those of [start, stop) are fully visible and need no mask.
     """
     (b, s, h, _), (_, t, num_kv, _) = x.q_bshc.shape, x.k_btkc.shape
     groups, offset, window = h // num_kv, x.query_offset, x.window

@@ -66,11 +66,9 @@ def sizes_of(x: Any) -> Sizes:
 def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
 
-    c, p and c − 2p are powers of two, and the last may be 0.
-
-    Returns:
-      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`; and the inverse norm of each head of queries
-      and keys before QK-norm, fp32 [b, n, s], from which `cca_mix_backward` computes the gradients.
+    c, p and c − 2p are powers of two, and the last may be 0. Returns q [b, s, h, c], k and v [b, s, k, c] in the dtype
+    of `packed_bsmc`; and the inverse norm of each head of queries and keys before QK-norm, fp32 [b, n, s], from which
+    `cca_mix_backward` computes the gradients.
     """
     return launch_mix("cca_mix", _kernel, x, x.temperature_k.shape[0], architecture)
 

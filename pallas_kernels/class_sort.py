@@ -24,11 +24,8 @@ def class_sort(
     """Sort tokens by class.
 
     The int32 class of a token may be `classes` or more, which is one more class, the last. `dtype` is that of
-    activations, with which tiles are measured.
-
-    Returns:
-      int32 [t], the tokens in the order of their classes, otherwise in their own; and int32 [classes], the number of
-      tokens of each class.
+    activations, with which tiles are measured. Returns int32 [t], the tokens in the order of their classes, otherwise
+    in their own; and int32 [classes], the number of tokens of each class.
     """
     cut = tile("class_sort", architecture, dtype)
     lanes, count = pl.next_power_of_2(classes), class_t.shape[0]

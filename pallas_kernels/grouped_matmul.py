@@ -51,9 +51,8 @@ class RowTile(NamedTuple):
 def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int = 0) -> jax.Array:
     """Split the rows into tiles of `block` rows, each within one group; tiles of rows of no group come last.
 
-    Returns:
-      int32 [4, m]: group of each tile (e or more for no group), its first row, the end of its group, and the layer.
-      Superfluous tiles start past their end. m is a multiple of `TOGETHER`.
+    Returns int32 [4, m]: group of each tile (e or more for no group), its first row, the end of its group, and the
+    layer. Superfluous tiles start past their end. m is a multiple of `TOGETHER`.
     """
     groups = sizes_e.shape[0] + 1
     most = (rows + groups * (block - 1)) // block
@@ -162,10 +161,8 @@ def grouped_product(
 
     Rows are bf16 or fp32 and sorted by group, matrices of the same dtype; `sizes_e` is the int32 number of rows of each
     group, whose sum is at most t. `moved` is an int32 permutation, by which row i of the result is written to row
-    `order_t[i]`, and fp32 factors of the written rows; None for neither.
-
-    Returns:
-      [t, q] (with `transpose` [t, p]) in the dtype of the rows, sums in fp32; zero in rows past the groups.
+    `order_t[i]`, and fp32 factors of the written rows; None for neither. Returns [t, q] (with `transpose` [t, p]) in
+    the dtype of the rows, sums in fp32; zero in rows past the groups.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
     (w_lepq, layer), cut = w, tile(name, architecture, x_tp.dtype)
@@ -216,11 +213,9 @@ def grouped_outer(
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 
     Rows are bf16 or fp32, sorted by group; sorted row i of the array that is `moved` ('x', 'y', or '' for neither) is
-    its row `order_t[i]`. With `total_lepq`, fp32, the result is added to its `layer` in place.
-
-    Returns:
-      `total_lepq` with the sum in its layer; without it, the products alone [1, e, p, q] in the dtype of `x_tp`, zero
-      for empty groups. Sums are in fp32.
+    its row `order_t[i]`. With `total_lepq`, fp32, the result is added to its `layer` in place. Returns `total_lepq`
+    with the sum in its layer; without it, the products alone [1, e, p, q] in the dtype of `x_tp`, zero for empty
+    groups. Sums are in fp32.
     """
     cut = tile("grouped_outer", architecture, x_tp.dtype)
     m, n, _ = cut.sizes

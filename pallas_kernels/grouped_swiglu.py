@@ -62,11 +62,9 @@ def grouped_swiglu(
     """Multiply sorted rows by the gate and up matrices of their group, and apply SwiGLU.
 
     Rows of `x_td`, bf16 or fp32, are in any order; `order_t`, int32, sorts them by group. `gate_up` is [e, d, 2f], gate
-    then up, of the same dtype; `sizes_e` is the int32 number of rows of each group, whose sum is at most t.
-
-    Returns:
-      The hidden rows [t, f], and with `keep` gate and up [t, 2f], for the sorted rows in the dtype of `x_td`, with sums
-      in fp32; zero in rows past the groups. Gate and up are written to the layer of `kept` [l, t, 2f], if it is given.
+    then up, of the same dtype; `sizes_e` is the int32 number of rows of each group, whose sum is at most t. Returns the
+    hidden rows [t, f], and with `keep` gate and up [t, 2f], for the sorted rows in the dtype of `x_td`, with sums in
+    fp32; zero in rows past the groups. Gate and up are written to the layer of `kept` [l, t, 2f], if it is given.
     """
     (gate_up_ledf, layer), cut = gate_up, tile("grouped_swiglu", architecture, x_td.dtype)
     t, f = x_td.shape[0], gate_up_ledf.shape[3] // 2
@@ -117,11 +115,9 @@ def grouped_swiglu_backward(
     """Compute the gradient of gate and up from the gradient of `scale_t · (hidden @ down)`.
 
     Rows of `dout_td` and of the fp32 `scale_t` are in any order; `order_t` sorts them by group. `down` is [e, f, d],
-    and `gate_up_tf` what `grouped_swiglu` kept, [t, 2f] or in the layer of [l, t, 2f].
-
-    Returns:
-      For the sorted rows: the gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with
-      `dout_td` is the gradient of the down matrices; and the gradient of scale, fp32 [t].
+    and `gate_up_tf` what `grouped_swiglu` kept, [t, 2f] or in the layer of [l, t, 2f]. Returns for the sorted rows: the
+    gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with `dout_td` is the gradient of
+    the down matrices; and the gradient of scale, fp32 [t].
     """
     (down_lefd, layer), dtype = down, dout_td.dtype
     cut = tile("grouped_swiglu_backward", architecture, dtype)

@@ -74,11 +74,9 @@ def residual_norm_backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Compute the gradients of the inputs of `residual_norm_forward`, also without an output, or without a norm.
 
-    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm.
-
-    Returns:
-      Gradients of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight,
-      then `vectors_d` in order. Without a norm its weight is left out, for a plain sum the vectors are.
+    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm. Returns gradients
+    of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight, then
+    `vectors_d` in order. Without a norm its weight is left out, for a plain sum the vectors are.
     """
     tokens, width = x.stream_td.shape
     elements = x.output_td if d_normed_td is None else d_normed_td

@@ -23,11 +23,9 @@ Epilogue = Callable[..., jax.Array]  # sum of a tile, its matrix and place, then
 def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Compute G = s² X Xᵀ for each matrix, in the form that `polynomial` takes.
 
-    X is in bf16 or fp32, s of each matrix in fp32.
-
-    Returns:
-      G, [n, p, p] in the dtype of X and exactly symmetric; and its unrounded tiles on and above the diagonal, fp32
-      [n, tiles, rows, rows] in the order of `upper_tiles`, zero outside of the matrix.
+    X is in bf16 or fp32, s of each matrix in fp32. Returns G, [n, p, p] in the dtype of X and exactly symmetric; and
+    its unrounded tiles on and above the diagonal, fp32 [n, tiles, rows, rows] in the order of `upper_tiles`, zero
+    outside of the matrix.
     """
     (n, p, _), cut = x_npq.shape, _tile(x_npq, architecture)
     exact = Out((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)

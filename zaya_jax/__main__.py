@@ -29,9 +29,8 @@ def main(
 ) -> int:
     """Run a command in place of this process, as `python -m` would; `replace` does so with a program and environment.
 
-    Returns:
-      The exit status without a command to run: 0 for the help and the version, or 1 if they are lost; 2 for an unknown
-      command.
+    Returns the exit status without a command to run: 0 for the help and the version, or 1 if they are lost; 2 for an
+    unknown command.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for candidates
         from zaya_jax.completion import complete

@@ -40,14 +40,8 @@ HEAD_SIZES = (16, 32, 64, 128, 256)
 def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, **options: Any) -> jax.Array:
     """Causal attention of every query to the keys of its document (docs/reference.md §1.3).
 
-    Args:
-      q_bshc: queries.
-      k_btkc: keys.
-      v_btkc: values.
-      **options: the other fields of `AttentionInputs`.
-
-    Returns:
-      [b, s, h, c] in the dtype of the queries; softmax and sums are in fp32. Rows of padding are 0.
+    `options` are the other fields of `AttentionInputs`. Returns [b, s, h, c] in the dtype of the queries; softmax and
+    sums are in fp32. Rows of padding are 0.
     """
     x = AttentionInputs(q_bshc, k_btkc, v_btkc, **options)
     if why := _other_segments(x):

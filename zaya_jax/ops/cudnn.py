@@ -42,9 +42,8 @@ def pack(query_segments_bs: jax.Array, key_segments_bs: jax.Array, documents: in
 def cudnn_forward(x: AttentionInputs, packing: Packing) -> tuple[jax.Array, jax.Array]:
     """Compute attention to documents that fit.
 
-    Returns:
-      The output [b, s, h, c] in the dtype of the queries, 0 for padding, and the log-sum-exp of each query, fp32
-      [b, s, h], for padding that of its attention to padding.
+    Returns the output [b, s, h, c] in the dtype of the queries, 0 for padding, and the log-sum-exp of each query, fp32
+    [b, s, h], for padding that of its attention to padding.
     """
     b, s, h, _ = x.q_bshc.shape
     stats = jax.ShapeDtypeStruct((len(packing.lengths_n), h, s), jnp.float32)

@@ -28,13 +28,9 @@ Product = Callable[..., jax.Array]
 def grouped_product(x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array) -> jax.Array:
     """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; not differentiable.
 
-    Args:
-      x_tp: rows sorted by group, float.
-      w_epq: one matrix for each group; here and below also a `StackedLayer`.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-
-    Returns:
-      [t, q] in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
+    `x_tp` are float rows sorted by group, `w_epq` one matrix for each group (here and below also a `StackedLayer`),
+    `sizes_e` the int32 numbers of rows of the groups, whose sum is at most t. Returns [t, q] in the dtype of `x_tp`,
+    sums in fp32; zero in rows past the groups.
     """
     matrices = in_stack(w_epq)
     return _blocks_times_matrix(x_tp, matrices.stack, matrices.layer, sizes_e)
@@ -51,9 +47,8 @@ def grouped_outer(
 ) -> jax.Array:
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e, with rows sorted by group.
 
-    Returns:
-      [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq`, the fp32 sum of the gradients of all layers,
-      its sum with the result in the layer of that index.
+    Returns [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq`, the fp32 sum of the gradients of all
+    layers, its sum with the result in the layer of that index.
     """
     if total_lepq is not None:
         return _add_outer_products(x_tp, y_tq, sizes_e, total_lepq, layer)

@@ -176,8 +176,7 @@ def size_key(size: Mapping[str, Any]) -> tuple[Any, ...]:
 def parse_table(content: Mapping[str, Any], device_kind: str, source: str) -> KernelTable:
     """Check a table; `source` is where it is from, for messages.
 
-    Raises:
-      InputError: it is for another device, or is no table.
+    `InputError` if it is for another device, or is no table.
     """
     table = KernelTable(json.dumps(content, sort_keys=True), source)
     try:

@@ -182,17 +182,9 @@ def select_kernels(
 ) -> KernelSelection:
     """Select an implementation of each operation that supports the shapes of `model` and was not rejected.
 
-    Nothing is compiled.
-
-    Args:
-      target: kind of device.
-      model: architecture, for the shapes.
-      dtype: of activations; 'float64' always uses the references.
-      table: measurements on this kind of device; None to take each operation's first kernel.
-      pinned: implementations that go before what was measured.
-
-    Raises:
-      InputError: a pinned implementation does not exist, or cannot be used.
+    Nothing is compiled. `dtype` is that of activations; 'float64' always uses the references. `table` holds the
+    measurements on this kind of device; None takes each operation's first kernel. `pinned` implementations go before
+    what was measured; `InputError` if one does not exist, or cannot be used.
     """
     chosen, reasons, measured, notes = dict[str, str](), dict[tuple[str, str], str](), {}, dict[str, str]()
     pinned = pinned or {}
@@ -289,13 +281,8 @@ def validate_kernels(
     A kernel must agree with the reference in double precision, forward and with `training` backward, with itself on
     arrays above 4 GiB, if they fit, and on GPUs bit by bit with itself in a second run. A kernel that does not, or that
     fails to compile or run, is rejected with a `UserWarning`, and the operation's next kernel is checked. `large` are
-    the bytes of the large arrays, 0 for none; None for `selfcheck.LARGE` on GPUs and 0 in emulation.
-
-    Returns:
-      The selection of kernels that passed.
-
-    Raises:
-      InputError: JAX_PLATFORMS excludes the CPU, which computes the reference.
+    the bytes of the large arrays, 0 for none; None for `selfcheck.LARGE` on GPUs and 0 in emulation. Returns the
+    selection of kernels that passed. `InputError` if JAX_PLATFORMS excludes the CPU, which computes the reference.
     """
     if selection.kernels:
         host_cpu()
@@ -361,9 +348,8 @@ def check_operations(
 ) -> dict[str, Any]:
     """Compare all kernels of the named operations with double precision on the host; without a kernel, the reference.
 
-    Returns:
-      `errors`: relative `error` and `tolerance` by check, kernel and dtype. `refused`: by operation, kernel and dtype,
-      why a kernel does not take them, if there are any. `failed`: a sentence, if an error is above its tolerance.
+    Returns `errors`: relative `error` and `tolerance` by check, kernel and dtype. `refused`: by operation, kernel and
+    dtype, why a kernel does not take them, if there are any. `failed`: a sentence, if an error is above its tolerance.
     """
     errors, wrong, refused = {}, [], {}
     for operation, dtype in itertools.product((OPERATIONS[name] for name in names), dtypes):

@@ -39,15 +39,10 @@ def router(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the probabilities of the classes.
 
-    Args:
-      projected_bsr: down-projection of the tokens without its bias, fp32 (float64 in double precision).
-      state_bsr: state of the previous layer's router, in the same dtype.
-      weights: the parameters.
-      eps: added to the mean square in the norm.
-      dtype: dtype of the matmuls' operands; their sums are in fp32.
-
-    Returns:
-      fp32 probabilities [.., e + 1], and the state for the next layer in the dtype of `state_bsr`.
+    `projected_bsr` is the down-projection of the tokens without its bias, fp32 (float64 in double precision), and
+    `state_bsr` the state of the previous layer's router, in the same dtype. `eps` is added to the mean square in the
+    norm. Operands of matmuls are in `dtype`; their sums are in fp32. Returns fp32 probabilities [.., e + 1], and the
+    state for the next layer in the dtype of `state_bsr`.
     """
     exact = state_bsr.dtype
     state = projected_bsr + weights.down_bias_r.astype(exact) + state_bsr * weights.state_scale_r.astype(exact)

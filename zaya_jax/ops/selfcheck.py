@@ -81,8 +81,7 @@ def repeats(check: Check, dtype: str, implementation: Implementation) -> bool:
 def host_cpu() -> Any:
     """Return the host's CPU as a jax device.
 
-    Raises:
-      InputError: JAX_PLATFORMS excludes it.
+    `InputError` if JAX_PLATFORMS excludes it.
     """
     try:
         return jax.local_devices(backend="cpu")[0]

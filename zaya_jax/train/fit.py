@@ -94,12 +94,9 @@ def run_training(
 
     `peers` are connections to the other processes of the job; `progress` tells a supervisor what this process does;
     `leave` ends the job at once, from any thread, if other processes resume the run: by default, this only raises.
-
-    Raises:
-      InputError: the configuration, the data or the run folder cannot be used; nothing is overwritten.
-      RunStopped: too many steps in a row were skipped, or saving failed for too long.
-      Superseded: other processes have resumed the run.
-      Preempted: Ctrl-C, SIGTERM or SIGHUP ended the run after it saved.
+    `InputError` if the configuration, the data or the run folder cannot be used; nothing is overwritten. `RunStopped`
+    if too many steps in a row were skipped, or saving failed for too long, `Superseded` if other processes have resumed
+    the run, `Preempted` if Ctrl-C, SIGTERM or SIGHUP ended it after it saved.
     """
     progress = progress or ProgressRecord()
     progress.enter(Phase.OPEN)

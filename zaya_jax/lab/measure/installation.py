@@ -33,15 +33,7 @@ _PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", 
 
 def check_installation(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> list[Check]:
     """Return the checks, what is wrong first; the files of the system are below `root`."""
-    checks = [
-        _packages(),
-        _processor(),
-        _memory(),
-        _disk(),
-        *_devices(root, environment),
-        _cache(environment),
-        _extras(),
-    ]
+    checks = [_packages(), *_host(), *_devices(root, environment), _cache(environment), _extras()]
     return sorted(checks, key=lambda check: ("FAIL", "WARN", "PASS").index(check.status))
 
 
@@ -107,22 +99,16 @@ def _unsatisfied(needed: Sequence[Requirement]) -> list[str]:
     return [f"{each.name}{each.specifier} ({versions[each.name] or 'not installed'})" for each in wrong]
 
 
-def _processor() -> Check:
-    usable, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    return _row("processor", f"{cpu_name()}, {usable} of {every} cores")
-
-
-def _memory() -> Check:
-    free, total = free_memory(), psutil.virtual_memory().total
-    problem = f"Only {free / 1e9:.3g} GB are free: training configs/tiny.yaml needs {_LITTLE / 1e9:.0f} GB."
-    message = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB free"
-    return _row("memory of the host", message, problem if free < _LITTLE else None)
-
-
-def _disk() -> Check:
+def _host() -> Iterator[Check]:
+    usable, every, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1, psutil.virtual_memory().total
+    yield _row("processor", f"{cpu_name()}, {usable} of {every} cores")
+    free, need = free_memory(), f"training configs/tiny.yaml needs {_LITTLE / 1e9:.0f} GB"
+    problem = f"Only {free / 1e9:.3g} GB are free: {need}." if free < _LITTLE else None
+    yield _row("memory of the host", f"{free / 1e9:.3g} of {total / 1e9:.3g} GB free", problem)
     folder, free = Path.cwd(), shutil.disk_usage(".").free
-    problem = f"Only {free / 1e9:.3g} GB are free in {folder}: checkpoints will fill it. Set run_dir to another disk."
-    return _row("disk", f"{free / 1e9:.3g} GB free in {folder}", problem if free < _LITTLE else None)
+    found = f"{free / 1e9:.3g} GB free in {folder}"
+    problem = f"Only {found}: checkpoints will fill it. Set run_dir to another disk." if free < _LITTLE else None
+    yield _row("disk", found, problem)
 
 
 def _devices(root: Path, environment: Mapping[str, str]) -> Iterator[Check]:
