@@ -42,16 +42,10 @@ def dispatch_experts(
 ) -> jax.Array:  # fmt: skip
     """Apply to each token the SwiGLU of its expert, times its weight.
 
-    Args:
-      h_td: tokens.
-      expert_t: int32 class of each token; values of e or more (skip, padding) give zero and cost nothing.
-      weight_t: fp32 factor of each token's output.
-      gate_up_edf: [e, d, 2f], gate then up; here and below also a `StackedLayer`.
-      down_efd: [e, f, d].
-      **products: implementations of the operations of `grouped_matmul`, by name.
-
-    Returns:
-      [t, d] in the dtype of `h_td`.
+    `expert_t` is the int32 class of each token; values of e or more (skip, padding) give zero and cost nothing.
+    `weight_t` is the fp32 factor of each token's output; `gate_up_edf` [e, d, 2f] has gate, then up, and is here and
+    below also a `StackedLayer`, as `down_efd` [e, f, d]; `products` are implementations of the operations of
+    `grouped_matmul`, by name. Returns [t, d] in the dtype of `h_td`.
     """
     with part("dispatch"):
         order, sizes_e = _sort(expert_t, down_efd.shape[0])
