@@ -48,7 +48,7 @@ OTHERS = {
     "data/prepare/workers.py": ("ftruncate mmap", "an anonymous file in memory"),
     "lab/measure/step_parts.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "lab/predict/compilers/compiled.py": ("TemporaryDirectory write_text", TEMPORARY),
-    "lab/predict/compilers/toolchain.py": ("mkdir rename write_text", TEMPORARY),
+    "lab/predict/compilers/toolchain.py": ("mkdir mkdir rename write_text", TEMPORARY),
     "lab/predict/compilers/stand_ins.py": ("TemporaryDirectory mkdir rename unlink write_text write_text",
                                        "in a private folder"),
     "lab/compile_worker.py": ("write_text write_text", TEMPORARY),
