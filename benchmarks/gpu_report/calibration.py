@@ -66,7 +66,7 @@ def device(content: Mapping[str, Any]) -> Hardware:
 
 
 def as_work(row: Mapping[str, Any]) -> Work:
-    """Return one launch of a row of `works`, or a row of `sums`, which is no launch of its own."""
+    """Convert a recorded row to work: a row of `works` is one kernel launch, a row of `sums` adds no launches."""
     launched = Work(row["component"], row["bytes"], row["flops"], "kernel" if row["kernel"] else "matmul", row["fp32"])
     if row["component"]:
         return launched._replace(kernel=row["kernel"]).within(row["part"])

@@ -15,27 +15,14 @@ from pallas_kernels.attention_tiles import AttentionInputs
 from tests.devices_helpers import on_devices
 from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import kernel, lower, shape
-from tests.ops.test_attention_kernel import BF16, Case, check, draw_arrays, exact
+from tests.ops.test_attention_kernel import BF16, Case, check, documents, draw_arrays, exact
 from zaya_jax.ops.attention import PartialAttention, partial_attention, partial_attention_gradient
 from zaya_jax.ops.blockwise import FLOOR
 from zaya_jax.ops.registry import OPERATIONS
 
 TILE = 64  # of queries and, when interpreted, of keys
+SIZES = (1, 3, TILE - 1, TILE, TILE + 1, 3 * TILE)  # of documents
 interpreter = pytest.mark.skipif(not hasattr(mosaic_gpu, "InterpretGPUParams"), reason="jax 0.10 interprets too little")
-
-
-@st.composite
-def documents(draw, rows: int, length: int) -> np.ndarray:
-    """int32 [rows, length]: documents of one token, within a tile, of a tile and longer; padding anywhere."""
-    segments = np.zeros((rows, length), np.int32)
-    for row in segments:
-        at, number = 0, 0
-        while at < length:
-            number += 1
-            size = draw(st.sampled_from([1, 3, TILE - 1, TILE, TILE + 1, 3 * TILE]))
-            row[at : at + size] = draw(st.sampled_from([0, number]))
-            at += size
-    return segments
 
 
 @functools.cache
@@ -60,7 +47,7 @@ def reference(window):
 def equals_the_reference(data, seed, case, dtype, segmented=True):
     """Queries and keys are stretches of one sequence of documents, in any position to one another."""
     length = max(case.s, case.t) + TILE
-    line = data.draw(documents(case.b, length)) if segmented else np.ones((case.b, length), np.int32)
+    line = data.draw(documents(case.b, length, SIZES)) if segmented else np.ones((case.b, length), np.int32)
     query, key = data.draw(st.integers(0, length - case.s)), data.draw(st.integers(0, length - case.t))
     if not segmented:
         query, key = length - case.s, length - case.t

@@ -24,10 +24,10 @@ class Packing(NamedTuple):
 
 
 def pack(query_segments_bs: jax.Array, key_segments_bs: jax.Array, documents: int) -> Packing:
-    """Describe the documents of all rows to cuDNN, padding as a document of its own, so that every token is in one.
+    """Compute cuDNN's packed layout of the documents in all rows; each run of padding counts as a document.
 
-    They do not fit if there are more than `documents`, if tokens of a document are apart, or if queries and keys have
-    different documents.
+    `fits` is false if there are more than `documents`, if the tokens of a document are not contiguous, or if queries
+    and keys have different documents.
     """
     segments, tokens = query_segments_bs, query_segments_bs.size
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
